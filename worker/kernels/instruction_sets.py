@@ -39,6 +39,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {  # what comes back, what goes i
     "attend": (None, [POINTER, POINTER, POINTER, INT, POINTER, POINTER, POINTER, POINTER]),
     "decoder_new": (POINTER, [POINTER]),
     "decoder_load": (None, [POINTER, INT, INT, POINTER, POINTER]),
+    "decoder_load_quantized": (None, [POINTER, INT, INT, POINTER, POINTER]),
     "decoder_free": (None, [POINTER]),
     "decoder_forward": (None, [POINTER, POINTER, POINTER]),
     "draw_chains": (INT, [POINTER, POINTER, POINTER, POINTER]),

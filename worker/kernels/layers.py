@@ -22,6 +22,7 @@ from swiftbatch.worker.kernels.decoder_weights import (
 )
 from swiftbatch.worker.kernels.frequencies import Rotary
 from swiftbatch.worker.kernels.packed import Weight
+from swiftbatch.worker.kernels.quantized import quantized_rows
 from swiftbatch.worker.kernels.row_tables import CachePlace, LayerCacheShape, Rows, RowTable
 from swiftbatch.worker.kernels.team import ELEMENTS, Team
 
@@ -165,6 +166,12 @@ class NativeLayers:
             self._library.decoder_load(self.handle, number, STILL, None, None)
 
     def _load_linear(self, layer: int, role: int, linear: AnyLinear) -> None:
+        if isinstance(linear, PackedLinear) and (rows := quantized_rows(linear.weight)) is not None:
+            bias = None if linear.bias is None else linear.bias.detach().contiguous()
+            self._library.decoder_load_quantized(
+                self.handle, layer, role, rows.address, None if bias is None else bias.data_ptr()
+            )
+            return
         found = plain_linear(linear)
         self._load(layer, role, found.weight, found.bias)
 

@@ -24,6 +24,8 @@ TABLES: dict[Code, Tensor] = {  # the number that each code stands for
     "uint8": torch.arange(256.0),
     "e4m3": torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float(),
 }
+# What it takes to write each code's number as a whole one times a power of two.
+SIGNIFICANT_BITS: dict[Code, int] = {"uint4": 4, "e2m1": 2, "iq4_nl": 7, "int8": 7, "uint8": 8, "e4m3": 4}
 CODE_BITS: dict[Code, int] = {code: len(table).bit_length() - 1 for code, table in TABLES.items()}
 
 
@@ -50,6 +52,8 @@ class PackedMatrix:
             raise ValueError(f"found codes of {self.codes.dtype}, scales of {self.scales.dtype}")
         if self.scales.shape[0] != num_columns or groups == 0 or depth % groups or (depth // groups) % 2:
             raise ValueError(f"found scales {list(self.scales.shape)} for a matrix {[num_columns, depth]}")
+        if not all(bool(each.isfinite().all()) for each in (self.scales, self.offsets) if each is not None):
+            raise ValueError("found scales or offsets that are no finite numbers")
         if self.offsets is None:
             return
         if self.offsets.shape != self.scales.shape or self.offsets.dtype != torch.float32:
@@ -114,7 +118,7 @@ class PackedMatrix:
 
     def _has_exact_products(self) -> bool:
         """Tell whether no scale has more significant bits than a product with a code that is there leaves room for."""
-        widest = int(self.codes.max()).bit_length() if self.code == "uint8" else CODE_BITS[self.code]
+        widest = int(self.codes.max()).bit_length() if self.code == "uint8" else SIGNIFICANT_BITS[self.code]
         spare = (1 << widest) - 1
         return not bool((self.scales.contiguous().view(torch.int32) & spare).any())
 

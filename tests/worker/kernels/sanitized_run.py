@@ -26,6 +26,7 @@ from swiftbatch.worker.drawing import native_drawing as sampling
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.verification import TOP_K
 from swiftbatch.worker.kernels import causal, native
+from swiftbatch.worker.kernels.decoder_weights import DecoderWeights
 from swiftbatch.worker.kernels.instruction_sets import open_library
 from swiftbatch.worker.kernels.native import NativeDecoder, native_attention
 from swiftbatch.worker.kernels.team import Team
@@ -43,6 +44,7 @@ from tests.worker.kernels.kernel_parts import (
     random_weights,
     scanned_noise,
 )
+from tests.worker.kernels.quantized_parts import packed_weights
 
 CAUSAL_LENGTHS = (1, 2, 63, 64, 65, 129, 300, 700)
 SPOILED = (-(2**31), -1, 0, 1, 63, 64, 65, 2**20, 2**31 - 1, 2**40)
@@ -73,8 +75,8 @@ def spoil(numbers: random.Random, rows: SequenceRows | PartialRows) -> SequenceR
     return dataclasses.replace(rows, **{name: changed})
 
 
-def fuzz(shape: Shape, numbers: random.Random, num_rounds: int) -> None:
-    decoder = NativeDecoder(random_weights(shape), 2, "sanitized")
+def fuzz(shape: Shape, weights: DecoderWeights, numbers: random.Random, num_rounds: int) -> None:
+    decoder = NativeDecoder(weights, 2, "sanitized")
     for _ in range(num_rounds):
         groups = [random_rows(numbers, shape) for _ in range(numbers.randrange(1, 4))]
         sizes = (2, sum(len(group) for group in groups), shape.num_kv_heads * shape.group, shape.head_dim)
@@ -142,7 +144,8 @@ if __name__ == "__main__":
     causal.load_library = native.load_library = sampling_calls.load_library = lambda _: open_library(Path(sys.argv[1]))  # type: ignore[assignment]
     sampling_calls.chosen_variant = lambda: "sanitized"
     for each in SHAPES:
-        fuzz(each, random.Random(str(each)), rounds)
+        fuzz(each, random_weights(each), random.Random(str(each)), rounds)
+        fuzz(each, packed_weights(each), random.Random(str(each)), rounds)
         fuzz_griffin(each, random.Random(str(each)), rounds)
     for size in (1, 7, 8, 64, 65, 1000):
         fuzz_sampling(size, random.Random(size), rounds)

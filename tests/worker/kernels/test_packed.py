@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from swiftbatch.worker.kernels.packed import CODE_BITS, TABLES, Code, PackedMatrix, stacked
+from swiftbatch.worker.kernels.packed import CODE_BITS, SIGNIFICANT_BITS, TABLES, Code, PackedMatrix, stacked
 
 CODES = sorted(TABLES)
 COLUMNS, DEPTH, GROUP = 5, 64, 16
@@ -73,3 +73,23 @@ def test_parts_that_do_not_fit_together_are_refused() -> None:
         PackedMatrix("int8", matrix.codes.view(torch.int8), matrix.scales, torch.bfloat16)
     with pytest.raises(ValueError, match="whose products round in front of their offsets"):
         PackedMatrix("int8", matrix.codes, matrix.scales / 3, torch.bfloat16, matrix.scales)
+    rounded = (matrix.scales.view(torch.int32) | 16).view(torch.float32)  # times 127, which takes seven bits
+    with pytest.raises(ValueError, match="whose products round in front of their offsets"):
+        PackedMatrix("iq4_nl", matrix.codes[:, ::2], rounded, torch.bfloat16, rounded)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_scales_and_offsets_that_are_no_numbers_are_refused(value: float) -> None:
+    matrix = packed("int8")
+    spoiled = matrix.scales.clone()
+    spoiled[2, 1] = value
+    for scales, offsets in ((spoiled, None), (matrix.scales, spoiled)):
+        with pytest.raises(ValueError, match="found scales or offsets that are no finite numbers"):
+            PackedMatrix("int8", matrix.codes, scales, torch.bfloat16, offsets)
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_the_significant_bits_of_codes_are_what_their_numbers_take(code: Code) -> None:
+    fractions = TABLES[code].nan_to_num().view(torch.int32).tolist()
+    lowest = min((each & -each).bit_length() - 1 for each in ((bits & 0x7FFFFF) | 0x800000 for bits in fractions))
+    assert SIGNIFICANT_BITS[code] == 24 - lowest

@@ -179,8 +179,8 @@ ORIGINAL = "original_max_position_embeddings"
     ],
 )
 def test_longrope_that_the_kernels_do_not_run_is_refused_with_the_reason(change: dict[str, Any], words: str) -> None:
-    assert what_refuses(PHI4_MINI) is None
-    refusal = what_refuses(change if "architectures" in change else PHI4_MINI | change)
+    assert what_refuses(PHI4_MINI, Path("nowhere")) is None
+    refusal = what_refuses(change if "architectures" in change else PHI4_MINI | change, Path("nowhere"))
     assert refusal is not None
     assert "its rotary positions (longrope) change with the length of the text" in refusal
     assert words in refusal

@@ -19,12 +19,31 @@ from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.kernels.decoder_weights import DecoderSizes
 from swiftbatch.worker.kernels.native import native_attention
+from swiftbatch.worker.kernels.packed import CODE_BITS, Code, PackedMatrix
+from swiftbatch.worker.kernels.quantized import quantized_rows
 from swiftbatch.worker.kernels.sizes import LANES
 from swiftbatch.worker.kernels.team import ELEMENTS, Team
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.tiles import SequenceRows, tree_rows
 
 SAMPLING = SamplingParams(max_tokens=1000, temperature=1.0, min_p=0.1, seed=1, ignore_eos=True)
+
+
+@dataclass(frozen=True)
+class Packing:
+    """A way to pack a matrix: as Q4_1, as int4 checkpoints and as Q8_0 do."""
+
+    name: str
+    code: Code
+    group_size: int
+    has_offsets: bool
+
+
+PACKINGS = (
+    Packing("4 bits by 32", "uint4", 32, has_offsets=True),
+    Packing("4 bits by 128", "uint4", 128, has_offsets=False),
+    Packing("8 bits by 32", "int8", 32, has_offsets=False),
+)
 
 
 @dataclass(frozen=True)
@@ -54,14 +73,28 @@ def matrix_shapes(sizes: DecoderSizes) -> dict[str, tuple[int, int]]:
 
 
 class Matrix:
-    """A linear layer by itself."""
+    """A linear layer by itself, of zeros."""
 
-    def __init__(self, team: Team, dtype: torch.dtype, depth: int, columns: int) -> None:
+    def __init__(self, team: Team, handle: int, num_bytes: int, depth: int, columns: int) -> None:
+        self._team, self._handle, self._num_bytes = team, handle, num_bytes
+        self._depth, self._columns = depth, columns
+        weakref.finalize(self, team.library.roof_matrix_free, handle)
+
+    @classmethod
+    def plain(cls, team: Team, dtype: torch.dtype, depth: int, columns: int) -> Matrix:
         weight = torch.zeros(columns, depth, dtype=dtype)
-        self.num_bytes = weight.nbytes
-        self._team, self._depth, self._columns = team, depth, columns
-        self._handle: int = team.library.roof_matrix_new(ELEMENTS[dtype], depth, columns, weight.data_ptr())
-        weakref.finalize(self, team.library.roof_matrix_free, self._handle)
+        handle = team.library.roof_matrix_new(ELEMENTS[dtype], depth, columns, weight.data_ptr())
+        return cls(team, handle, weight.nbytes, depth, columns)
+
+    @classmethod
+    def packed(cls, team: Team, dtype: torch.dtype, depth: int, columns: int, packing: Packing) -> Matrix:
+        codes = torch.zeros(columns, depth * CODE_BITS[packing.code] // 8, dtype=torch.uint8)
+        scales = torch.ones(columns, depth // packing.group_size)
+        offsets = scales if packing.has_offsets else None
+        rows = quantized_rows(PackedMatrix(packing.code, codes, scales, dtype, offsets))
+        assert rows is not None
+        handle = team.library.roof_matrix_quantized(ELEMENTS[dtype], depth, columns, rows.address)
+        return cls(team, handle, rows.num_bytes, depth, columns)
 
     def operation(self, name: str, num_rows: int) -> Operation:
         rows = np.ones((num_rows, self._depth), dtype=np.float32)
@@ -71,15 +104,22 @@ class Matrix:
             self._team.library.roof_linear(self._team.handle, self._handle, num_rows, address_of(rows), address_of(out))
 
         num_flops = 2 * num_rows * self._depth * self._columns
-        return Operation(name, num_rows, self.num_bytes, num_flops, self.num_bytes, multiply)
+        return Operation(name, num_rows, self._num_bytes, num_flops, self._num_bytes, multiply)
 
 
 def matrix_operations(sizes: DecoderSizes, team: Team, row_counts: tuple[int, ...]) -> Iterator[Operation]:
-    """Every matrix of a layer, and the head: read again and again, so from a cache where it has room."""
+    """Every matrix of a layer, and the head: read again and again, so from a cache where it has room.
+
+    Each in the model's dtype, then packed in the ways that its depth allows.
+    """
     for name, (depth, columns) in matrix_shapes(sizes).items():
-        matrix = Matrix(team, sizes.dtype, depth, columns)
-        for num_rows in row_counts:
-            yield matrix.operation(f"{name} {depth}x{columns}", num_rows)
+        matrices = {f"{name} {depth}x{columns}": Matrix.plain(team, sizes.dtype, depth, columns)}
+        for packing in PACKINGS:
+            if depth % packing.group_size == 0:
+                matrix = Matrix.packed(team, sizes.dtype, depth, columns, packing)
+                matrices[f"{name} {depth}x{columns} {packing.name}"] = matrix
+        for (shown, matrix), num_rows in itertools.product(matrices.items(), row_counts):
+            yield matrix.operation(shown, num_rows)
 
 
 def attention_operation(sizes: DecoderSizes, team: Team, cache: FullKVCache, num_rows: int) -> Operation:

@@ -21,19 +21,25 @@ SIGNATURES = {
     "roof_read": (None, [POINTER, ctypes.c_int64, ctypes.c_int64]),
     "roof_multiply": (ctypes.c_double, [INT, ctypes.c_int64]),
     "roof_matrix_new": (POINTER, [INT, INT, INT, POINTER]),
+    "roof_matrix_quantized": (POINTER, [INT, INT, INT, POINTER]),
     "roof_matrix_free": (None, [POINTER]),
     "roof_linear": (None, [POINTER, POINTER, INT, POINTER, POINTER]),
 }
+
+
+def with_roof(library: ctypes.CDLL) -> ctypes.CDLL:
+    """The library, with the functions that benchmarks alone use as they are called."""
+    for name, (result, arguments) in SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
 
 
 class Roof:
     """Measures once and remembers: the best of some rounds."""
 
     def __init__(self, library: ctypes.CDLL, element: int, num_threads: int) -> None:
-        for name, (result, arguments) in SIGNATURES.items():
-            function = getattr(library, name)
-            function.restype, function.argtypes = result, arguments
-        self._library = library
+        self._library = with_roof(library)
         self._pool = ThreadPoolExecutor(num_threads)
         self._num_threads = num_threads
         self._memory = np.ones(LARGEST // 4, dtype=np.float32)

@@ -71,6 +71,20 @@ EXPORT void scan_take_in(team *team, const attention_sizes *sizes, const scanned
 EXPORT void attend(team *team, const attention_sizes *sizes, const row_group *groups, int num_groups,
                    const void *queries, const void *keys, const void *values, void *output);
 
+// ---- rows of weights in 8 or 4 bits
+
+typedef enum { CODE_TABLE, CODE_INT8, CODE_UINT8, CODE_E4M3 } code_type;  // the first of 4 bits
+typedef enum { SCALE_F16, SCALE_BF16, SCALE_F32 } scale_type;
+
+// They stand for table[code] * scale + offset, rounded once to the element of who takes them in.
+typedef struct {
+    const uint8_t *codes;          // [rows, depth], of 4 bits [rows, depth / 2] with the first of two in the low half
+    const void *scales, *offsets;  // [rows, depth / group_size]; offsets or NULL
+    const float *table;            // of the numbers of all codes
+    int32_t code, scale_type;
+    int32_t group_size;  // neighbours along the depth that share a scale: even, of 4 bits a multiple of 8
+} quantized_rows;
+
 // ---- a dense decoder
 
 typedef struct {
@@ -89,6 +103,8 @@ typedef struct decoder decoder;
 EXPORT decoder *decoder_new(const decoder_sizes *sizes);
 // Takes a weight in, row by row as torch has it, and a bias or NULL. All are copied but for the embedding.
 EXPORT void decoder_load(decoder *decoder, int layer, int role, const void *weight, const void *bias);
+// The same for a matrix of 8 or 4 bits, which stays so.
+EXPORT void decoder_load_quantized(decoder *decoder, int layer, int role, const quantized_rows *weight, const void *bias);
 EXPORT void decoder_free(decoder *decoder);
 
 typedef struct {

@@ -65,32 +65,57 @@ void decoder_free(decoder *decoder) {
     free(decoder);
 }
 
+typedef struct {
+    matrix *matrix;  // NULL where the role is no matrix's
+    int first_block, stride, num_columns;
+} columns_of_role;
+
+// A head gets its matrix here.
+static columns_of_role role_columns(decoder *decoder, int layer, weight_role role) {
+    const decoder_sizes *sizes = &decoder->sizes;
+    layer_weights *to = &decoder->layers[layer];
+    int query = sizes->num_heads * sizes->head_dim, key = sizes->num_kv_heads * sizes->head_dim;
+    int hidden = sizes->hidden, mlp = sizes->intermediate;
+    switch (role) {
+        case HEAD:
+            matrix_free(&decoder->head);
+            decoder->head = matrix_new((element)sizes->element, hidden, sizes->vocab);
+            return (columns_of_role){&decoder->head, 0, 1, sizes->vocab};
+        case QUERY: return (columns_of_role){&to->qkv, 0, 1, query};
+        case KEY: return (columns_of_role){&to->qkv, query / LANES, 1, key};
+        case VALUE: return (columns_of_role){&to->qkv, (query + key) / LANES, 1, key};
+        case OUTPUT: return (columns_of_role){&to->output, 0, 1, hidden};
+        case GATE: return (columns_of_role){&to->gate_up, 0, 2, mlp};
+        case UP: return (columns_of_role){&to->gate_up, 1, 2, mlp};
+        case DOWN: return (columns_of_role){&to->down, 0, 1, hidden};
+        default: return (columns_of_role){NULL, 0, 0, 0};
+    }
+}
+
 void decoder_load(decoder *decoder, int layer, int role, const void *weight, const void *bias) {
     const decoder_sizes *sizes = &decoder->sizes;
     layer_weights *to = &decoder->layers[layer];
-    int query_blocks = sizes->num_heads * sizes->head_dim / LANES, key_blocks = sizes->num_kv_heads * sizes->head_dim / LANES;
-    int hidden = sizes->hidden, mlp = sizes->intermediate, element = sizes->element;
+    columns_of_role columns = role_columns(decoder, layer, (weight_role)role);
+    if (columns.matrix) {
+        matrix_load(columns.matrix, columns.first_block, columns.stride, columns.num_columns, weight, bias);
+        return;
+    }
+    int hidden = sizes->hidden, element = sizes->element;
     switch ((weight_role)role) {
         case EMBEDDING: decoder->embedding = weight; break;
         case FINAL_NORM: vector_load(&decoder->final_norm, element, hidden, weight); break;
-        case HEAD:
-            matrix_free(&decoder->head);
-            decoder->head = matrix_new(element, hidden, sizes->vocab);
-            matrix_load(&decoder->head, 0, 1, sizes->vocab, weight, bias);
-            break;
         case INPUT_NORM: vector_load(&to->input_norm, element, hidden, weight); break;
-        case QUERY: matrix_load(&to->qkv, 0, 1, query_blocks * LANES, weight, bias); break;
-        case KEY: matrix_load(&to->qkv, query_blocks, 1, key_blocks * LANES, weight, bias); break;
-        case VALUE: matrix_load(&to->qkv, query_blocks + key_blocks, 1, key_blocks * LANES, weight, bias); break;
         case QUERY_NORM: vector_load(&to->query_norm, element, sizes->head_dim, weight); break;
         case KEY_NORM: vector_load(&to->key_norm, element, sizes->head_dim, weight); break;
-        case OUTPUT: matrix_load(&to->output, 0, 1, hidden, weight, bias); break;
         case MLP_NORM: vector_load(&to->mlp_norm, element, hidden, weight); break;
-        case GATE: matrix_load(&to->gate_up, 0, 2, mlp, weight, bias); break;
-        case UP: matrix_load(&to->gate_up, 1, 2, mlp, weight, bias); break;
-        case DOWN: matrix_load(&to->down, 0, 1, hidden, weight, bias); break;
         case STILL: to->is_still = true; break;
+        default: break;
     }
+}
+
+void decoder_load_quantized(decoder *decoder, int layer, int role, const quantized_rows *weight, const void *bias) {
+    columns_of_role to = role_columns(decoder, layer, (weight_role)role);
+    matrix_load_quantized(to.matrix, to.first_block, to.stride, to.num_columns, weight, bias);
 }
 
 // ---- operations on rows

@@ -20,18 +20,25 @@ static operand operand_of(const matrix *matrix, int block, int first_k) {
 
 matrix matrix_new(element element, int depth, int columns) {
     matrix fresh = {.depth = depth, .columns = (int)round_up(columns, LANES), .element = element};
-    size_t count = (size_t)packed_depth(&fresh) * (size_t)fresh.columns;
-    fresh.packed = allocate_clear(count * (element == BF16 ? 2 : 4));
     fresh.bias = allocate_clear(sizeof(float) * (size_t)fresh.columns);
     return fresh;
 }
 
 void matrix_free(matrix *matrix) {
     free(matrix->packed);
+    free(matrix->quantized);
+    quantized_free(matrix->parts);
     free(matrix->bias);
 }
 
+static void *packed_new(const matrix *matrix) {
+    size_t count = (size_t)packed_depth(matrix) * (size_t)matrix->columns;
+    return allocate_clear(count * (matrix->element == BF16 ? 2 : 4));
+}
+
 void matrix_pack(matrix *matrix, int block, const void *rows, int count) {
+    if (!matrix->packed) matrix->packed = packed_new(matrix);
+    if (matrix->quantized) matrix->quantized[block].part = NULL;
     int row_bytes = matrix->depth * (matrix->element == BF16 ? 2 : 4);
     const char *sources[LANES];
     char *nothing = count < LANES ? allocate_clear((size_t)row_bytes) : NULL;
@@ -57,6 +64,19 @@ void matrix_load(matrix *matrix, int first_block, int stride, int count, const v
     }
 }
 
+void matrix_load_quantized(matrix *matrix, int first_block, int stride, int count, const quantized_rows *weight,
+                           const void *bias) {
+    int bytes = matrix->element == BF16 ? 2 : 4;
+    if (!matrix->quantized)
+        matrix->quantized = allocate_clear(sizeof(quantized_block) * (size_t)(matrix->columns / LANES));
+    quantized_block *blocks = matrix->quantized + first_block;
+    matrix->parts = quantized_new(weight, matrix->depth, count, matrix->element, blocks, stride, matrix->parts);
+    for (int row = 0; bias && row < count; row += LANES) {
+        int block = first_block + row / LANES * stride, left = count - row < LANES ? count - row : LANES;
+        matrix_bias(matrix, block * LANES, left, (const char *)bias + (long)row * bytes);
+    }
+}
+
 void vector_load(float **vector, int element, int count, const void *weight) {
     free(*vector);
     *vector = malloc(sizeof(float) * (size_t)count);
@@ -72,23 +92,32 @@ typedef struct {
     bool uses_bf16_products;
 } panel_job;
 
+static void multiply_packed(const panel_job *job, int first, int blocks, float *out, long stride) {
+    int depth = job->uses_bf16_products ? (int)packed_depth(job->matrix) : job->matrix->depth;
+    for (int k = 0; k < depth; k += DEPTH_AT_ONCE) {
+        int count = depth - k < DEPTH_AT_ONCE ? depth - k : DEPTH_AT_ONCE;
+        operand right = operand_of(job->matrix, first, k), next = operand_of(job->matrix, first, k + count);
+        if (k + count == depth) next = operand_of(job->matrix, first + job->blocks, 0);
+        right.ahead = (const char *)next.data - (const char *)right.data;
+        if (job->uses_bf16_products)
+            gemm_bf16(job->num_rows, blocks, count, (const bf16 *)job->rows + k, job->row_stride, right, out, stride, k > 0);
+        else
+            gemm_f32(job->num_rows, blocks, count, (const float *)job->rows + k, job->row_stride, right, out, stride, k > 0);
+    }
+}
+
 static void run_panel(const void *job, int unit, void *slot, void *scratch) {
-    (void)scratch;
     const panel_job *all = job;
+    const quantized_block *quantized = all->matrix->quantized;
     int first = unit * all->blocks, left = all->matrix->columns / LANES - first;
     int blocks = left < all->blocks ? left : all->blocks;
     float *out = slot ? slot : all->out + (long)first * LANES;
     long stride = slot ? (long)all->blocks * LANES : all->out_stride;
-    int depth = all->uses_bf16_products ? (int)packed_depth(all->matrix) : all->matrix->depth;
-    for (int k = 0; k < depth; k += DEPTH_AT_ONCE) {
-        int count = depth - k < DEPTH_AT_ONCE ? depth - k : DEPTH_AT_ONCE;
-        operand right = operand_of(all->matrix, first, k), next = operand_of(all->matrix, first, k + count);
-        if (k + count == depth) next = operand_of(all->matrix, first + all->blocks, 0);
-        right.ahead = (const char *)next.data - (const char *)right.data;
-        if (all->uses_bf16_products)
-            gemm_bf16(all->num_rows, blocks, count, (const bf16 *)all->rows + k, all->row_stride, right, out, stride, k > 0);
-        else
-            gemm_f32(all->num_rows, blocks, count, (const float *)all->rows + k, all->row_stride, right, out, stride, k > 0);
+    for (int n = 0, count; n < blocks; n += count, first += count, out += count * LANES) {
+        count = quantized ? quantized_alike(quantized + first, blocks - n) : blocks;
+        if (quantized && quantized[first].part)
+            quantized_multiply(quantized + first, count, all->num_rows, all->rows, all->row_stride, out, stride, scratch);
+        else multiply_packed(all, first, count, out, stride);
     }
 }
 
@@ -139,6 +168,7 @@ static void some_rows(frame *frame, const matrix *matrix, int num_rows, const fl
                        .run = run_panel,
                        .job = &job,
                        .job_bytes = sizeof job,
+                       .scratch_bytes = matrix->quantized ? quantized_scratch_bytes() : 0,
                        .slot_bytes = sizeof(float) * (size_t)num_rows * (size_t)job.blocks * LANES,
                        .is_small = (num_rows + 4L) * matrix->depth * matrix->columns < LINEAR_WORTH_HELP};
     void *results[MOST_UNITS];

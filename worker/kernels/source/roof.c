@@ -86,6 +86,15 @@ EXPORT matrix *roof_matrix_new(element element, int depth, int columns, const vo
     return fresh;
 }
 
+// The same of a quantized weight [columns, depth], with any number of columns.
+EXPORT matrix *roof_matrix_quantized(element element, int depth, int columns, const quantized_rows *weight) {
+    matrix *fresh = malloc(sizeof *fresh);
+    if (!fresh) abort();
+    *fresh = matrix_new(element, depth, columns);
+    matrix_load_quantized(fresh, 0, 1, columns, weight, NULL);
+    return fresh;
+}
+
 EXPORT void roof_matrix_free(matrix *matrix) {
     matrix_free(matrix);
     free(matrix);

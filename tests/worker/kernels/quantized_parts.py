@@ -1,0 +1,80 @@
+"""Packed matrices of random codes for the kernels' tests, and decoders that have them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+
+from swiftbatch.worker.kernels.decoder_weights import DecoderWeights, LayerWeights, Linear, PackedLinear
+from swiftbatch.worker.kernels.packed import CODE_BITS, SIGNIFICANT_BITS, Code, PackedMatrix
+from tests.worker.kernels.kernel_parts import Shape, random_weights
+
+LINEARS = ("query", "key", "value", "output", "gate", "up", "down")
+KINDS: tuple[tuple[Code, int, bool], ...] = (  # codes, the size of a group, whether there are offsets
+    ("uint4", 16, True),
+    ("int8", 16, False),
+    ("e2m1", 16, False),
+    ("e4m3", 16, False),
+    ("iq4_nl", 8, False),
+    ("uint8", 2, True),
+    ("uint4", 2, True),  # too small for the kernels: these take its numbers
+)
+
+
+def random_packed(
+    code: Code,
+    shape: tuple[int, int],
+    group_size: int,
+    *,
+    offsets: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+    scale_dtype: torch.dtype = torch.float16,
+    seed: int = 0,
+) -> PackedMatrix:
+    """Random codes; scales of both signs and with zeros among them, as long as their dtype holds."""
+    num_columns, depth = shape
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 256, (num_columns, depth * CODE_BITS[code] // 8), generator=generator, dtype=torch.uint8)
+    if code == "e4m3":
+        codes[(codes & 127) == 127] = 1  # which are no numbers
+    numbers = torch.randn(2, num_columns, depth // group_size, generator=generator) / 64 * depth**-0.5
+    numbers[:, ::7, 0] = 0
+    scales, added = numbers.to(scale_dtype).float()
+    if offsets:
+        scales = (scales.view(torch.int32) & -(1 << SIGNIFICANT_BITS[code])).view(torch.float32)
+    return PackedMatrix(code, codes, scales, dtype, 8 * added if offsets else None)
+
+
+def packed_weights(shape: Shape) -> DecoderWeights:
+    """A decoder whose layers and head are packed in turns of all kinds, so that they mix within its matrices."""
+    plain = random_weights(shape)
+    turns = _turns()
+
+    def packed(linear: Linear) -> PackedLinear:
+        code, group_size, offsets = next(turns)
+        columns, depth = linear.weight.shape
+        matrix = random_packed(code, (columns, depth), group_size, offsets=offsets, dtype=shape.dtype)
+        return PackedLinear(matrix, linear.bias)
+
+    def packed_layer(layer: LayerWeights) -> LayerWeights:
+        return dataclasses.replace(layer, **{name: packed(getattr(layer, name)) for name in LINEARS})
+
+    assert isinstance(plain.head, Linear)
+    return dataclasses.replace(plain, layers=[*map(packed_layer, plain.layers)], head=packed(plain.head))
+
+
+def dequantized(weights: DecoderWeights) -> DecoderWeights:
+    """The twin: the same numbers, none of them packed."""
+
+    def plain_layer(layer: LayerWeights) -> LayerWeights:
+        return dataclasses.replace(layer, **{name: getattr(layer, name).plain() for name in LINEARS})
+
+    assert isinstance(weights.head, PackedLinear)
+    return dataclasses.replace(weights, layers=[*map(plain_layer, weights.layers)], head=weights.head.plain())
+
+
+def _turns() -> Iterator[tuple[Code, int, bool]]:
+    while True:
+        yield from KINDS

@@ -1,0 +1,387 @@
+// Weights of 8 or 4 bits: repacked once, unpacked in registers for few rows and into a panel for many.
+#include "quantized.h"
+
+#include <stdlib.h>
+
+#include "threads.h"
+#include "unpack.h"
+
+#if defined(__AVX512F__)
+enum { MOST_FEW_ROWS = 8, MOST_FEW_BLOCKS = 4 };
+#else
+enum { MOST_FEW_ROWS = 1, MOST_FEW_BLOCKS = 1 };
+#endif
+enum { PANEL_BLOCKS = 8, PANEL_DEPTH = 128, READ_AHEAD = 2048 };  // bytes
+
+// What becomes of two vectors of numbers. PAIRED: the first eight columns, then the others, two k of each side by side;
+// else all columns at one k, then at the next.
+typedef enum { PAIRED, ROUNDED, EXACT } fate;
+
+struct quantized_part {
+    uint8_t *data;
+    long block_bytes, group_bytes, header_bytes;
+    int depth, group_size, code, scale_type;
+    bool has_offsets;
+    fate fate;
+    float table[256];
+    quantized_part *next;
+};
+
+// ---- taking in
+
+static fate fate_of(element element) { return element == F32 ? EXACT : HAS_BF16_PRODUCTS ? PAIRED : ROUNDED; }
+
+static int scale_bytes(int type) { return type == SCALE_F32 ? 4 : 2; }
+
+// Which column and which of two k lie in a lane of the first and of the second vector of a step.
+static int column_of(bool is_paired, int lane, int vector) { return is_paired ? lane / 2 + vector * LANES / 2 : lane; }
+static int k_of(bool is_paired, int lane, int vector) { return is_paired ? lane % 2 : vector; }
+
+// Codes of a span from sixteen columns, which begin there: of 4 bits eight to a word of each lane.
+static void pack_span(const quantized_part *part, const uint8_t *const columns[LANES], uint8_t *out) {
+    bool is_paired = part->fate == PAIRED, is_half = code_bits(part->code) == 4;
+    for (int lane = 0; lane < LANES; lane++)
+        for (int vector = 0; vector < 2; vector++) {
+            const uint8_t *from = columns[column_of(is_paired, lane, vector)];
+            int k = k_of(is_paired, lane, vector);
+            if (!is_half) out[vector * LANES + lane] = from[k];
+            for (int step = 0; is_half && step < 4; step++)
+                out[4 * lane + step] |= (uint8_t)((from[step] >> 4 * k & 15) << 4 * vector);
+        }
+}
+
+// Scales, or offsets, of a group in columns from the first one on; zeros fill up the block.
+static uint8_t *pack_scales(const quantized_part *part, const void *scales, int column, int count, int group,
+                            uint8_t *out) {
+    int bytes = scale_bytes(part->scale_type), groups = part->depth / part->group_size;
+    for (int i = 0; i < LANES; i++, out += bytes)
+        if (i < count) memcpy(out, (const char *)scales + ((long)(column + i) * groups + group) * bytes, (size_t)bytes);
+        else memset(out, 0, (size_t)bytes);
+    return out;
+}
+
+static void pack_block(const quantized_part *part, const quantized_rows *rows, int column, int count, uint8_t *out) {
+    int bits = code_bits(part->code), span = span_of(part->code);
+    long row_bytes = (long)part->depth * bits / 8;
+    for (int k = 0; k < part->depth; k += span, out += span_bytes(part->code)) {
+        const uint8_t *columns[LANES];
+        for (int i = 0; i < LANES; i++)
+            columns[i] = rows->codes + (column + (i < count ? i : 0)) * row_bytes + (long)k * bits / 8;
+        if (k % part->group_size == 0) {
+            out = pack_scales(part, rows->scales, column, count, k / part->group_size, out);
+            if (part->has_offsets) out = pack_scales(part, rows->offsets, column, count, k / part->group_size, out);
+        }
+        pack_span(part, columns, out);
+    }
+}
+
+quantized_part *quantized_new(const quantized_rows *rows, int depth, int count, element element,
+                              quantized_block *blocks, int stride, quantized_part *next) {
+    int num_blocks = (count + LANES - 1) / LANES, bits = code_bits(rows->code);
+    quantized_part *part = allocate_clear(sizeof *part);
+    *part = (quantized_part){.depth = depth,
+                             .group_size = rows->group_size,
+                             .code = rows->code,
+                             .scale_type = rows->scale_type,
+                             .has_offsets = rows->offsets != NULL,
+                             .fate = fate_of(element),
+                             .next = next};
+    part->header_bytes = (long)LANES * scale_bytes(part->scale_type) * (part->has_offsets ? 2 : 1);
+    part->group_bytes = part->header_bytes + (long)part->group_size * LANES * bits / 8;
+    part->block_bytes = part->group_bytes * (depth / part->group_size);
+    part->data = allocate_clear((size_t)(num_blocks * part->block_bytes));
+    memcpy(part->table, rows->table, sizeof(float) << bits);
+    for (int i = 0; i < num_blocks; i++) {
+        int column = i * LANES, left = count - column < LANES ? count - column : LANES;
+        uint8_t *data = part->data + i * part->block_bytes;
+        pack_block(part, rows, column, left, data);
+        blocks[i * stride] = (quantized_block){part, data};
+    }
+    return part;
+}
+
+void quantized_free(quantized_part *first) {
+    while (first) {
+        quantized_part *next = first->next;
+        free(first->data);
+        free(first);
+        first = next;
+    }
+}
+
+static bool is_alike(const quantized_part *a, const quantized_part *b) {
+    if (a == b || !a || !b) return a == b;
+    return a->code == b->code && a->group_size == b->group_size && a->scale_type == b->scale_type &&
+           a->has_offsets == b->has_offsets && memcmp(a->table, b->table, sizeof a->table) == 0;
+}
+
+int quantized_alike(const quantized_block *blocks, int count) {
+    int alike = 1;
+    while (alike < count && is_alike(blocks[0].part, blocks[alike].part)) alike++;
+    return alike;
+}
+
+// ---- numbers
+
+typedef struct {
+    vec scale[2], offset[2];
+} group_numbers;
+
+INLINE codebook book_of(const quantized_part *part) { return (codebook){vec_load(part->table), part->table}; }
+
+// For both vectors of every step: as the lanes of these lie.
+INLINE void spread_lanes(const int fate, vec numbers, vec out[2]) {
+#if HAS_BF16_PRODUCTS
+    if (fate == PAIRED) {
+        __m512i first = _mm512_srli_epi32(_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0), 1);
+        out[0] = _mm512_permutexvar_ps(first, numbers);
+        out[1] = _mm512_permutexvar_ps(_mm512_add_epi32(first, _mm512_set1_epi32(LANES / 2)), numbers);
+        return;
+    }
+#endif
+    (void)fate;
+    out[0] = out[1] = numbers;
+}
+
+// Without offsets -0 is added, which changes nothing, not even a zero's sign.
+INLINE group_numbers numbers_of_group(const int code, const int fate, const quantized_part *part,
+                                      const uint8_t *group) {
+    group_numbers numbers;
+    vec scale = load_scales(part->scale_type, group);
+    if (code == CODE_E4M3) scale = vec_mul(scale, vec_set(E4M3_UNIT));
+    spread_lanes(fate, scale, numbers.scale);
+    const uint8_t *offsets = group + part->header_bytes / 2;
+    spread_lanes(fate, part->has_offsets ? load_scales(part->scale_type, offsets) : vec_set(-0.0f), numbers.offset);
+    return numbers;
+}
+
+INLINE void next_weights(const int code, const int fate, codebook book, const group_numbers *group, const uint8_t *from,
+                         const int step, vec out[2]) {
+    unpack(code, book, from, step, out);
+    for (int i = 0; i < 2; i++) {
+        out[i] = vec_fma(out[i], group->scale[i], group->offset[i]);
+        if (fate == ROUNDED) out[i] = vec_round_bf16(out[i]);
+    }
+}
+
+// ---- few rows
+
+// Two k: what is in `weights` times all rows of A, whose numbers at these k begin `offset` bytes behind `a`.
+INLINE void add_step(const int fate, const int rows, const vec weights[2], const char *const a[MOST_FEW_ROWS],
+                     long offset, vec sums[MOST_FEW_ROWS]) {
+#if HAS_BF16_PRODUCTS
+    if (fate == PAIRED) {
+        __m512bh pairs = _mm512_cvtne2ps_pbh(weights[1], weights[0]);
+        for (int r = 0; r < rows; r++) {
+            int32_t left;
+            memcpy(&left, a[r] + offset, sizeof left);
+            sums[r] = _mm512_dpbf16_ps(sums[r], (__m512bh)_mm512_set1_epi32(left), pairs);
+        }
+        return;
+    }
+#endif
+    (void)fate;
+    for (int i = 0; i < 2; i++)
+        for (int r = 0; r < rows; r++)
+            sums[r] = vec_fma(vec_set(((const float *)(a[r] + offset))[i]), weights[i], sums[r]);
+}
+
+typedef struct {
+    const quantized_block *blocks;
+    const char *rows;  // A
+    float *out;        // C
+    long row_bytes, out_stride;
+    int num_blocks, num_rows;
+} few_job;
+
+// What lies in registers or changes with every step.
+typedef struct {
+    vec sums[MOST_FEW_BLOCKS][MOST_FEW_ROWS];
+    const uint8_t *from[MOST_FEW_BLOCKS];
+    const char *a[MOST_FEW_ROWS];
+    long offset;  // from `a`
+} few_state;
+
+// `num_rows` may be less than `rows`: the last one is taken for those beyond it.
+INLINE void begin_few(const int rows, const int count, const few_job *job, int block, few_state *state) {
+    int last = job->num_rows - 1;
+    for (int r = 0; r < rows; r++) state->a[r] = job->rows + (r < last ? r : last) * job->row_bytes;
+    for (int n = 0; n < count; n++) {
+        state->from[n] = job->blocks[block + n].data;
+        for (int r = 0; r < rows; r++) state->sums[n][r] = vec_set(0.0f);
+    }
+    state->offset = 0;
+}
+
+INLINE void add_group(const int rows, const int count, const int code, const int fate, codebook book,
+                      const quantized_part *part, few_state *state) {
+    const int step_bytes = fate == PAIRED ? 4 : 8, span = span_of(code);
+    group_numbers groups[MOST_FEW_BLOCKS];
+    for (int n = 0; n < count; n++) {
+        groups[n] = numbers_of_group(code, fate, part, state->from[n]);
+        state->from[n] += part->header_bytes;
+    }
+    for (int i = 0; i < part->group_size; i += span) {
+        for (int n = 0; n < count; n++) __builtin_prefetch(state->from[n] + READ_AHEAD, 0, 2);
+#pragma GCC unroll 4
+        for (int step = 0; step < span / 2; step++, state->offset += step_bytes)
+            for (int n = 0; n < count; n++) {
+                vec weights[2];
+                next_weights(code, fate, book, &groups[n], state->from[n], step, weights);
+                add_step(fate, rows, weights, state->a, state->offset, state->sums[n]);
+            }
+        for (int n = 0; n < count; n++) state->from[n] += span_bytes(code);
+    }
+}
+
+INLINE void few_rows(const int rows, const int count, const int code, const int fate, const few_job *job, int block) {
+    const quantized_part *part = job->blocks[block].part;
+    codebook book = book_of(part);
+    few_state state;
+    begin_few(rows, count, job, block, &state);
+    for (int k = 0; k < part->depth; k += part->group_size) add_group(rows, count, code, fate, book, part, &state);
+    const vec nothing[2] = {vec_set(0.0f), vec_set(0.0f)};  // what matrices of numbers have behind their depth
+    for (int k = part->depth; fate == PAIRED && k % BF16_DEPTH; k += 2, state.offset += 4)
+        for (int n = 0; n < count; n++) add_step(fate, rows, nothing, state.a, state.offset, state.sums[n]);
+    for (int r = 0; r < rows && r < job->num_rows; r++)
+        for (int n = 0; n < count; n++)
+            vec_store(job->out + r * job->out_stride + (block + n) * LANES, state.sums[n][r]);
+}
+
+#define FEW_ROWS_TIMES(NUM_ROWS, NUM_BLOCKS)                                                                     \
+    for (; job->num_blocks - block >= NUM_BLOCKS; block += NUM_BLOCKS)                                             \
+    few_rows(NUM_ROWS, NUM_BLOCKS, code, fate, job, block)
+
+INLINE void multiply_few(const int code, const int fate, const few_job *job) {
+    int block = 0;
+#if defined(__AVX512F__)
+    if (job->num_rows > 4) {
+        FEW_ROWS_TIMES(8, 2);
+        FEW_ROWS_TIMES(8, 1);
+    } else if (job->num_rows > 2) {
+        FEW_ROWS_TIMES(4, 2);
+        FEW_ROWS_TIMES(4, 1);
+    } else if (job->num_rows == 2) {
+        FEW_ROWS_TIMES(2, 4);
+        FEW_ROWS_TIMES(2, 1);
+    } else {
+        FEW_ROWS_TIMES(1, 4);
+    }
+#endif
+    FEW_ROWS_TIMES(1, 1);
+}
+
+// ---- many rows
+
+INLINE void *store_step(const int fate, const vec weights[2], void *out) {
+#if HAS_BF16_PRODUCTS
+    if (fate == PAIRED) {
+        _mm512_storeu_si512(out, (__m512i)_mm512_cvtne2ps_pbh(weights[1], weights[0]));
+        return (bf16 *)out + 2 * LANES;
+    }
+#endif
+    (void)fate;
+    vec_store(out, weights[0]);
+    vec_store((float *)out + LANES, weights[1]);
+    return (float *)out + 2 * LANES;
+}
+
+// Where the codes at a k begin in a block.
+static long codes_at(const quantized_part *part, int k) {
+    int group = k / part->group_size, within = k % part->group_size, bits = code_bits(part->code);
+    return group * part->group_bytes + part->header_bytes + (long)within * LANES * bits / 8;
+}
+
+// `count` k from the first one on, which may lie within a group.
+INLINE void fill_panel(const int code, const int fate, quantized_block block, int first, int count, void *out) {
+    const quantized_part *part = block.part;
+    const int span = span_of(code);
+    codebook book = book_of(part);
+    for (int k = first, end; k < first + count; k = end) {
+        int group = k / part->group_size;
+        const uint8_t *from = block.data + codes_at(part, k);
+        group_numbers numbers = numbers_of_group(code, fate, part, block.data + group * part->group_bytes);
+        end = (group + 1) * part->group_size;
+        if (end > first + count) end = first + count;
+        for (int i = k; i < end; i += span, from += span_bytes(code))
+#pragma GCC unroll 4
+            for (int step = 0; step < span / 2; step++) {
+                vec weights[2];
+                next_weights(code, fate, book, &numbers, from, step, weights);
+                out = store_step(fate, weights, out);
+            }
+    }
+    const vec nothing[2] = {vec_set(0.0f), vec_set(0.0f)};
+    for (int k = first + count; fate == PAIRED && k % BF16_DEPTH; k += 2) out = store_step(fate, nothing, out);
+}
+
+static void ask_for(const uint8_t *from, long bytes) {
+    for (long i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 3);
+}
+
+INLINE void multiply_many(const int code, const int fate, const quantized_block *blocks, int count, int rows,
+                          const char *a, long lda, float *c, long ldc, char *panel) {
+    const quantized_part *part = blocks[0].part;
+    const int k_bytes = fate == PAIRED ? 2 : 4, depth = part->depth;
+    operand right = {panel, PANEL_DEPTH * LANES, LANES, ROWS_F32, 0};
+    if (fate == PAIRED) right.step = 2 * LANES, right.layout = PAIRS;
+    for (int k = 0; k < depth; k += PANEL_DEPTH) {
+        int deep = depth - k < PANEL_DEPTH ? depth - k : PANEL_DEPTH;
+        long next = codes_at(part, k + deep), bytes = next - codes_at(part, k);
+        for (int n = 0; n < count; n++) {
+            if (k + deep < depth) ask_for(blocks[n].data + next, bytes);
+            fill_panel(code, fate, blocks[n], k, deep, panel + n * right.block * k_bytes);
+        }
+        const void *left = a + (long)k * k_bytes;
+        if (fate == PAIRED) gemm_bf16(rows, count, (int)round_up(deep, BF16_DEPTH), left, lda, right, c, ldc, k > 0);
+        else gemm_f32(rows, count, deep, left, lda, right, c, ldc, k > 0);
+    }
+}
+
+// ---- all
+
+size_t quantized_scratch_bytes(void) { return sizeof(float) * PANEL_BLOCKS * PANEL_DEPTH * LANES; }
+
+INLINE void multiply(const int code, const int fate, const quantized_block *blocks, int count, int rows, const char *a,
+                     long lda, float *c, long ldc, void *scratch) {
+#if defined(__AMX_BF16__)
+    const bool has_few = fate != PAIRED;  // tiles have an order of sums of their own
+#else
+    const bool has_few = true;
+#endif
+    if (has_few && rows <= MOST_FEW_ROWS) {
+        few_job job = {.blocks = blocks,
+                       .rows = a,
+                       .out = c,
+                       .row_bytes = lda * (fate == PAIRED ? 2 : 4),
+                       .out_stride = ldc,
+                       .num_blocks = count,
+                       .num_rows = rows};
+        multiply_few(code, fate, &job);
+        return;
+    }
+    for (int n = 0; n < count; n += PANEL_BLOCKS) {
+        int wide = count - n < PANEL_BLOCKS ? count - n : PANEL_BLOCKS;
+        multiply_many(code, fate, blocks + n, wide, rows, a, lda, c + n * LANES, ldc, scratch);
+    }
+}
+
+#define MULTIPLY(CODE, FATE)                                                        \
+    case CODE * 3 + FATE:                                                           \
+        multiply(CODE, FATE, blocks, count, rows, a, lda, c, ldc, scratch);         \
+        break
+
+void quantized_multiply(const quantized_block *blocks, int count, int rows, const void *a, long lda, float *c, long ldc,
+                        void *scratch) {
+    enum { NARROW = HAS_BF16_PRODUCTS ? PAIRED : ROUNDED };
+    switch (blocks[0].part->code * 3 + blocks[0].part->fate) {
+        MULTIPLY(CODE_TABLE, NARROW);
+        MULTIPLY(CODE_TABLE, EXACT);
+        MULTIPLY(CODE_INT8, NARROW);
+        MULTIPLY(CODE_INT8, EXACT);
+        MULTIPLY(CODE_UINT8, NARROW);
+        MULTIPLY(CODE_UINT8, EXACT);
+        MULTIPLY(CODE_E4M3, NARROW);
+        MULTIPLY(CODE_E4M3, EXACT);
+    }
+}

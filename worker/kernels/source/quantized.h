@@ -1,0 +1,25 @@
+// Weights of 8 or 4 bits, multiplied without being written out as numbers: the same bits as if they had been.
+#pragma once
+#include "api.h"
+#include "gemm.h"
+
+typedef struct quantized_part quantized_part;
+
+typedef struct {
+    const quantized_part *part;  // whose block it is: how it lies; NULL where the block is not quantized
+    const uint8_t *data;         // for each group along the depth: scales, offsets if there are any, codes
+} quantized_block;
+
+// Takes in `count` rows of a weight as every `stride`-th of the blocks from the first one on; `next` hangs on it.
+quantized_part *quantized_new(const quantized_rows *rows, int depth, int count, element element,
+                              quantized_block *blocks, int stride, quantized_part *next);
+void quantized_free(quantized_part *first);  // all that hang on it too
+
+// How many blocks from the first one on lie in the same way, quantized or not.
+int quantized_alike(const quantized_block *blocks, int count);
+
+size_t quantized_scratch_bytes(void);
+// C [rows, ldc] = A [rows, depth] times blocks that lie alike; A of bf16 with zeros up to the packed depth where
+// products take it, else of floats.
+void quantized_multiply(const quantized_block *blocks, int count, int rows, const void *a, long lda, float *c, long ldc,
+                        void *scratch);

@@ -1,0 +1,135 @@
+// Codes of 8 or 4 bits as numbers in registers, two vectors of sixteen at a time.
+#pragma once
+#include "api.h"
+#include "vectors.h"
+
+typedef struct {
+    vec numbers;         // of sixteen codes
+    const float *table;  // of all
+} codebook;
+
+INLINE int code_bits(int code) { return code == CODE_TABLE ? 4 : 8; }
+
+#if defined(__AVX512F__)
+#define E4M3_UNIT 256.0f  // numbers of `unpack` times this are the codes'
+
+INLINE __m128i sixteen_bytes(const uint8_t *from) { return _mm_loadu_si128((const void *)from); }
+
+// An e4m3 is a half with a shorter fraction, 2^8 smaller for its exponent's offset.
+INLINE vec e4m3_numbers(const uint8_t *from) {
+    __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(sixteen_bytes(from)), 7);
+    return _mm512_cvtph_ps(_mm256_and_si256(wide, _mm256_set1_epi16((short)0xbfff)));
+}
+
+INLINE vec byte_numbers(const int code, codebook book, const uint8_t *from) {
+    (void)book;
+    if (code == CODE_E4M3) return e4m3_numbers(from);
+    if (code == CODE_INT8) return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(sixteen_bytes(from)));
+    return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(sixteen_bytes(from)));
+}
+
+typedef __m512i words;
+INLINE words words_load(const uint8_t *from) { return _mm512_loadu_si512(from); }
+INLINE words words_shift(words a, int bits) { return _mm512_srli_epi32(a, (unsigned)bits); }
+// by the lowest four bits
+INLINE vec words_lookup(words a, codebook book) { return _mm512_permutexvar_ps(a, book.numbers); }
+
+INLINE vec vec_load_half(const void *from) { return _mm512_cvtph_ps(_mm256_loadu_si256(from)); }
+
+#elif defined(__AVX2__)
+#define E4M3_UNIT 1.0f
+
+INLINE __m256i eight_bytes(const uint8_t *from) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)from)); }
+
+INLINE __m256 half_of_bytes(const int code, codebook book, const uint8_t *from) {
+    if (code == CODE_E4M3) return _mm256_i32gather_ps(book.table, eight_bytes(from), 4);
+    if (code == CODE_INT8) return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)from)));
+    return _mm256_cvtepi32_ps(eight_bytes(from));
+}
+
+INLINE vec byte_numbers(const int code, codebook book, const uint8_t *from) {
+    return (vec){half_of_bytes(code, book, from), half_of_bytes(code, book, from + 8)};
+}
+
+typedef struct { __m256i low, high; } words;
+INLINE words words_load(const uint8_t *from) {
+    return (words){_mm256_loadu_si256((const void *)from), _mm256_loadu_si256((const void *)(from + 32))};
+}
+INLINE words words_shift(words a, int bits) {
+    return (words){_mm256_srli_epi32(a.low, bits), _mm256_srli_epi32(a.high, bits)};
+}
+INLINE __m256 half_lookup(codebook book, __m256i a) {
+    __m256 low = _mm256_permutevar8x32_ps(book.numbers.low, a), high = _mm256_permutevar8x32_ps(book.numbers.high, a);
+    return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(a, 28)));
+}
+// by the lowest four bits
+INLINE vec words_lookup(words a, codebook book) { return (vec){half_lookup(book, a.low), half_lookup(book, a.high)}; }
+
+// Exponent and fraction of a half in their places of a float, whose exponents begin 112 lower.
+INLINE __m256 half_of_halves(const void *from) {
+    __m256i bits = _mm256_cvtepu16_epi32(_mm_loadu_si128(from));
+    __m256i magnitude = _mm256_slli_epi32(_mm256_and_si256(bits, _mm256_set1_epi32(0x7fff)), 13);
+    __m256i sign = _mm256_slli_epi32(_mm256_and_si256(bits, _mm256_set1_epi32(0x8000)), 16);
+    __m256 number = _mm256_mul_ps(_mm256_castsi256_ps(magnitude), _mm256_set1_ps(0x1p112f));
+    return _mm256_or_ps(number, _mm256_castsi256_ps(sign));
+}
+
+INLINE vec vec_load_half(const void *from) {
+    return (vec){half_of_halves(from), half_of_halves((const char *)from + 16)};
+}
+
+#else
+#define E4M3_UNIT 1.0f
+
+INLINE vec byte_numbers(const int code, codebook book, const uint8_t *from) {
+    float numbers[LANES];
+    (void)code;
+    for (int i = 0; i < LANES; i++) numbers[i] = book.table[from[i]];
+    return vec_load(numbers);
+}
+
+typedef struct { quad_bits part[4]; } words;
+INLINE words words_load(const uint8_t *from) { words a; memcpy(&a, from, sizeof a); return a; }
+INLINE words words_shift(words a, int bits) { EACH_PART a.part[i] >>= bits; return a; }
+// by the lowest four bits
+INLINE vec words_lookup(words a, codebook book) {
+    float numbers[LANES];
+    for (int i = 0; i < LANES; i++) numbers[i] = book.table[a.part[i / 4][i % 4] & 15];
+    return vec_load(numbers);
+}
+
+// Exponent and fraction of a half in their places of a float, whose exponents begin 112 lower.
+INLINE vec vec_load_half(const void *from) {
+    uint32_t magnitude[LANES], sign[LANES];
+    for (int i = 0; i < LANES; i++) {
+        uint16_t bits;
+        memcpy(&bits, (const char *)from + 2 * i, sizeof bits);
+        magnitude[i] = (uint32_t)(bits & 0x7fff) << 13;
+        sign[i] = (uint32_t)(bits & 0x8000) << 16;
+    }
+    vec number = vec_mul(vec_of_bits(magnitude), vec_set(0x1p112f)), signs = vec_of_bits(sign);
+    EACH_PART number.part[i] = (quad)((quad_bits)number.part[i] | (quad_bits)signs.part[i]);
+    return number;
+}
+#endif
+
+// How many codes of a lane lie side by side, and the bytes of as many in all lanes.
+INLINE int span_of(int code) { return code_bits(code) == 4 ? 8 : 2; }
+INLINE int span_bytes(int code) { return code_bits(code) == 4 ? 4 * LANES : 2 * LANES; }
+
+// Two vectors of numbers, those at 2 * step and behind it, of the span that begins at `from`.
+INLINE void unpack(const int code, codebook book, const uint8_t *from, const int step, vec out[2]) {
+    if (code == CODE_TABLE) {
+        words both = words_load(from);
+        out[0] = words_lookup(words_shift(both, 8 * step), book);
+        out[1] = words_lookup(words_shift(both, 8 * step + 4), book);
+    } else {
+        out[0] = byte_numbers(code, book, from);
+        out[1] = byte_numbers(code, book, from + LANES);
+    }
+}
+
+INLINE vec load_scales(int type, const void *from) {
+    if (type == SCALE_F16) return vec_load_half(from);
+    return type == SCALE_BF16 ? vec_load_bf16(from) : vec_load(from);
+}
