@@ -10,7 +10,7 @@ from typing import Any
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.frozen import Frozen
 from swiftbatch.worker.caches.memory.memory_plan import GPUMemory, one_slot
-from swiftbatch.worker.caches.memory.model_sizes import ModelSizes, sizes_of
+from swiftbatch.worker.caches.memory.model_sizes import ModelSizes, sizes_of_stored
 from swiftbatch.worker.caches.room import bytes_per_position
 from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.inspection.sources import Source, source_of
@@ -71,7 +71,7 @@ def inspect_model(model: str) -> Inspection:
     refusal = _refusal(source, whole) or fault
     heads = {name: each for name, each in layout.heads.items() if is_of_text(name, config)} if layout else {}
     number = sum(each.num_numbers for each in heads.values()) or None
-    sizes = sizes_of(config, number, DTYPE) if number and refusal is None else None
+    sizes = sizes_of_stored(config, heads, DTYPE) if number and refusal is None else None
     stored = set(heads) or None
     template = _chat_template(source.path)
     paths = {device: path_on(device, config, stored) for device in ("cpu", "cuda")} if refusal is None else {}

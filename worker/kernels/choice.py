@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.run.dtypes import AttentionName, LinearName
@@ -17,7 +17,7 @@ class CudaKernels:
     """A run's choice. Catalogues with these names: `ATTENTION_KERNELS` and `LINEAR_KERNELS`."""
 
     attention: AttentionName = "triton"  # to what lies before a draft tree
-    linear: LinearName = "cublas"
+    linear: LinearName = "cublas"  # for weights that are not packed
 
     @property
     def words(self) -> str:
@@ -30,6 +30,10 @@ class CudaKernels:
         """The options of a command that are not at their defaults."""
         named = {field.name: getattr(self, field.name) for field in fields(self)}
         return " ".join(f"--{name} {value}" for name, value in named.items() if value != getattr(CudaKernels, name))
+
+    def for_weights(self, is_packed: bool) -> CudaKernels:
+        """The kernels that run: packed weights take `triton` for all products, since cuBLAS reads no codes."""
+        return replace(self, linear="triton") if is_packed else self
 
     def refuse_unused(self, why: str) -> None:
         """Raise ModelError where kernels were chosen that nothing here runs; `why` says what does."""

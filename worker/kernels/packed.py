@@ -94,6 +94,11 @@ class PackedMatrix:
         ends = torch.tensor(widths).cumsum(0).tolist()
         return [self.rows(slice(end - width, end)) for width, end in zip(widths, ends, strict=True)]
 
+    @property
+    def form(self) -> tuple[Code, int, bool, torch.dtype]:
+        """The properties that matrices of one depth share where they can lie one below the other."""
+        return self.code, self.group_size, self.offsets is not None, self.dtype
+
     def to(self, device: torch.device) -> PackedMatrix:
         """The same on a device."""
         offsets = None if self.offsets is None else self.offsets.to(device)
@@ -116,6 +121,19 @@ class PackedMatrix:
         widest = int(self.codes.max()).bit_length() if self.code == "uint8" else SIGNIFICANT_BITS[self.code]
         spare = (1 << widest) - 1
         return not bool((self.scales.contiguous().view(torch.int32) & spare).any())
+
+
+def stacked(matrices: Sequence[PackedMatrix]) -> PackedMatrix:
+    """Matrices of one form, one below the other, without gaps in memory."""
+    first = matrices[0]
+    codes, scales = _below([each.codes for each in matrices]), _below([each.scales for each in matrices])
+    offsets = [each.offsets for each in matrices if each.offsets is not None]
+    return PackedMatrix(first.code, codes, scales, first.dtype, _below(offsets) if offsets else None)
+
+
+def _below(parts: list[Tensor]) -> Tensor:
+    """One of them is copied only where it has gaps."""
+    return torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
 
 
 Weight = Tensor | PackedMatrix

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from swiftbatch.worker.kernels.packed import CODE_BITS, SIGNIFICANT_BITS, TABLES, Code, PackedMatrix
+from swiftbatch.worker.kernels.packed import CODE_BITS, SIGNIFICANT_BITS, TABLES, Code, PackedMatrix, stacked
 
 CODES = sorted(TABLES)
 COLUMNS, DEPTH, GROUP = 5, 64, 16
@@ -52,6 +52,17 @@ def test_rows_that_are_chosen_or_split_are_those_of_the_matrix(code: Code) -> No
     assert [each.dequantized().tolist() for each in matrix.split([2, 3])] == [whole[:2].tolist(), whole[2:].tolist()]
     with pytest.raises(ValueError, match="found 5 rows, expected 6"):
         matrix.split([2, 4])
+
+
+def test_matrices_that_are_stacked_lie_one_below_the_other_without_gaps() -> None:
+    first = packed("uint4", offsets=True)
+    second = PackedMatrix("uint4", first.codes[:2], first.scales[:1].expand(2, -1), first.dtype, first.scales[:2])
+    whole = stacked([first, second])
+    assert whole.form == first.form
+    assert torch.equal(whole.dequantized(), torch.cat([first.dequantized(), second.dequantized()]))
+    assert not second.scales.is_contiguous()
+    assert stacked([second]).scales.is_contiguous()
+    assert stacked([first]).codes is first.codes
 
 
 def test_parts_that_do_not_fit_together_are_refused() -> None:

@@ -13,7 +13,6 @@ from swiftbatch.worker.bench.gpu.records import GPUStepRecord
 from swiftbatch.worker.caches.arena import ArenaKVCache
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 from swiftbatch.worker.exactness.first_run.parts import ArenaTarget, Parts
-from swiftbatch.worker.exactness.first_run.products import weight_shapes
 from swiftbatch.worker.kernels.cuda.graph import Graph, Repeated, Work, capture
 from swiftbatch.worker.target.cuda.clock import Clock, clock_of
 from swiftbatch.worker.target.tiles import SequenceRows, max_tree_depth, tree_rows
@@ -85,8 +84,7 @@ def _step(
 
 def step_bytes(parts: Parts, length: int, num_slots: int) -> int:
     """Count the bytes that a step has to read: all products' weights once, keys and values of every slot once."""
-    products = (linear for linears in weight_shapes(parts.weights).values() for linear in linears)
-    weight_bytes = sum(linear.weight.nbytes for linear in products)
+    weight_bytes = sum(linear.weight.nbytes for linear in parts.weights.products)
     return weight_bytes + num_slots * length * parts.cache_shape().bytes_per_position()
 
 

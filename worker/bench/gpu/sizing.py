@@ -1,6 +1,6 @@
-"""The table of docs/gpu.md: slots that fit a GPU.
+"""The tables of docs/gpu.md: slots that fit a GPU, with weights in bfloat16 and with packed ones.
 
-`python -m swiftbatch.worker.bench.gpu.sizing` prints it; no GPU is needed.
+`python -m swiftbatch.worker.bench.gpu.sizing` prints them; no GPU is needed.
 """
 
 from __future__ import annotations
@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
+from swiftbatch.worker.bench.gpu.packed_models import packed_models
 from swiftbatch.worker.caches.memory.memory_plan import DraftMemory, GPUMemory, MemoryPlan, one_slot
 from swiftbatch.worker.caches.memory.model_sizes import ModelSizes
 from swiftbatch.worker.caches.room import GB
 from swiftbatch.worker.caches.summary import summary_positions
 from swiftbatch.worker.drafters.catalogue import ENGINES
-from swiftbatch.worker.inspection.inspection import CONTEXT_BYTES, GPU_BYTES
+from swiftbatch.worker.inspection.inspection import CONTEXT_BYTES, GPU_BYTES, SLOT_LENGTHS
 from swiftbatch.worker.kernels.sizes import MOST_SLOTS
 
 GPUS = {"A100 80 GB": 108, "H100 80 GB": 132}  # multiprocessors
@@ -47,9 +48,23 @@ def _rows() -> Iterator[list[str]]:
         yield [model, name, f"{length:,}", *(f"{each / GB:.1f}" for each in figures), *slots]
 
 
+def packed_table() -> str:
+    """Markdown: what the weights of a model take in each form, in GB, and how many slots of each length fit then."""
+    headers = ("weights of", "form", "GB", "GPU", *(f"slots of {length:,}" for length in SLOT_LENGTHS))
+    lines = [headers, ["---"] * len(headers), *_packed_rows()]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _packed_rows() -> Iterator[list[str]]:
+    for (model, form, sizes), (name, number) in product(packed_models(), GPUS.items()):
+        gpu = gpu_memory(number, GPU_BYTES - CONTEXT_BYTES)
+        slots = [_slots(one_slot(sizes, gpu, length)) for length in SLOT_LENGTHS]
+        yield [model, form, f"{sizes.weight_bytes / GB:.1f}", name, *slots]
+
+
 def _slots(plan: MemoryPlan) -> str:
     return str(min(MOST_SLOTS, plan.num_fitting)) if plan.num_fitting else "none"
 
 
 if __name__ == "__main__":
-    print(sizing_table())
+    print(sizing_table(), packed_table(), sep="\n\n")

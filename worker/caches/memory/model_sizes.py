@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from swiftbatch.worker.caches.memory.packed_sizes import PackedPart, num_beside, packed_parts
 from swiftbatch.worker.caches.room import ITEM_SIZES, bytes_per_position
 from swiftbatch.worker.model.files import ModelFiles, read_config, stored_layout
+from swiftbatch.worker.model.formats.contract import StoredTensor
 from swiftbatch.worker.model.formats.layout import heads_in
 from swiftbatch.worker.model.text_view import is_of_text
+
+PACKED_DTYPE = "bfloat16"  # the dtype whose kernels multiply packed weights
 
 
 @dataclass(frozen=True)
@@ -25,24 +30,32 @@ class ModelSizes:
     intermediate: int
     vocab: int
     item_size: int  # bytes of a number
+    packed: tuple[PackedPart, ...] = ()  # of the parameters; the others lie there in the dtype
 
     @property
     def weight_bytes(self) -> int:
-        """What the weights take on the device: all of them in the run's dtype, quantized ones as well."""
-        return self.num_parameters * self.item_size
+        """The bytes of all weights on a device: packed ones as they lie there."""
+        num_plain = self.num_parameters - sum(part.num_parameters for part in self.packed)
+        return num_plain * self.item_size + sum(part.num_bytes for part in self.packed)
 
 
 def read_sizes(files: ModelFiles, dtype: str) -> ModelSizes | None:
-    """The sizes of a model folder, from its config and the heads of its weights; None where its config hides some.
+    """The sizes of a model folder, from its config and the heads of its weights; None where its config hides some."""
+    config = read_config(files.name, files.path)
+    return sizes_of_stored(config, stored_layout(files.name, files.path).heads, dtype)
 
-    A tied head counts once, as on the device.
+
+def sizes_of_stored(config: dict[str, Any], heads: Mapping[str, StoredTensor], dtype: str) -> ModelSizes | None:
+    """The same of stored tensors. A tied head counts once, as on the device, if it is not packed."""
+    number = sum(each.num_numbers for name, each in heads.items() if is_of_text(name, config))
+    return sizes_of(config, number + num_beside(heads, config), dtype, packed_parts(heads, config))
+
+
+def sizes_of(config: dict[str, Any], number: int, dtype: str, packed: tuple[PackedPart, ...] = ()) -> ModelSizes | None:
+    """The sizes of a text model with so many parameters, some of them packed; None where its config hides some.
+
+    Those that are packed in the files are dequantized for another dtype than bfloat16.
     """
-    config, heads = read_config(files.name, files.path), stored_layout(files.name, files.path).heads
-    return sizes_of(config, sum(each.num_numbers for name, each in heads.items() if is_of_text(name, config)), dtype)
-
-
-def sizes_of(config: dict[str, Any], number: int, dtype: str) -> ModelSizes | None:
-    """The sizes of a text model with so many parameters; None where its config hides some."""
     num_bytes = bytes_per_position(config, dtype)
     num_heads, hidden, intermediate = (
         config.get(key) for key in ("num_attention_heads", "hidden_size", "intermediate_size")
@@ -59,6 +72,7 @@ def sizes_of(config: dict[str, Any], number: int, dtype: str) -> ModelSizes | No
         intermediate=intermediate,
         vocab=config["vocab_size"],
         item_size=ITEM_SIZES[dtype],
+        packed=packed if dtype == PACKED_DTYPE else (),
     )
 
 

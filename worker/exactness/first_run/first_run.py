@@ -16,6 +16,7 @@ from swiftbatch.worker.exactness.first_run.attention_check import check_attentio
 from swiftbatch.worker.exactness.first_run.findings import Check, Result
 from swiftbatch.worker.exactness.first_run.machine import check_machine, device_facts
 from swiftbatch.worker.exactness.first_run.noise_check import check_noise
+from swiftbatch.worker.exactness.first_run.packed_products import check_packed_products
 from swiftbatch.worker.exactness.first_run.parts import Parts
 from swiftbatch.worker.exactness.first_run.products import check_products
 from swiftbatch.worker.exactness.first_run.whole_forwards import (
@@ -34,6 +35,7 @@ from swiftbatch.worker.target.loading import resolve_device
 CHECKS = (
     Check("machine", "what everything below was found on", check_machine),
     Check("products", "a row's products do not depend on its place or its neighbours", check_products),
+    Check("packed products", "weights in 8 or 4 bits give the bits of the dequantized ones", check_packed_products),
     Check("attention", "a row's attention is its own, and right, at every length", check_attention),
     Check("attention speed", "the cache is read at the speed of the memory", check_attention_speed),
     Check("noise", "a draw takes the noise that every other device takes", check_noise),
@@ -132,9 +134,10 @@ def first_run(config: Computation, report: Callable[[str], None]) -> FirstRun | 
     parts = Parts.of(files, config.dtype, device, config.cuda_kernels)
     if parts.loaded is None:
         return None
+    parts.kernels = parts.kernels.for_weights(parts.weights.is_packed)
     found = run_checks(parts, report)
     hardware, threads = hardware_of(device.type), config.num_threads
-    for kernels, verdict in verdicts(found):
+    for kernels, verdict in [(config.cuda_kernels, found.verdict), *verdicts(found)]:
         key = verdict_key(
             files.fingerprint, config.dtype, device.type, threads, hardware, torch.__version__,
             chosen_numerics(device.type, config.dtype, kernels),

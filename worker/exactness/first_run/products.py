@@ -11,20 +11,27 @@ from swiftbatch.jobs.run.dtypes import LinearName
 from swiftbatch.worker.exactness.first_run.findings import Finding, Row
 from swiftbatch.worker.exactness.first_run.parts import Parts
 from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS
-from swiftbatch.worker.kernels.cuda.linear import LINEAR_KERNELS, LinearKernel
+from swiftbatch.worker.kernels.cuda.linear import LINEAR_KERNELS
+from swiftbatch.worker.kernels.cuda.packed_linear import WeightKernel
 from swiftbatch.worker.kernels.cuda.stacked import StackedWeights
-from swiftbatch.worker.kernels.decoder_weights import Linear
+from swiftbatch.worker.kernels.decoder_weights import AnyLinear
+from swiftbatch.worker.kernels.packed import PackedMatrix, Weight
 
 COMPARED_COLUMNS = 1024  # in float64
 SUM_ERROR = 1e-5  # error allowed to a float32 sum, as a share of the sum of all products' sizes
 
 
 def check_products(parts: Parts) -> Finding:
-    """All weight shapes of the model with every kernel; one without a fault is taken, that asked for if it has none."""
+    """All weight shapes of the model with every kernel; one without a fault is taken, that asked for if it has none.
+
+    For packed weights there is one.
+    """
     shapes = weight_shapes(parts.weights)
+    kernels: list[LinearName] = ["triton"] if parts.weights.is_packed else list(LINEAR_KERNELS)
     rows: list[Row] = []
     good: list[LinearName] = []
-    for kernel_name, kernel in LINEAR_KERNELS.items():
+    for kernel_name in kernels:
+        kernel = WeightKernel(LINEAR_KERNELS[kernel_name])
         tried = [_tried(parts, kernel_name, kernel, name, linears) for name, linears in shapes.items()]
         rows += tried
         if all(row["differing"] == 0 and float(row["error"]) <= 1 for row in tried):
@@ -34,12 +41,12 @@ def check_products(parts: Parts) -> Finding:
         return Finding(passed=False, words=words, rows=rows)
     taken = parts.kernels.linear if parts.kernels.linear in good else good[0]
     words = f"products by {taken}"
-    if bad := [name for name in LINEAR_KERNELS if name not in good]:
+    if bad := [name for name in kernels if name not in good]:
         words += f"; not by {', '.join(bad)}, whose rows differ or whose sums are off"
     return Finding(passed=True, words=words, rows=rows, linear=taken)
 
 
-def weight_shapes(weights: StackedWeights) -> dict[str, list[Linear]]:
+def weight_shapes(weights: StackedWeights) -> dict[str, list[AnyLinear]]:
     """The products of a forward: those of all layers that have one shape, and the head."""
     layers = weights.layers
     return {
@@ -51,7 +58,7 @@ def weight_shapes(weights: StackedWeights) -> dict[str, list[Linear]]:
     }
 
 
-def _tried(parts: Parts, kernel_name: str, kernel: LinearKernel, name: str, linears: list[Linear]) -> Row:
+def _tried(parts: Parts, kernel_name: str, kernel: WeightKernel, name: str, linears: list[AnyLinear]) -> Row:
     columns, depth = linears[0].weight.shape
     out_dtype = torch.float32 if name == "head" else parts.dtype
     out = torch.zeros(NUM_ROWS, columns, dtype=out_dtype, device=parts.device)
@@ -71,32 +78,32 @@ def _tried(parts: Parts, kernel_name: str, kernel: LinearKernel, name: str, line
     }
 
 
-def _into(kernel: LinearKernel, out: Tensor, rows: Tensor, linear: Linear) -> None:
+def _into(kernel: WeightKernel, out: Tensor, rows: Tensor, linear: AnyLinear) -> None:
     kernel(rows, linear.weight, linear.bias, out)
 
 
-def _num_differing(parts: Parts, run: functools.partial[None], linear: Linear, out: Tensor) -> int:
+def _num_differing(parts: Parts, run: functools.partial[None], linear: AnyLinear, out: Tensor) -> int:
     """Count, on the device, how often one row's bits differ, in all places, each time among other neighbours."""
     generator, depth = parts.generator(1), linear.weight.shape[1]
-    row = _random_rows(parts, depth, generator)[0]
+    row = random_rows(parts, depth, generator)[0]
     differing = torch.zeros((), dtype=torch.int64, device=parts.device)
     expected: Tensor | None = None
     for _ in range(parts.extent.num_tries):
-        neighbours = _random_rows(parts, depth, generator)
+        neighbours = random_rows(parts, depth, generator)
         for place in range(NUM_ROWS):
             rows = neighbours.clone()
             rows[place] = row
             run(rows, linear)
             expected = out[place].clone() if expected is None else expected
-            differing += (_bits(out[place]) != _bits(expected)).any()
+            differing += (bits(out[place]) != bits(expected)).any()
     return int(differing)
 
 
-def _error(parts: Parts, run: functools.partial[None], linear: Linear, out: Tensor) -> float:
+def _error(parts: Parts, run: functools.partial[None], linear: AnyLinear, out: Tensor) -> float:
     """The greatest error of some columns, over what rounding allows; 1 is the most that may be."""
-    rows = _random_rows(parts, linear.weight.shape[1], parts.generator(2))
+    rows = random_rows(parts, linear.weight.shape[1], parts.generator(2))
     run(rows, linear)
-    weight = linear.weight[:COMPARED_COLUMNS].double()
+    weight = first_columns(linear.weight).double()
     bias = 0.0 if linear.bias is None else linear.bias[:COMPARED_COLUMNS].double()
     exact = rows.double() @ weight.t() + bias
     allowed = torch.finfo(out.dtype).eps * exact.abs() + SUM_ERROR * (rows.double().abs() @ weight.abs().t())
@@ -104,9 +111,15 @@ def _error(parts: Parts, run: functools.partial[None], linear: Linear, out: Tens
     return float(ratio.nan_to_num(torch.inf).max())
 
 
-def _seconds(parts: Parts, run: functools.partial[None], linears: list[Linear], depth: int) -> float:
+def first_columns(weight: Weight) -> Tensor:
+    """The columns of a weight that are compared, as numbers."""
+    chosen = slice(COMPARED_COLUMNS)
+    return weight.rows(chosen).dequantized() if isinstance(weight, PackedMatrix) else weight[chosen]
+
+
+def _seconds(parts: Parts, run: functools.partial[None], linears: list[AnyLinear], depth: int) -> float:
     """Time one product after the other, so that weights come from memory and not from a cache."""
-    rows = _random_rows(parts, depth, parts.generator(3))
+    rows = random_rows(parts, depth, parts.generator(3))
 
     def work() -> None:
         for linear in linears:
@@ -115,10 +128,12 @@ def _seconds(parts: Parts, run: functools.partial[None], linears: list[Linear], 
     return parts.seconds(work)
 
 
-def _random_rows(parts: Parts, depth: int, generator: torch.Generator) -> Tensor:
+def random_rows(parts: Parts, depth: int, generator: torch.Generator) -> Tensor:
+    """Make rows `[NUM_ROWS, depth]` of the model's dtype."""
     rows = torch.randn(NUM_ROWS, depth, generator=generator, device=parts.device)
     return rows.to(parts.dtype)
 
 
-def _bits(numbers: Tensor) -> Tensor:
+def bits(numbers: Tensor) -> Tensor:
+    """The same as whole numbers, which are equal where all bits are."""
     return numbers.view(torch.int16 if numbers.element_size() == 2 else torch.int32)

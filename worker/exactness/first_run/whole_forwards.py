@@ -6,7 +6,6 @@ import torch
 
 from swiftbatch.worker.exactness.first_run.findings import Finding, Row, differing_bits
 from swiftbatch.worker.exactness.first_run.parts import Parts
-from swiftbatch.worker.exactness.first_run.products import weight_shapes
 from swiftbatch.worker.exactness.first_run.second_process import ROOM, digest_elsewhere, work_digest
 from swiftbatch.worker.exactness.probe import MAX_LENGTH, NUM_CACHES, probe_rows
 from swiftbatch.worker.exactness.row_agreement import compare
@@ -75,5 +74,4 @@ def _repeat(work: Work, _device: torch.device) -> Graph:
 
 
 def _weight_bytes(parts: Parts) -> int:
-    linears = [linear for linears in weight_shapes(parts.weights).values() for linear in linears]
-    return sum(linear.weight.nbytes for linear in linears) + parts.weights.embedding.nbytes
+    return sum(linear.weight.nbytes for linear in parts.weights.products) + parts.weights.embedding.nbytes

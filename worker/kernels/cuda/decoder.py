@@ -18,6 +18,7 @@ from swiftbatch.worker.kernels.cuda.attentions import Attention, AttentionKernel
 from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, NUM_ROWS, TableLayout
 from swiftbatch.worker.kernels.cuda.layer_kernels import add_norm, embed, rope_store, silu_mul
 from swiftbatch.worker.kernels.cuda.linear import LinearKernel
+from swiftbatch.worker.kernels.cuda.packed_linear import WeightKernel
 from swiftbatch.worker.kernels.cuda.scan.scan import ScanAttention
 from swiftbatch.worker.kernels.cuda.scan.scanned_texts import ScannedTexts
 from swiftbatch.worker.kernels.cuda.stacked import StackedLayer, StackedWeights
@@ -57,7 +58,7 @@ class CudaDecoder:
         num_angles = weights.rotary.num_rows(num_positions)
         self.layout = TableLayout(num_slots, capacity, shape.rows_per_group, num_angles, sizes.vocab, step)
         self._weights, self._arena, self._bias = weights, arena, bias
-        self._linear, self._reduce = linear, reduce
+        self._linear, self._reduce = WeightKernel(linear), reduce
         self._views = [AttentionView(layer.window) for layer in weights.layers]
         self._angles = self._angles_of(np.arange(num_angles), arena.device)
         self._still = self._angles  # of layers that turn no heads

@@ -26,3 +26,11 @@ def rounded(x, dtype: tl.constexpr):
         bits = bits + 0x7FFF + ((bits >> 16) & 1)
         return (bits & -65536).to(tl.float32, bitcast=True)
     return x.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def narrowed(x, dtype: tl.constexpr):
+    """Float32 to the nearest number that the dtype has, of the dtype."""
+    if INTERPRETED:
+        x = rounded(x, dtype)
+    return x.to(dtype)

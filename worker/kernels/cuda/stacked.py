@@ -1,4 +1,7 @@
-"""A decoder's weights as its CUDA kernels read them: what shares its rows lies one below the other, in one product."""
+"""A decoder's weights as its CUDA kernels read them: what shares its rows lies one below the other, in one product.
+
+Packed weights stay packed where all parts of a product have one form that the kernel takes. Others are dequantized.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from swiftbatch.worker.kernels.cuda.packed_linear import is_multiplied_packed
 from swiftbatch.worker.kernels.decoder_weights import (
     AnyLinear,
     DecoderSizes,
     DecoderWeights,
     LayerWeights,
     Linear,
-    plain_linear,
+    linear_from,
 )
 from swiftbatch.worker.kernels.frequencies import Rotary
+from swiftbatch.worker.kernels.packed import PackedMatrix, Weight, plain, stacked
 
 
 @dataclass(frozen=True)
@@ -24,14 +29,18 @@ class StackedLayer:
     """One layer; `query_key_value` and `gate_up` are stacked in this order."""
 
     input_norm: Tensor  # [hidden]
-    query_key_value: Linear
+    query_key_value: AnyLinear
     head_norms: tuple[Tensor, Tensor] | None  # [head_dim] of queries and of keys
-    output: Linear
+    output: AnyLinear
     mlp_norm: Tensor  # [hidden]
-    gate_up: Linear
-    down: Linear
+    gate_up: AnyLinear
+    down: AnyLinear
     is_still: bool = False
     window: int | None = None
+
+    @property
+    def products(self) -> tuple[AnyLinear, ...]:
+        return self.query_key_value, self.output, self.gate_up, self.down
 
 
 @dataclass(frozen=True)
@@ -42,8 +51,18 @@ class StackedWeights:
     embedding: Tensor
     layers: list[StackedLayer]
     final_norm: Tensor
-    head: Linear
+    head: AnyLinear
     rotary: Rotary
+
+    @property
+    def products(self) -> list[AnyLinear]:
+        """The products of a forward: those of all layers, and the head."""
+        return [*(product for layer in self.layers for product in layer.products), self.head]
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the weights of a product are packed."""
+        return any(isinstance(product.weight, PackedMatrix) for product in self.products)
 
 
 def handed_over(weights: DecoderWeights) -> Iterator[LayerWeights]:
@@ -88,17 +107,23 @@ def stacked_layer(layer: LayerWeights, device: torch.device) -> StackedLayer:
     )
 
 
-def _stacked(linears: Sequence[AnyLinear], device: torch.device) -> Linear:
+def _stacked(linears: Sequence[AnyLinear], device: torch.device) -> AnyLinear:
     """Raises ValueError where only some of the parts have a bias."""
-    parts = [plain_linear(each) for each in linears]
-    weights = [_moved(part.weight, device) for part in parts]
-    biases = [_moved(part.bias, device) for part in parts if part.bias is not None]
-    if biases and len(biases) < len(parts):
-        raise ValueError(f"found {len(biases)} biases, expected {len(parts)} or none")
-    weight = weights[0] if len(parts) == 1 else torch.cat(weights)
-    if not biases:
-        return Linear(weight)
-    return Linear(weight, biases[0] if len(parts) == 1 else torch.cat(biases))
+    biases = [_moved(part.bias, device) for part in linears if part.bias is not None]
+    if biases and len(biases) < len(linears):
+        raise ValueError(f"found {len(biases)} biases, expected {len(linears)} or none")
+    weight = _below_each_other([part.weight for part in linears], device)
+    return linear_from(weight, torch.cat(biases) if len(biases) > 1 else next(iter(biases), None))
+
+
+def _below_each_other(weights: Sequence[Weight], device: torch.device) -> Weight:
+    packed = [weight.to(device) for weight in weights if isinstance(weight, PackedMatrix)]
+    if len(packed) == len(weights) and len({each.form for each in packed}) == 1:
+        whole = stacked(packed)
+        if is_multiplied_packed(whole):
+            return whole
+    parts = [_moved(plain(weight), device) for weight in weights]
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:

@@ -32,6 +32,38 @@ READABLE = {  # by their numbers in files
     30: TensorType("BF16", 1, 2),
 }
 BITS = {each.name: each.num_bytes * 8 / each.block for each in READABLE.values()}  # of a number, by its type
+
+
+@dataclass(frozen=True)
+class PackedKind:
+    """A form that matrices of a type are packed in: a code, its bits, neighbours that share a scale, offsets."""
+
+    code: str
+    bits: int
+    group: int
+    has_offsets: bool
+
+
+_INT4, _INT8, _UINT8 = (
+    PackedKind("uint4", 4, 32, True),
+    PackedKind("int8", 8, 32, False),
+    PackedKind("uint8", 8, 32, True),
+)
+_IQ4 = PackedKind("iq4_nl", 4, 32, False)
+PACKED = {  # as `blocks` unpacks them
+    "Q4_0": _INT4,
+    "Q4_1": _INT4,
+    "Q5_0": _INT8,
+    "Q5_1": _UINT8,
+    "Q8_0": _INT8,
+    "Q2_K": PackedKind("uint4", 4, 16, True),
+    "Q3_K": PackedKind("int8", 8, 16, False),
+    "Q4_K": _INT4,
+    "Q5_K": _UINT8,
+    "Q6_K": PackedKind("int8", 8, 16, False),
+    "IQ4_NL": _IQ4,
+    "IQ4_XS": _IQ4,
+}
 OTHERS = {  # that are refused by their names
     9: "Q8_1",
     15: "Q8_K",

@@ -24,10 +24,11 @@ from swiftbatch.worker.kernels.cuda.attentions import ATTENTION_KERNELS
 from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS
 from swiftbatch.worker.kernels.cuda.decoder import CudaDecoder
 from swiftbatch.worker.kernels.cuda.graph import Capture, capture
-from swiftbatch.worker.kernels.cuda.linear import LINEAR_KERNELS, LinearKernel
+from swiftbatch.worker.kernels.cuda.linear import LINEAR_KERNELS
+from swiftbatch.worker.kernels.cuda.packed_linear import WeightKernel, packed_product
 from swiftbatch.worker.kernels.cuda.stacked import StackedWeights
 from swiftbatch.worker.kernels.cuda.upload import Upload
-from swiftbatch.worker.kernels.decoder_weights import Linear
+from swiftbatch.worker.kernels.decoder_weights import AnyLinear, PackedLinear
 from swiftbatch.worker.target.cuda.partial_arena import PartialArena, arena_for
 from swiftbatch.worker.target.cuda.rounds import CudaRounds, entries_of
 from swiftbatch.worker.target.cuda.row_mover import RowMover
@@ -41,8 +42,8 @@ class Surroundings:
     """Embedding and head of the target, and the kernel that makes its products."""
 
     embedding: Tensor  # [vocab, hidden]
-    head: Linear
-    linear: LinearKernel
+    head: AnyLinear
+    linear: WeightKernel
 
 
 class CudaForwards:
@@ -75,11 +76,12 @@ class CudaForwards:
         self.vocab_size, self.hidden_size = sizes.vocab, sizes.hidden
         self.cache_shape = arena.shape
         self._weights = weights
+        kernels = kernels.for_weights(weights.is_packed)
         self.num_splits, self.kernels, self.capture = num_splits, kernels, capture
         attention, linear = ATTENTION_KERNELS[kernels.attention], LINEAR_KERNELS[kernels.linear]
         self._decoder = CudaDecoder(weights, arena.buffer, arena.capacity, num_splits, linear, attention=attention)
         self._table = Upload(self._decoder.table_buffer)
-        self.surroundings = Surroundings(weights.embedding, weights.head, linear)
+        self.surroundings = Surroundings(weights.embedding, weights.head, WeightKernel(linear))
         self._rounds = weakref.WeakKeyDictionary[PartialArena, CudaRounds]()  # as long as a drafter has the arena
         self._prepare()
 
@@ -128,7 +130,10 @@ class CudaForwards:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         head, scale = self._weights.head, self._weights.sizes.logit_scale
-        logits = torch.nn.functional.linear(hidden, head.weight, head.bias).float()
+        if isinstance(head, PackedLinear):
+            logits = packed_product(hidden, head.weight, head.bias)
+        else:
+            logits = torch.nn.functional.linear(hidden, head.weight, head.bias).float()
         return logits if scale == 1.0 else logits * scale
 
     @functools.cached_property

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from swiftbatch.worker.bench.gpu.packed_models import packed_models
 from swiftbatch.worker.bench.gpu.sizing import (
     CONTEXT_BYTES,
     GPU_BYTES,
@@ -16,11 +17,13 @@ from swiftbatch.worker.bench.gpu.sizing import (
     LENGTHS,
     MODELS,
     gpu_memory,
+    packed_table,
     sizing_table,
 )
 from swiftbatch.worker.caches.copies import STAGING_BYTES
 from swiftbatch.worker.caches.memory.memory_plan import CAPACITY_BLOCK, GRAPH_RESERVE, one_slot
 from swiftbatch.worker.caches.summary import CHUNK_SIZE
+from swiftbatch.worker.inspection.inspection import SLOT_LENGTHS
 from swiftbatch.worker.kernels.sizes import NUM_ROWS
 from swiftbatch.worker.papers.tokenswift.tokenswift import TokenSwiftOptions
 from tests import ROOT
@@ -31,11 +34,12 @@ PROSE = " ".join(GPU_PAGE.split())
 
 
 @pytest.mark.long
-def test_the_page_has_the_table_that_the_command_prints() -> None:
+def test_the_page_has_the_tables_that_the_command_prints() -> None:
     assert sizing_table() in GPU_PAGE, "python -m swiftbatch.worker.bench.gpu.sizing prints the new one"
+    assert packed_table() in GPU_PAGE, "python -m swiftbatch.worker.bench.gpu.sizing prints the new one"
     command = [sys.executable, "-m", "swiftbatch.worker.bench.gpu.sizing"]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert process.stdout == sizing_table() + "\n"
+    assert process.stdout == f"{sizing_table()}\n\n{packed_table()}\n"
 
 
 def test_the_slots_are_those_that_follow_by_hand() -> None:
@@ -48,6 +52,19 @@ def test_the_slots_are_those_that_follow_by_hand() -> None:
         assert abs(float(row[4]) - slot) < 0.06
         assert row[6] == (str(int(left / slot)) if left > slot else "none")
         assert row[8] == (str(int(left / float(row[7]))) if left > float(row[7]) else "none")
+
+
+def test_the_slots_beside_packed_weights_are_those_that_follow_by_hand() -> None:
+    """Llama 3.1 70B in int4: 68.5 billion weights of 4.5 bits, and embedding, head and norms in bfloat16."""
+    rows = {(row[0], row[1], row[3]): row for row in table(GPU_PAGE, "weights of")}
+    assert len(rows) == len(list(packed_models())) * len(GPUS)
+    layers = 80 * 8192 * (2 * (64 + 8) * 128 + 3 * 28672)
+    weights = layers * 4.5 / 8 / 1e9 + (70_553_706_496 - layers) * 2 / 1e9
+    row = rows["Llama 3.1 70B", "int4, groups of 128", "A100 80 GB"]
+    assert float(row[2]) == round(weights, 1)
+    for length, found in zip(SLOT_LENGTHS, row[4:], strict=True):
+        slot = math.ceil((length + 127) / 64) * 64 * 327_680 / 1e9
+        assert int(found) == int((84 - 0.6 - weights - 1.2) / slot)
 
 
 def test_the_words_around_it_are_those_of_the_code() -> None:

@@ -23,15 +23,20 @@ from swiftbatch.worker.caches.memory.memory_plan import (
     plan_memory,
     slot_capacity,
 )
-from swiftbatch.worker.caches.memory.model_sizes import ModelSizes, read_sizes
+from swiftbatch.worker.caches.memory.model_sizes import ModelSizes, read_sizes, sizes_of
+from swiftbatch.worker.caches.memory.packed_sizes import PackedPart
 from swiftbatch.worker.caches.room import KVRoomError
 from swiftbatch.worker.caches.summary import SummaryKVCache, summary_positions
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.kernels.cuda.cuda_row_table import TableLayout
+from swiftbatch.worker.kernels.cuda.stacked import stacked_weights
+from swiftbatch.worker.kernels.packed import Code
 from swiftbatch.worker.kernels.sizes import BLOCK, MOST_SLOTS, NUM_ROWS
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.target.target import TargetModel
 from tests import ROOT
+from tests.worker.kernels.kernel_parts import Shape
+from tests.worker.kernels.packed_parts import packed_weights
 
 LLAMA, QWEN = MODELS["Llama 3.1 8B"], MODELS["Qwen2.5 32B"]
 A100 = gpu_memory(GPUS["A100 80 GB"], GPU_BYTES - CONTEXT_BYTES)
@@ -181,6 +186,23 @@ def test_what_is_read_from_a_folder_is_what_is_loaded(tiny_model: Path) -> None:
         assert sizes.bytes_per_position == target.cache_shape.bytes_per_position()
         assert (sizes.hidden, sizes.vocab, sizes.item_size) == (target.hidden_size, target.vocab_size, 4)
         assert (sizes.num_kv_heads, sizes.head_dim) == (target.cache_shape.num_kv_heads, target.cache_shape.head_dim)
+
+
+@pytest.mark.parametrize(("code", "bits", "has_offsets"), [("uint4", 4, True), ("e2m1", 4, False), ("e4m3", 8, False)])
+def test_packed_weights_take_what_the_plan_counts_for_them(code: Code, bits: int, has_offsets: bool) -> None:
+    shape, config = Shape(is_tied=False), {"num_attention_heads": 2, "hidden_size": 48, "intermediate_size": 80}
+    config |= {"num_hidden_layers": 2, "head_dim": 64, "num_key_value_heads": 1, "vocab_size": 100}
+    weights = stacked_weights(packed_weights(shape, code, 16, has_offsets=has_offsets), torch.device("cpu"))
+    packed = sum(math.prod(product.weight.shape) for product in weights.products)
+    others = weights.embedding.numel() + 5 * shape.hidden
+    part = PackedPart(packed, bits, 16, has_offsets)
+    sizes = sizes_of(config, packed + others, "bfloat16", (part,))
+    assert sizes is not None
+    assert sizes.weight_bytes == sum(product.weight.nbytes for product in weights.products) + 2 * others
+    assert one_slot(sizes, A100, 1000).weight_bytes == sizes.weight_bytes
+    dequantized = sizes_of(config, packed + others, "float32", (part,))
+    assert dequantized is not None
+    assert dequantized.weight_bytes == 4 * (packed + others)
 
 
 def test_the_plan_is_made_without_torch() -> None:

@@ -21,7 +21,8 @@ from swiftbatch.worker.model.files import ModelFiles, locate_model
 from tests.worker.exactness.first_run.small_parts import SMALL, by_place, row_by_row, small_parts
 
 NAMES = [
-    "machine", "products", "attention", "attention speed", "noise", "rows", "replay", "transformers", "second process",
+    "machine", "products", "packed products", "attention", "attention speed", "noise", "rows", "replay", "transformers",
+    "second process",
 ]  # fmt: skip
 
 
@@ -35,9 +36,9 @@ def test_checks_come_in_the_order_in_which_they_rest_on_each_other(embedded_file
     pages: list[str] = []
     found = run_checks(small_parts(embedded_files, linear="cublas"), pages.append, checks)
     assert [page.partition(":")[0] for page in pages] == NAMES
-    assert "rows is fine" in pages[5]
+    assert "rows is fine" in pages[6]
     assert (found.verdict, found.failed, found.unproved) == ("exact", None, list(NEVER_PROVED))
-    assert found.page().startswith("exact: all 9 checks passed, with prefixes by triton and products by cublas\n")
+    assert found.page().startswith("exact: all 10 checks passed, with prefixes by triton and products by cublas\n")
     assert FirstRun.model_validate_json(found.model_dump_json()) == found
 
 
@@ -55,7 +56,7 @@ def test_nothing_runs_behind_a_failure_and_all_of_it_is_told_as_unproved(embedde
     assert found.verdict == "exact up to ties"
     assert found.page().startswith("STOPPED at products: 3 of 9 rows differ\n")
     assert found.unproved[0] == CHECKS[1].proves
-    assert [each.removesuffix(" (not reached)") for each in found.unproved[1:8]] == [c.proves for c in CHECKS[2:]]
+    assert [each.removesuffix(" (not reached)") for each in found.unproved[1:9]] == [c.proves for c in CHECKS[2:]]
 
 
 def test_the_kernel_that_was_found_good_is_taken_from_then_on(

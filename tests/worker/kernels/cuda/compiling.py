@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,13 @@ from triton.compiler import ASTSource
 
 from swiftbatch.worker.exactness.first_run import probes
 from swiftbatch.worker.kernels.attention_view import AttentionView
-from swiftbatch.worker.kernels.cuda import flash, linear, prefix, tail
+from swiftbatch.worker.kernels.cuda import flash, linear, packed_linear, prefix, tail
 from swiftbatch.worker.kernels.cuda import layer_kernels as layers
 from swiftbatch.worker.kernels.cuda.attend import AttentionShape
 from swiftbatch.worker.kernels.cuda.scan import best, clouds, merge
 from swiftbatch.worker.kernels.cuda.scan import scan_choice as choice
 from swiftbatch.worker.kernels.cuda.scan.scanned_texts import TextSizes, scan_constants
+from swiftbatch.worker.kernels.packed import CODE_BITS, TABLES, Code, PackedMatrix
 from swiftbatch.worker.papers.griffin.triton import draft_layer_kernels as griffin
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -46,6 +48,8 @@ SUMS = (
     "stats_ptr",
     "gains_ptr",
     "limits_ptr",
+    "scales_ptr",
+    "offsets_ptr",
 )
 SUMS += ("samples_ptr", "flat_deviations_ptr", "best_output_ptr", "best_lse_ptr")  # float32 whatever the model's dtype
 
@@ -78,7 +82,7 @@ def kernels(dtype: str) -> dict[str, Made]:
     windowed = without(attention.prefix_constants(view), "HAS_BIAS", "bias_ptr")
     found["prefix with a window"] = prefix.prefix_split, windowed
     found["tail with a window"] = tail.tail_merge, attention.tail_constants(view) | {"HAS_SINKS": True}
-    return found | scan_kernels(dtype) | kernels_besides_attention()
+    return found | scan_kernels(dtype) | kernels_besides_attention() | packed_kernels()
 
 
 def scan_kernels(dtype: str, head_dim: int = HEAD_DIM) -> dict[str, Made]:
@@ -119,6 +123,27 @@ def kernels_besides_attention() -> dict[str, Made]:
         "read": (probes.read_numbers, probes.READ_CONSTANTS),
         "noise": (probes.store_noise, {"BLOCK": probes.NOISE_BLOCK}),
     }
+
+
+def packed_kernels() -> dict[str, Made]:
+    """Products with every code; groups of 16, 32, 128 and all of a depth, of which one is not whole blocks; offsets."""
+    found = {f"packed {code}": packed_product(code, 128) for code in TABLES}
+    return found | {
+        "packed e2m1 in blocks of 16": packed_product("e2m1", 16),
+        "packed int8 over the depth": packed_product("int8", HIDDEN),
+        "packed uint4 with offsets": packed_product("uint4", 32, has_offsets=True),
+        "packed e4m3 of another depth": packed_product("e4m3", 32, depth=HIDDEN + 32),
+    }
+
+
+def packed_product(code: Code, group: int, *, has_offsets: bool = False, depth: int = HIDDEN) -> Made:
+    codes = torch.zeros(1, depth * CODE_BITS[code] // 8, dtype=torch.uint8)
+    scales = torch.zeros(1, depth // group)
+    matrix = PackedMatrix(code, codes, scales, torch.bfloat16, scales if has_offsets else None)
+    constants = without(packed_linear.packed_constants(matrix, False), "HAS_BIAS", "bias_ptr")
+    if not has_offsets:
+        constants = without(constants, "HAS_OFFSETS", "offsets_ptr")
+    return packed_linear.multiply_packed_columns, constants
 
 
 def griffin_kernels() -> dict[str, Made]:
@@ -170,7 +195,7 @@ def described(name: str, dtype: str, capability: int) -> dict[str, Any]:
         file.flush()
         usage = subprocess.run([CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
     layouts = re.findall(r"#ttg.nvidia_mma<\{[^}]*warpsPerCTA = \[([^\]]*)\]", made.asm["ttgir"])
-    ops = ("wgmma.mma_async", "mma.sync", "cp.async", "bar.sync")
+    ops = ("wgmma.mma_async", "mma.sync", "cp.async", "bar.sync", "cvt.rn.bf16x2.f32")
     return {
         "kernel": name,
         "dtype": dtype,
@@ -181,6 +206,8 @@ def described(name: str, dtype: str, capability: int) -> dict[str, Any]:
         "warps": made.metadata.num_warps,
         "layouts": [[int(number) for number in layout.split(",")] for layout in layouts],
         "ops": {op: made.asm["ptx"].count(op) for op in ops},
+        "products": sorted(set(re.findall(r"(?:wgmma\.mma_async|mma\.sync)[.\w]*", made.asm["ptx"]))),
+        "copied": Counter(re.findall(r"cp\.async\.c[ag]\.shared\.global [^;]*\], (0x\w+)", made.asm["ptx"])),
     }
 
 

@@ -18,6 +18,7 @@ from tests.worker.kernels.cuda.compiling import (
     OTHER_WIDTHS,
     kernels,
     kernels_besides_attention,
+    packed_kernels,
     scan_kernels,
 )
 
@@ -111,6 +112,41 @@ def test_the_scan_spills_nothing_and_fits_into_shared_memory(
             assert report["ops"]["cp.async"] > 16, report  # 16 bytes at a time, for all that their address is a number
 
 
+@pytest.mark.parametrize("capabilities", [H100, pytest.param(BOTH, marks=pytest.mark.slow)])
+def test_packed_products_spill_nothing_and_multiply_as_the_plain_one(
+    compiled: Callable[..., list[Report]], capabilities: tuple[int, ...]
+) -> None:
+    plain = {report["capability"]: report for report in compiled("bf16", capabilities, "linear")}
+    reports = compiled("bf16", capabilities, *packed_kernels())
+    assert len(reports) == len(capabilities) * len(packed_kernels())
+    for report in reports:
+        assert fits(report), report
+        its = plain[report["capability"]]
+        for what in ("products", "layouts", "warps"):
+            assert report[what] == its[what], report
+        for product in ("wgmma.mma_async", "mma.sync"):
+            assert report["ops"][product] == its["ops"][product], report
+
+
+@pytest.mark.parametrize("capabilities", [H100, pytest.param(BOTH, marks=pytest.mark.slow)])
+def test_a_code_becomes_a_number_once(compiled: Callable[..., list[Report]], capabilities: tuple[int, ...]) -> None:
+    """Two at a time, by one thread of 128. Every warp that multiplies with it could make its own."""
+    for report in compiled("bf16", capabilities, *packed_kernels()):
+        assert report["ops"]["cvt.rn.bf16x2.f32"] == 32 * 128 // 128 // 2, report
+
+
+@pytest.mark.parametrize("capabilities", [H100, pytest.param(BOTH, marks=pytest.mark.slow)])
+def test_codes_are_read_sixteen_bytes_at_a_time(
+    compiled: Callable[..., list[Report]], capabilities: tuple[int, ...]
+) -> None:
+    """A block has 32 times 128 codes for 128 threads: one copy each of four bits, two of eight, and four stages."""
+    for report in compiled("bf16", capabilities, *packed_kernels()):
+        num_bits = 8 if "8" in report["kernel"].split()[1] or "e4m3" in report["kernel"] else 4
+        num_rows = 4 * (64 * 128 * 2) // (128 * 16)  # copies of the input's blocks
+        assert report["copied"]["0x10"] == num_rows + 4 * num_bits // 4, report
+        assert report["registers"] <= (152 if report["capability"] == 80 else 64), report
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_heads_of_other_widths_fit_into_shared_memory(compiled: Callable[..., list[Report]], dtype: str) -> None:
@@ -126,4 +162,5 @@ def test_every_kernel_that_is_launched_is_among_them() -> None:
     launch = re.compile(r"^(?: {4}| {8})(\w+)\[.*\]\(", re.MULTILINE)
     launched = {name for path in sources for name in launch.findall(path.read_text())}
     assert launched == {kernel.__name__ for kernel, _ in kernels("bf16").values()}
-    assert set(kernels("bf16")) == {*ATTENTION, *WIDE, *scan_kernels("bf16"), *kernels_besides_attention()}
+    others = {*scan_kernels("bf16"), *kernels_besides_attention(), *packed_kernels()}
+    assert set(kernels("bf16")) == {*ATTENTION, *WIDE, *others}

@@ -11,7 +11,7 @@ from swiftbatch.worker.kernels.cuda.attend import AttentionShape, Scratch, atten
 from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, NUM_ROWS, CudaRowTable, TableLayout
 from swiftbatch.worker.kernels.cuda.layer_kernels import add_norm, rope_store, silu_mul
 from swiftbatch.worker.kernels.cuda.stacked import stacked_layer
-from swiftbatch.worker.kernels.decoder_weights import DecoderSizes, Linear
+from swiftbatch.worker.kernels.decoder_weights import AnyLinear, DecoderSizes, Linear
 from swiftbatch.worker.papers.griffin.native_griffin import GriffinWeights
 from swiftbatch.worker.papers.griffin.triton.draft_layer_kernels import add, keep, layer_norm, pair, silu
 from swiftbatch.worker.target.cuda.cuda_forwards import Surroundings
@@ -104,7 +104,7 @@ class CudaGriffin:
             self._run(self._state, self._regress, self._regressed)
         keep(self._table.rows, self._places, self._regressed, self._features)
 
-    def _run(self, rows: Tensor, linear: Linear, out: Tensor) -> None:
+    def _run(self, rows: Tensor, linear: AnyLinear, out: Tensor) -> None:
         self._around.linear(rows, linear.weight, linear.bias, out)
 
     def _allocate(self, expansion: int, num_splits: int, device: torch.device) -> None:

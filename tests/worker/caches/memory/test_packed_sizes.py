@@ -1,0 +1,63 @@
+"""The plan knows before a load which weights stay packed on a GPU, and what they take there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from swiftbatch.worker.caches.memory.model_sizes import read_sizes
+from swiftbatch.worker.kernels.cuda.stacked import StackedWeights, stacked_weights
+from swiftbatch.worker.kernels.packed import CODE_BITS
+from swiftbatch.worker.model.dense import dense_weights
+from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.model.gguf.blocks import UNPACKED, packed_from
+from swiftbatch.worker.model.gguf.tensor_types import PACKED
+from tests.worker.model.gguf.block_bytes import random_blocks
+from tests.worker.model.gguf.tiny_gguf import MIXED, write_tiny
+
+CPU = torch.device("cpu")
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def plain_tensors(weights: StackedWeights) -> Iterator[torch.Tensor]:
+    yield from (weights.embedding, weights.final_norm)
+    for layer in weights.layers:
+        yield from (layer.input_norm, layer.mlp_norm, *(layer.head_norms or ()))
+    yield from (product.bias for product in weights.products if product.bias is not None)
+    yield from (product.weight for product in weights.products if isinstance(product.weight, torch.Tensor))
+
+
+def loaded_bytes(weights: StackedWeights) -> int:
+    """A head that is the embedding once."""
+    plain = {each.data_ptr(): each.nbytes for each in plain_tensors(weights)}
+    packed = (product.weight for product in weights.products if not isinstance(product.weight, torch.Tensor))
+    return sum(plain.values()) + sum(weight.nbytes for weight in packed)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("name", "types"), [("llama", MIXED), ("qwen3", ("Q4_0",)), ("qwen2", ("Q6_K",)), ("phi3", ("IQ4_NL",))]
+)
+def test_a_gguf_file_takes_what_the_plan_counts_for_it(
+    name: str, types: tuple[str, ...], dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    files = locate_model(str(write_tiny(name, tmp_path, DTYPES[dtype], types)[0]))
+    weights, sizes = dense_weights(files, DTYPES[dtype]), read_sizes(files, dtype)
+    assert weights is not None
+    assert sizes is not None
+    stacked = stacked_weights(weights, CPU)
+    assert stacked.is_packed == (dtype == "bfloat16")
+    assert sizes.weight_bytes == loaded_bytes(stacked)
+
+
+@pytest.mark.parametrize("name", UNPACKED)
+def test_the_forms_of_types_are_those_that_their_blocks_have(name: str) -> None:
+    blocks = torch.from_numpy(random_blocks(name, 8))
+    matrix = packed_from(name, blocks, 1, torch.bfloat16)
+    said = PACKED[name]
+    found = (matrix.code, CODE_BITS[matrix.code], matrix.group_size, matrix.offsets is not None)
+    assert found == (said.code, said.bits, said.group, said.has_offsets)

@@ -1,0 +1,64 @@
+"""Weights that stay packed on a GPU, told from the heads of a model's files. Without torch."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from swiftbatch.worker.model.formats.contract import StoredTensor
+from swiftbatch.worker.model.gguf.tensor_types import PACKED
+from swiftbatch.worker.model.text_view import EMBEDDING, HEAD
+
+PRODUCT = re.compile(r"^model\.layers\.\d+\.(?:self_attn|mlp)\.(\w+)_proj\.weight$")
+STACKED = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}  # parts, and the product of them
+FACTOR_BYTES = 4  # of a scale or an offset
+
+
+@dataclass(frozen=True)
+class PackedPart:
+    """Weights that lie packed on a device: codes, and float32 scales of groups that share one, with their offsets."""
+
+    num_parameters: int
+    bits: int  # of a code
+    group_size: int
+    has_offsets: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        groups = self.num_parameters // self.group_size
+        return self.num_parameters * self.bits // 8 + groups * FACTOR_BYTES * (2 if self.has_offsets else 1)
+
+
+def packed_parts(heads: Mapping[str, StoredTensor], config: dict[str, Any]) -> tuple[PackedPart, ...]:
+    """The products of a dense decoder whose parts all have one packed form, as `stacked_weights` keeps them.
+
+    Of GGUF files; those of other formats count as if they were dequantized.
+    """
+    last = EMBEDDING if config.get("tie_word_embeddings") else HEAD
+    products = defaultdict[str, list[StoredTensor]](list)
+    for name, head in heads.items():
+        if (found := PRODUCT.match(name)) is not None:
+            role = found[1]
+            products[name.replace(f".{role}_proj.", f".{STACKED.get(role, role)}_proj.")].append(head)
+        elif name == last:
+            products[name].append(head)
+    return tuple(part for parts in products.values() if (part := _part(parts)) is not None)
+
+
+def num_beside(heads: Mapping[str, StoredTensor], config: dict[str, Any]) -> int:
+    """The numbers of a packed head that is tied: it lies beside the embedding, whose rows are plain."""
+    embedding = heads.get(EMBEDDING)
+    if embedding is None or embedding.dtype not in PACKED or not config.get("tie_word_embeddings"):
+        return 0
+    return embedding.num_numbers
+
+
+def _part(heads: list[StoredTensor]) -> PackedPart | None:
+    kinds = {PACKED.get(head.dtype) for head in heads}
+    kind = kinds.pop()
+    if kinds or kind is None:
+        return None
+    return PackedPart(sum(head.num_numbers for head in heads), kind.bits, kind.group, kind.has_offsets)

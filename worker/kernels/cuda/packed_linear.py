@@ -1,0 +1,148 @@
+"""Products with packed weights: codes are read as they lie, and become in registers the numbers that they stand for.
+
+These are rounded as `PackedMatrix` says, and then multiplied as `multiply_columns` multiplies: the same bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor, nn
+
+from swiftbatch.worker.kernels.cuda.code_numbers import DECODERS
+from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS
+from swiftbatch.worker.kernels.cuda.linear import BLOCK_DEPTH, TILE_COLUMNS, LinearKernel, multiply_constants
+from swiftbatch.worker.kernels.cuda.rounding import dot, narrowed, rounded
+from swiftbatch.worker.kernels.packed import CODE_BITS, PackedMatrix, Weight
+
+
+@triton.jit
+def read(pointers, is_there, IS_WHOLE: tl.constexpr):
+    """Load numbers, zeros where none is."""
+    return tl.load(pointers) if IS_WHOLE else tl.load(pointers, mask=is_there, other=0)
+
+
+@triton.jit
+def unpacked(codes, PER_BYTE: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr):
+    """Int32 of the codes `[DEPTH, COLUMNS]` in bytes `[DEPTH / PER_BYTE, COLUMNS]`, the low half of a byte first."""
+    codes = codes.to(tl.int32)
+    if PER_BYTE == 2:
+        codes = tl.join(codes & 15, codes >> 4).permute(0, 2, 1).reshape([DEPTH, COLUMNS])
+    return codes
+
+
+@triton.jit
+def of_members(numbers, GROUPS: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr):
+    """Float32 of groups `[GROUPS, COLUMNS]`, for each of their members."""
+    if GROUPS > 1:
+        numbers = tl.broadcast_to(numbers[:, None, :], [GROUPS, DEPTH // GROUPS, COLUMNS]).reshape([DEPTH, COLUMNS])
+    return numbers
+
+
+@triton.jit
+def in_one_place(numbers, DEPTH: tl.constexpr, COLUMNS: tl.constexpr):
+    """The same numbers: a sum over one of each, which Triton does not move.
+
+    Else every warp that multiplies with a number would make it from its code: two do on an A100.
+    """
+    return tl.sum(numbers.reshape([1, DEPTH, COLUMNS]), 0)
+
+
+@triton.jit
+def multiply_packed_columns(
+    input_ptr, codes_ptr, scales_ptr, offsets_ptr, bias_ptr, out_ptr, num_columns,
+    NUM_ROWS: tl.constexpr, DEPTH: tl.constexpr, HAS_BIAS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr, BLOCK_DEPTH: tl.constexpr,
+    DECODE: tl.constexpr, PER_BYTE: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUP: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr,
+):  # fmt: skip
+    """Program (columns): blocks of the depth one after the other, the bias last. `GROUP` is a part of a block or more.
+
+    Zeros behind the depth become numbers, but meet zeros of the input.
+    """
+    GROUPS: tl.constexpr = max(1, BLOCK_DEPTH // GROUP)  # of a block
+    IS_WHOLE: tl.constexpr = DEPTH % BLOCK_DEPTH == 0
+    rows = tl.arange(0, NUM_ROWS)
+    columns = tl.program_id(0) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+    is_column = columns < num_columns
+    known = tl.where(is_column, columns, 0)  # reads a column that there is, and is not stored
+    depth, places, groups = tl.arange(0, BLOCK_DEPTH), tl.arange(0, BLOCK_DEPTH // PER_BYTE), tl.arange(0, GROUPS)
+    input_ptr += rows[:, None] * DEPTH + depth[None, :]
+    codes_ptr += known.to(tl.int64)[None, :] * (DEPTH // PER_BYTE) + places[:, None]
+    group_places = known.to(tl.int64)[None, :] * NUM_GROUPS + groups[:, None]
+    acc = tl.zeros([NUM_ROWS, TILE_COLUMNS], tl.float32)
+    for start in range(0, DEPTH, BLOCK_DEPTH):
+        left, first_group = DEPTH - start, start // GROUP
+        x = read(input_ptr + start, (depth < left)[None, :], IS_WHOLE)
+        codes = read(codes_ptr + start // PER_BYTE, (places * PER_BYTE < left)[:, None], IS_WHOLE)
+        scales = read(scales_ptr + group_places + first_group, (groups * GROUP < left)[:, None], IS_WHOLE)
+        w = DECODE(unpacked(codes, PER_BYTE, BLOCK_DEPTH, TILE_COLUMNS))
+        w *= of_members(scales, GROUPS, BLOCK_DEPTH, TILE_COLUMNS)
+        if HAS_OFFSETS:
+            offsets = read(offsets_ptr + group_places + first_group, (groups * GROUP < left)[:, None], IS_WHOLE)
+            w += of_members(offsets, GROUPS, BLOCK_DEPTH, TILE_COLUMNS)
+        acc = dot(x, narrowed(in_one_place(w, BLOCK_DEPTH, TILE_COLUMNS), x.dtype), acc)
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + known).to(tl.float32)[None, :]
+    out_ptr += rows.to(tl.int64)[:, None] * num_columns + columns[None, :]
+    tl.store(out_ptr, rounded(acc, out_ptr.dtype.element_ty), mask=is_column[None, :])
+
+
+def packed_linear(rows: Tensor, weight: PackedMatrix, bias: Tensor | None, out: Tensor) -> None:
+    """Write what `triton_linear` writes of the matrix that `weight` stands for; on a CPU in Triton's interpreter."""
+    num_columns = weight.shape[0]
+    multiply_packed_columns[(triton.cdiv(num_columns, TILE_COLUMNS),)](
+        rows, weight.codes, weight.scales, weight.offsets, bias, out, num_columns,
+        **packed_constants(weight, bias is not None),
+    )  # fmt: skip
+
+
+def packed_product(rows: Tensor, weight: PackedMatrix, bias: Tensor | None) -> Tensor:
+    """Float32 `[..., columns]` of any number of rows `[..., depth]`."""
+    blocks = [
+        nn.functional.pad(block, (0, 0, 0, NUM_ROWS - len(block))) for block in rows.flatten(0, -2).split(NUM_ROWS)
+    ]
+    out = torch.empty(len(blocks) * NUM_ROWS, weight.shape[0], device=rows.device)
+    for block, found in zip(blocks, out.split(NUM_ROWS), strict=True):
+        packed_linear(block, weight, bias, found)
+    return out[: rows.shape[:-1].numel()].view(*rows.shape[:-1], -1)
+
+
+def packed_constants(weight: PackedMatrix, has_bias: bool) -> dict[str, Any]:
+    """Return the constants of `multiply_packed_columns`, with its warps and stages."""
+    depth, num_groups = weight.shape[1], weight.scales.shape[1]
+    return multiply_constants(depth, has_bias) | {
+        "DECODE": DECODERS[weight.code],
+        "PER_BYTE": 8 // CODE_BITS[weight.code],
+        "NUM_GROUPS": num_groups,
+        "GROUP": weight.group_size if num_groups > 1 else max(depth, BLOCK_DEPTH),
+        "HAS_OFFSETS": weight.offsets is not None,
+    }
+
+
+def is_multiplied_packed(weight: PackedMatrix) -> bool:
+    """Tell whether `packed_linear` is for a matrix: groups fill blocks of the depth, and every code is a number.
+
+    Not in float32, which tensor cores do not multiply: registers would spill.
+    """
+    group = weight.group_size
+    fits = weight.scales.shape[1] == 1 or BLOCK_DEPTH % group == 0 or group % BLOCK_DEPTH == 0
+    is_known = weight.code != "e4m3" or not ((weight.codes & 127) == 127).any()
+    return weight.dtype == torch.bfloat16 and fits and bool(is_known)
+
+
+class WeightKernel:
+    """A kernel for weights of both forms: `plain` for numbers, `packed_linear` for codes."""
+
+    def __init__(self, plain: LinearKernel) -> None:
+        self._plain = plain
+
+    def __call__(self, rows: Tensor, weight: Weight, bias: Tensor | None, out: Tensor) -> None:
+        """Write `out [NUM_ROWS, columns]`, as a `LinearKernel` does."""
+        if isinstance(weight, PackedMatrix):
+            packed_linear(rows, weight, bias, out)
+        else:
+            self._plain(rows, weight, bias, out)
