@@ -22,7 +22,7 @@ from swiftbatch.worker.kernels.decoder_weights import (
 )
 from swiftbatch.worker.kernels.frequencies import Rotary
 from swiftbatch.worker.kernels.packed import Weight
-from swiftbatch.worker.kernels.quantized import quantized_rows
+from swiftbatch.worker.kernels.quantized_rows import quantized_rows
 from swiftbatch.worker.kernels.row_tables import CachePlace, LayerCacheShape, Rows, RowTable
 from swiftbatch.worker.kernels.team import ELEMENTS, Team
 

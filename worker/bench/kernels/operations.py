@@ -20,7 +20,7 @@ from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.kernels.decoder_weights import DecoderSizes
 from swiftbatch.worker.kernels.native import native_attention
 from swiftbatch.worker.kernels.packed import CODE_BITS, Code, PackedMatrix
-from swiftbatch.worker.kernels.quantized import quantized_rows
+from swiftbatch.worker.kernels.quantized_rows import quantized_rows
 from swiftbatch.worker.kernels.sizes import LANES
 from swiftbatch.worker.kernels.team import ELEMENTS, Team
 from swiftbatch.worker.target.target import TargetModel

@@ -11,7 +11,7 @@ enum { MOST_FEW_ROWS = 8, MOST_FEW_BLOCKS = 4 };
 #else
 enum { MOST_FEW_ROWS = 1, MOST_FEW_BLOCKS = 1 };
 #endif
-enum { PANEL_BLOCKS = 8, PANEL_DEPTH = 128, READ_AHEAD = 2048 };  // bytes
+enum { PANEL_BLOCKS = 4, PANEL_DEPTH = 256, READ_AHEAD = 2048 };  // bytes
 
 // What becomes of two vectors of numbers. PAIRED: the first eight columns, then the others, two k of each side by side;
 // else all columns at one k, then at the next.
