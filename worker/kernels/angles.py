@@ -15,11 +15,16 @@ SLACK = 16  # floats that the kernels read beyond the last position
 def angles(rotary: Rotary, positions: NDArray[np.int64], dtype: torch.dtype) -> torch.Tensor:
     """Cosines of the first half of a head's dimensions, then sines: `[num_positions, head_dim] float32`.
 
-    They are rounded to the dtype of the model.
+    They are rounded to the dtype of the model, where its rotation is.
     """
     turned = positions.astype(np.float32)[:, None] * rotary.frequencies  # in float32, as in transformers
     both = np.concatenate((np.cos(turned.astype(np.float64)), np.sin(turned.astype(np.float64))), axis=1)
-    return torch.from_numpy(both.astype(np.float32) * np.float32(rotary.scaling)).to(dtype).float()
+    return torch.from_numpy(both.astype(np.float32) * np.float32(rotary.scaling)).to(kept_as(rotary, dtype)).float()
+
+
+def kept_as(rotary: Rotary, dtype: torch.dtype) -> torch.dtype:
+    """The dtype that holds the angles of a model of this dtype."""
+    return dtype if rotary.is_rounded else torch.float32
 
 
 class AngleTable:

@@ -24,12 +24,14 @@ OPTIONS = {"yarn": ("beta_fast", "beta_slow", "attention_factor", "mscale", "msc
 class Rotary:
     """The rotation of pairs of dimensions: `frequencies [head_dim / 2]` in radians, `scaling` of both tables.
 
-    `numerics` names frequencies that differ from those of earlier versions in their last bit.
+    `numerics` names frequencies that differ from those of earlier versions in their last bit. Cosines and sines are
+    rounded to the model's dtype, or stay float32.
     """
 
     frequencies: NDArray[np.float32]
     scaling: float = 1.0
     numerics: str = ""
+    is_rounded: bool = True
 
 
 def default_frequencies(theta: float, head_dim: int) -> NDArray[np.float32]:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from swiftbatch.worker.kernels.forms import Activation, NormForm
 from swiftbatch.worker.kernels.frequencies import Rotary, rotary_of
 from swiftbatch.worker.kernels.sizes import sizes_fault
 from swiftbatch.worker.model.kinds import KERNELS_LACK
@@ -20,6 +21,14 @@ from swiftbatch.worker.model.text_view import EMBEDDING, HEAD
 
 FINAL_NORM = "model.norm.weight"
 ALWAYS = "always"  # in place of a key that says whether there are biases
+IN_FRONT = {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+BEHIND = {"output_norm": "post_attention_layernorm", "down_norm": "post_feedforward_layernorm"}
+AROUND = IN_FRONT | {"output_norm": "post_self_attn_layernorm", "down_norm": "post_mlp_layernorm"}
+ACTIVATIONS = {
+    "gelu_pytorch_tanh": Activation.GELU_TANH,
+    "relu2": Activation.RELU2,
+    "silu": Activation.SILU,
+}
 
 
 @dataclass(frozen=True)
@@ -30,6 +39,13 @@ class Form:
     output_bias: str | None = None
     mlp_bias: str | None = None
     has_head_norms: bool = False
+    joins_heads: bool = False  # norms of queries and keys go over all heads of a row together
+    norms: Mapping[str, str] = field(default_factory=lambda: IN_FRONT)  # their names, by what they norm
+    norm_form: NormForm = NormForm.TWICE
+    activations: Mapping[str, Activation] = field(default_factory=lambda: ACTIVATIONS)  # by the config's words
+    has_gates: bool = True
+    rounds_angles: bool = True  # cosines and sines, to the model's dtype
+    scales_by_width: bool = False  # embeddings, by the root of their width, which is rounded to the model's dtype
     is_interleaved: bool = False  # neighbours are turned, in place of dimensions half a head apart; no head norms
     turned_share: float | None = None  # of a head, where the config does not say it; None: all of it, always
     names: Mapping[str, str] = field(default_factory=dict)  # that differ from `LINEARS`; roles with one name are one
@@ -39,6 +55,12 @@ class Form:
     one_meaning: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # beside `ONE_MEANING`
     unused: tuple[str, ...] = ()  # beginnings of keys of layers that it does not have here
 
+    @property
+    def linears(self) -> dict[str, str]:
+        """The names of linear layers by their roles."""
+        roles = (role for role in LINEARS if role != "gate" or self.has_gates)
+        return {role: self.names.get(role, LINEARS[role]) for role in roles}
+
 
 FUSED_QUERIES = dict.fromkeys(("query", "key", "value"), "self_attn.qkv_proj")
 FUSED_GATES = dict.fromkeys(("gate", "up"), "mlp.gate_up_proj")
@@ -47,8 +69,20 @@ GRANITE = {"scores": "attention_multiplier", "embedding": "embedding_multiplier"
 GRANITE |= {"logits": "logits_scaling"}
 IN_ALL = ("attention_bias", "attention_bias", "mlp_bias")
 KINDS = {
+    "arcee": Form(*IN_ALL, has_gates=False),
     "ernie4_5": Form("use_bias", "use_bias", "use_bias", is_interleaved=True),
+    "exaone4": Form(
+        has_head_norms=True, norms=BEHIND, one_meaning={"sliding_window": (None,)}, unused=("sliding_window_pattern",)
+    ),
+    "gemma": Form(
+        "attention_bias",
+        "attention_bias",
+        norm_form=NormForm.ONE_MORE,
+        activations={**ACTIVATIONS, "gelu": Activation.GELU_TANH},
+        scales_by_width=True,
+    ),
     "glm": Form("attention_bias", is_interleaved=True, turned_share=0.5, names=FUSED_GATES),
+    "glm4": Form("attention_bias", is_interleaved=True, turned_share=0.5, names=FUSED_GATES, norms=AROUND),
     "granite": Form(*IN_ALL, scales=GRANITE),
     "granitemoehybrid": Form(
         "attention_bias",
@@ -61,6 +95,15 @@ KINDS = {
     ),
     "llama": Form(*IN_ALL),
     "mistral": Form(),
+    "olmo2": Form(
+        "attention_bias",
+        "attention_bias",
+        has_head_norms=True,
+        joins_heads=True,
+        norms=BEHIND,
+        norm_form=NormForm.ONCE,
+        rounds_angles=False,
+    ),
     "phi3": Form(turned_share=1.0, names=FUSED_QUERIES | FUSED_GATES),
     "qwen2": Form(ALWAYS),
     "qwen3": Form("attention_bias", "attention_bias", has_head_norms=True),
@@ -84,11 +127,11 @@ SIZES = {
     "tie_word_embeddings",
 }
 ONE_MEANING: dict[str, tuple[Any, ...]] = {  # a key that changes the forward, and the values with which it does not
-    "hidden_act": ("silu",),
     "pretraining_tp": (1,),
     "sliding_window": (None,),  # where it is in use
     "use_sliding_window": (False,),
     "use_mrope": (False,),
+    "use_bidirectional_attention": (None, False),
     "is_causal": (True,),
 }
 STILL_KEYS = {"no_rope_layers", "no_rope_layer_interval"}  # the latter is used where the former is not said
@@ -125,7 +168,6 @@ SAID_ELSEWHERE = {  # numbers of training, of generation, of towers beside the t
     "residual_dropout",
     *GENERATING,
 }
-NORMS = {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 LINEARS = {
     "query": "self_attn.q_proj",
     "key": "self_attn.k_proj",
@@ -135,7 +177,7 @@ LINEARS = {
     "up": "mlp.up_proj",
     "down": "mlp.down_proj",
 }
-HEAD_NORMS = {"query_norm": "self_attn.q_norm", "key_norm": "self_attn.k_norm"}  # of Qwen3
+HEAD_NORMS = {"query_norm": "self_attn.q_norm", "key_norm": "self_attn.k_norm"}
 
 
 @dataclass(frozen=True)
@@ -154,6 +196,7 @@ class DenseConfig:
     is_tied: bool
     form: Form
     parts: tuple[str, ...]  # the tensors of a layer, no more and no less
+    activation: Activation
     num_turned: int  # dimensions of a head that are turned
     still_layers: frozenset[int]  # that turn no heads
     scales: Mapping[str, float]  # of `Form.scales`; of scores, 1 is none
@@ -229,10 +272,11 @@ def _read(config: dict[str, Any]) -> DenseConfig:
     return DenseConfig(
         **sizes,
         epsilon=config["rms_norm_eps"],
-        rotary=_rotary(config, head_dim, num_turned),
+        rotary=replace(_rotary(config, head_dim, num_turned), is_rounded=form.rounds_angles),
         is_tied=_is_tied(config),
         form=form,
         parts=tuple(_parts(config, form)),
+        activation=form.activations[config["hidden_act"]],
         num_turned=num_turned,
         still_layers=_still_layers(config) if form.has_still_layers else frozenset(),
         scales={what: _number(config, key) for what, key in form.scales.items()},
@@ -258,6 +302,8 @@ def _other_form(config: dict[str, Any]) -> str | None:
         return "its sliding_window is left to a default"
     if "hidden_act" not in config:
         return "its hidden_act is left to a default"
+    if str(config["hidden_act"]) not in form.activations:
+        return f"its hidden_act is {config['hidden_act']!r}"
     unknown = sorted(key for key, value in config.items() if _may_matter(key, value, form))
     return f"its config has {unknown[0]}, which may change a layer" if unknown else None
 
@@ -343,9 +389,9 @@ def _number(config: dict[str, Any], key: str) -> float:
 
 def _parts(config: dict[str, Any], form: Form) -> list[str]:
     """The tensors of a layer."""
-    names = {role: form.names.get(role, part) for role, part in LINEARS.items()}
-    parts = [f"{part}.weight" for part in (*NORMS.values(), *dict.fromkeys(names.values()))]
-    parts += dict.fromkeys(f"{names[role]}.bias" for role in _biased(config, form))
+    names = form.linears
+    parts = [f"{part}.weight" for part in (*form.norms.values(), *dict.fromkeys(names.values()))]
+    parts += dict.fromkeys(f"{names[role]}.bias" for role in _biased(config, form) if role in names)
     return parts + [f"{part}.weight" for part in HEAD_NORMS.values() if form.has_head_norms]
 
 

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import gelu, relu, silu
 
 from swiftbatch.worker.kernels.angles import angles
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights, LayerWeights, Linear
+from swiftbatch.worker.kernels.forms import Activation, NormForm
 from swiftbatch.worker.kernels.row_tables import Rows
+
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    Activation.SILU: silu,
+    Activation.GELU_TANH: functools.partial(gelu, approximate="tanh"),
+    Activation.RELU2: lambda rows: relu(rows).square(),
+}
 
 
 class ReferenceDecoder:
@@ -50,16 +58,20 @@ class ReferenceDecoder:
 
     def _layer(self, number: int, groups: Sequence[Rows], state: Tensor) -> None:
         weights = self._weights.layers[number]
-        normed = self._norm(state, weights.input_norm)
-        query, key, value = self._heads(normed, weights, groups)
+        query, key, value = self._heads(self._norm(state, weights.input_norm), weights, groups)
         mixed = reference_attention(groups, number, query, key, value, self.sizes.scale)
-        self._add(state, self._linear(mixed.flatten(1).float(), weights.output))
-        normed = self._norm(state, weights.mlp_norm)
-        gate = self._rounded(silu(self._linear(normed, weights.gate)))
-        gated = self._rounded(gate * self._linear(normed, weights.up))
-        self._add(state, self._linear(gated, weights.down))
+        self._add(state, self._linear(mixed.flatten(1).float(), weights.output), weights.output_norm)
+        active = self._activated(self._norm(state, weights.mlp_norm), weights)
+        self._add(state, self._linear(active, weights.down), weights.down_norm)
 
-    def _add(self, state: Tensor, part: Tensor) -> None:
+    def _activated(self, normed: Tensor, weights: LayerWeights) -> Tensor:
+        up, activation = self._linear(normed, weights.up), ACTIVATIONS[self.sizes.activation]
+        if weights.gate is None:
+            return self._rounded(activation(up))
+        return self._rounded(self._rounded(activation(self._linear(normed, weights.gate))) * up)
+
+    def _add(self, state: Tensor, part: Tensor, behind: Tensor | None) -> None:
+        part = self._norm(part, behind)
         state.copy_(self._rounded(state + self._rounded(part * self.sizes.residual_scale)))
 
     def _heads(self, normed: Tensor, weights: LayerWeights, groups: Sequence[Rows]) -> tuple[Tensor, Tensor, Tensor]:
@@ -68,20 +80,26 @@ class ReferenceDecoder:
         positions = positions * (not weights.is_still)
         table = angles(self._weights.rotary, positions, self.sizes.dtype).to(normed.device)
         turns = [half.repeat(1, 2)[:, None] for half in table.chunk(2, dim=1)]
-        query, key, value = (
-            self._linear(normed, each).unflatten(1, (-1, self.sizes.head_dim))
-            for each in (weights.query, weights.key, weights.value)
-        )
-        query = query if weights.query_norm is None else self._norm(query, weights.query_norm)
-        key = key if weights.key_norm is None else self._norm(key, weights.key_norm)
+        linears = (weights.query, weights.key, weights.value)
+        norms, width = (weights.query_norm, weights.key_norm, None), self.sizes.head_dim
+        given = [self._linear(normed, each) for each in linears]
+        if self.sizes.joins_heads:
+            given = [self._norm(rows, norm) for rows, norm in zip(given, norms, strict=True)]
+        query, key, value = (rows.unflatten(1, (-1, width)) for rows in given)
+        if not self.sizes.joins_heads:
+            query, key = self._norm(query, weights.query_norm), self._norm(key, weights.key_norm)
         query, key, value = (
             each.to(self.sizes.dtype) for each in (_turned(query, *turns), _turned(key, *turns), value)
         )
         return query, key, value
 
-    def _norm(self, rows: Tensor, weight: Tensor) -> Tensor:
+    def _norm(self, rows: Tensor, weight: Tensor | None) -> Tensor:
+        if weight is None:
+            return rows
         scaled = rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + self.sizes.epsilon)
-        return self._rounded(self._rounded(scaled) * weight.float())
+        if self.sizes.norm_form == NormForm.TWICE:
+            scaled = self._rounded(scaled)
+        return self._rounded(scaled * (weight.float() + (self.sizes.norm_form == NormForm.ONE_MORE)))
 
     def _linear(self, rows: Tensor, linear: Linear) -> Tensor:
         return self._rounded(_product(rows, linear))

@@ -335,6 +335,78 @@ OTHER_FORMS |= {
 }
 
 
+OTHER_FORMS |= {
+    "GLM-4 9B 0414": EVERYWHERE
+    | {
+        "architectures": ["Glm4ForCausalLM"],
+        "attention_bias": False,
+        "head_dim": 128,
+        "max_position_embeddings": 32768,
+        "model_type": "glm4",
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 10000.0,
+    },
+    "OLMo 2 7B": EVERYWHERE
+    | {
+        "architectures": ["Olmo2ForCausalLM"],
+        "attention_bias": False,
+        "max_position_embeddings": 4096,
+        "model_type": "olmo2",
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 500000,
+    },
+    "EXAONE 4.0 1.2B, which has no windows": EVERYWHERE
+    | {
+        "architectures": ["Exaone4ForCausalLM"],
+        "head_dim": 64,
+        "layer_types": ["full_attention", "full_attention"],
+        "max_position_embeddings": 65536,
+        "model_type": "exaone4",
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": LLAMA3 | {"factor": 16.0},
+        "rope_theta": 1000000,
+        "sliding_window": None,
+        "sliding_window_pattern": None,
+        "tie_word_embeddings": True,
+    },
+    "Gemma 2B, whose head is tied by default": {
+        **{key: value for key, value in EVERYWHERE.items() if key != "tie_word_embeddings"},
+        "architectures": ["GemmaForCausalLM"],
+        "attention_bias": False,
+        "head_dim": 256,
+        "hidden_act": "gelu",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 8192,
+        "model_type": "gemma",
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 10000.0,
+    },
+    "AFM 4.5B": EVERYWHERE
+    | {
+        "architectures": ["ArceeForCausalLM"],
+        "attention_bias": False,
+        "head_dim": 128,
+        "hidden_act": "relu2",
+        "max_position_embeddings": 65536,
+        "mlp_bias": False,
+        "model_type": "arcee",
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 20.0,
+            "mscale": 1.0,
+            "original_max_position_embeddings": 4096,
+            "rope_type": "yarn",
+        },
+        "rope_theta": 10000.0,
+    },
+}
+
+
 @pytest.mark.parametrize("name", OTHER_FORMS)
 def test_dense_decoders_by_other_names_say_in_our_kernels_what_transformers_says(name: str, tmp_path: Path) -> None:
     config = OTHER_FORMS[name] | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -367,6 +439,10 @@ def test_dense_decoders_by_other_names_say_in_our_kernels_what_transformers_says
             "its position_embedding_type",
         ),
         ("Phi-4", {"sliding_window": 2047}, "its sliding_window is 2047"),
+        ("Phi-4", {"hidden_act": "gelu"}, "its hidden_act is 'gelu'"),
+        ("EXAONE 4.0 1.2B, which has no windows", {"sliding_window": 4096}, "its sliding_window is 4096"),
+        ("Gemma 2B, whose head is tied by default", {"use_bidirectional_attention": True}, "its use_bidirectional"),
+        ("Gemma 2B, whose head is tied by default", {"hidden_act": "quick_gelu"}, "its hidden_act is 'quick_gelu'"),
     ],
 )
 def test_what_the_kernels_do_not_take_is_named(name: str, change: dict[str, Any], words: str) -> None:

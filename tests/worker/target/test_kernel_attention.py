@@ -73,7 +73,7 @@ def test_the_numerics_name_what_attends(tmp_path: Path, monkeypatch: pytest.Monk
     """So a job that moves between both is no longer called exact."""
     in_torch = attention_kernel("cpu", torch.bfloat16)
     for kind, attention in (
-        ("gemma", "{} attention"),
+        ("olmo", "{} attention"),
         ("cohere2", f"{in_torch}, {{}} attention"),
         ("gemma2", in_torch),
     ):
