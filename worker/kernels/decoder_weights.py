@@ -23,7 +23,7 @@ class DecoderSizes:
     """Sizes of a dense decoder; `scale` multiplies the scores of its attention.
 
     The other scales multiply embeddings, what a layer adds to a row, and logits. With `joins_heads` norms of queries
-    and keys go over all heads of a row together.
+    and keys go over all heads of a row together; with `norms_turned` they stand behind the rotation of each.
     """
 
     num_layers: int
@@ -43,6 +43,7 @@ class DecoderSizes:
     activation: Activation = Activation.SILU
     has_gates: bool = True
     joins_heads: bool = False
+    norms_turned: bool = False
 
     def __post_init__(self) -> None:
         """Raises ValueError for sizes that the kernels do not take."""

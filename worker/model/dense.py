@@ -12,7 +12,6 @@ from swiftbatch.worker.kernels.decoder_weights import AnyLinear, DecoderSizes, D
 from swiftbatch.worker.kernels.packed import PackedMatrix, Weight, plain
 from swiftbatch.worker.model.dense_config import (
     FINAL_NORM,
-    HEAD_NORMS,
     DenseConfig,
     OtherDecoderError,
     read_dense,
@@ -64,6 +63,7 @@ def _sizes(dense: DenseConfig, dtype: torch.dtype) -> DecoderSizes:
         activation=dense.activation,
         has_gates=dense.form.has_gates,
         joins_heads=dense.form.joins_heads,
+        norms_turned=dense.form.norms_turned,
     )
 
 
@@ -88,12 +88,11 @@ def stored_names(files: ModelFiles, config: dict[str, Any]) -> set[str]:
 def _layer(tensors: Mapping[str, Weight], number: int, dense: DenseConfig) -> LayerWeights:
     prefix = f"model.layers.{number}."
     linears = {role: linear for part in _parts(dense) for role, linear in _linears(tensors, prefix, part, dense)}
-    norms = {role: plain(tensors[f"{prefix}{part}.weight"]) for role, part in dense.form.norms.items()}
-    found = {role: tensors.get(f"{prefix}{part}.weight") for role, part in HEAD_NORMS.items()}
-    head_norms = {role: None if norm is None else plain(norm) for role, norm in found.items()}
+    names = {**dense.form.norms, **dense.form.head_norms}
+    norms = {role: plain(tensors[f"{prefix}{part}.weight"]) for role, part in names.items()}
     if (order := dense.head_order) is not None:
         linears |= {role: _reordered(linears[role], order) for role in ("query", "key")}
-    return LayerWeights(**linears, **norms, **head_norms, is_still=number in dense.still_layers)  # type: ignore[arg-type]
+    return LayerWeights(**linears, **norms, is_still=number in dense.still_layers)  # type: ignore[arg-type]
 
 
 def _parts(dense: DenseConfig) -> dict[str, list[str]]:

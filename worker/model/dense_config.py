@@ -40,6 +40,7 @@ class Form:
     mlp_bias: str | None = None
     has_head_norms: bool = False
     joins_heads: bool = False  # norms of queries and keys go over all heads of a row together
+    norms_turned: bool = False  # they stand behind the rotation of each head
     norms: Mapping[str, str] = field(default_factory=lambda: IN_FRONT)  # their names, by what they norm
     norm_form: NormForm = NormForm.TWICE
     activations: Mapping[str, Activation] = field(default_factory=lambda: ACTIVATIONS)  # by the config's words
@@ -48,7 +49,7 @@ class Form:
     scales_by_width: bool = False  # embeddings, by the root of their width, which is rounded to the model's dtype
     is_interleaved: bool = False  # neighbours are turned, in place of dimensions half a head apart; no head norms
     turned_share: float | None = None  # of a head, where the config does not say it; None: all of it, always
-    names: Mapping[str, str] = field(default_factory=dict)  # that differ from `LINEARS`; roles with one name are one
+    names: Mapping[str, str] = field(default_factory=dict)  # that differ from those below; roles with one name are one
     scales: Mapping[str, str] = field(default_factory=dict)  # keys of numbers that multiply, by what they multiply
     has_still_layers: bool = False
     intermediate_key: str = "intermediate_size"
@@ -61,6 +62,11 @@ class Form:
         roles = (role for role in LINEARS if role != "gate" or self.has_gates)
         return {role: self.names.get(role, LINEARS[role]) for role in roles}
 
+    @property
+    def head_norms(self) -> dict[str, str]:
+        """The names of norms of queries and keys by their roles."""
+        return {role: self.names.get(role, part) for role, part in HEAD_NORMS.items() if self.has_head_norms}
+
 
 FUSED_QUERIES = dict.fromkeys(("query", "key", "value"), "self_attn.qkv_proj")
 FUSED_GATES = dict.fromkeys(("gate", "up"), "mlp.gate_up_proj")
@@ -68,6 +74,11 @@ SHARED_GATES = {**dict.fromkeys(("gate", "up"), "shared_mlp.input_linear"), "dow
 GRANITE = {"scores": "attention_multiplier", "embedding": "embedding_multiplier", "residual": "residual_multiplier"}
 GRANITE |= {"logits": "logits_scaling"}
 IN_ALL = ("attention_bias", "attention_bias", "mlp_bias")
+HUNYUAN_UNUSED = (
+    *("anyres_", "attention_head_dim", "cla_share_factor", "class_num", "dense_list", "eod_token_id", "im_"),
+    *("mask_init_id", "moe_", "num_experts", "num_media_embeds", "num_shared_expert", "org_vocab_size", "pad_id"),
+    *("routed_scaling_factor", "sep_id", "text_", "video_", "vit_"),
+)
 KINDS = {
     "arcee": Form(*IN_ALL, has_gates=False),
     "ernie4_5": Form("use_bias", "use_bias", "use_bias", is_interleaved=True),
@@ -92,6 +103,15 @@ KINDS = {
         intermediate_key="shared_intermediate_size",
         one_meaning={"num_local_experts": (0,), "position_embedding_type": ("rope",)},
         unused=("mamba_", "num_experts_per_tok", "router_aux_loss_coef", "time_step_limit", "layers_block_type"),
+    ),
+    "helium": Form("attention_bias", None, "mlp_bias", is_interleaved=True, norm_form=NormForm.ONCE),
+    "hunyuan_v1_dense": Form(
+        "attention_bias",
+        "attention_bias",
+        has_head_norms=True,
+        norms_turned=True,
+        names={"query_norm": "self_attn.query_layernorm", "key_norm": "self_attn.key_layernorm"},
+        unused=HUNYUAN_UNUSED,
     ),
     "llama": Form(*IN_ALL),
     "mistral": Form(),
@@ -392,7 +412,7 @@ def _parts(config: dict[str, Any], form: Form) -> list[str]:
     names = form.linears
     parts = [f"{part}.weight" for part in (*form.norms.values(), *dict.fromkeys(names.values()))]
     parts += dict.fromkeys(f"{names[role]}.bias" for role in _biased(config, form) if role in names)
-    return parts + [f"{part}.weight" for part in HEAD_NORMS.values() if form.has_head_norms]
+    return parts + [f"{part}.weight" for part in form.head_norms.values()]
 
 
 def _biased(config: dict[str, Any], form: Form) -> list[str]:

@@ -80,18 +80,20 @@ class ReferenceDecoder:
         positions = positions * (not weights.is_still)
         table = angles(self._weights.rotary, positions, self.sizes.dtype).to(normed.device)
         turns = [half.repeat(1, 2)[:, None] for half in table.chunk(2, dim=1)]
-        linears = (weights.query, weights.key, weights.value)
-        norms, width = (weights.query_norm, weights.key_norm, None), self.sizes.head_dim
-        given = [self._linear(normed, each) for each in linears]
-        if self.sizes.joins_heads:
-            given = [self._norm(rows, norm) for rows, norm in zip(given, norms, strict=True)]
-        query, key, value = (rows.unflatten(1, (-1, width)) for rows in given)
-        if not self.sizes.joins_heads:
-            query, key = self._norm(query, weights.query_norm), self._norm(key, weights.key_norm)
-        query, key, value = (
-            each.to(self.sizes.dtype) for each in (_turned(query, *turns), _turned(key, *turns), value)
-        )
+        query = self._turned(self._linear(normed, weights.query), weights.query_norm, turns)
+        key = self._turned(self._linear(normed, weights.key), weights.key_norm, turns)
+        value = self._linear(normed, weights.value).unflatten(1, (-1, self.sizes.head_dim))
+        query, key, value = (each.to(self.sizes.dtype) for each in (query, key, value))
         return query, key, value
+
+    def _turned(self, rows: Tensor, norm: Tensor | None, turns: list[Tensor]) -> Tensor:
+        """Heads of queries or keys, normed and turned."""
+        sizes = self.sizes
+        rows = self._norm(rows, norm) if sizes.joins_heads else rows
+        heads = rows.unflatten(1, (-1, sizes.head_dim))
+        heads = heads if sizes.joins_heads or sizes.norms_turned else self._norm(heads, norm)
+        heads = self._rounded(_turned(heads, *turns))
+        return self._norm(heads, norm) if sizes.norms_turned else heads
 
     def _norm(self, rows: Tensor, weight: Tensor | None) -> Tensor:
         if weight is None:

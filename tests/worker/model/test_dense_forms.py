@@ -39,6 +39,8 @@ FORMS = {
     "exaone4": "EXAONE 4.0 1.2B, which has no windows",
     "gemma": "Gemma 2B, whose head is tied by default",
     "arcee": "AFM 4.5B",
+    "hunyuan_v1_dense": "Hunyuan 7B, without its long positions",
+    "helium": "Helium 1 2B",
 }
 TREES = ("glm4", "olmo2", "gemma")
 ENGINES = ("auto", "griffin", "token-recycling", "triforce")

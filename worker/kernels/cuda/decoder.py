@@ -142,7 +142,7 @@ class CudaDecoder:
             norm_heads(table.rows, self._qkv, layer.joint_norms, num_queries, sizes.epsilon, sizes.norm_form)
         rope_store(
             self._qkv, turns, layer.head_norms, sizes.epsilon, table.rows,
-            attention.query, keys, values, attention.places(table), sizes.norm_form,
+            attention.query, keys, values, attention.places(table), sizes.norm_form, sizes.norms_turned,
         )  # fmt: skip
         attention.attend(number, keys, values, self._bias, table, self._mixed)
         self._linear(self._mixed.view(NUM_ROWS, -1), layer.output.weight, layer.output.bias, self._delta)

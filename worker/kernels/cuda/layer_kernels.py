@@ -222,7 +222,8 @@ def rope_store_heads(
     qkv_ptr, angles_ptr, query_norm_ptr, key_norm_ptr, rows_ptr, packed_ptr, query_ptr, keys_ptr, values_ptr,
     epsilon, stride_slot, stride_head, stride_entry,
     NUM_KV_HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr, HEAD_DIM: tl.constexpr, HAS_NORM: tl.constexpr,
-    FORM: tl.constexpr, IS_PACKED: tl.constexpr, TILE_HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    NORMS_TURNED: tl.constexpr, FORM: tl.constexpr, IS_PACKED: tl.constexpr,
+    TILE_HEADS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Program (row, KV head): the heads of queries that see it, then its key, then its value."""
     row = tl.program_id(0)
@@ -245,7 +246,7 @@ def rope_store_heads(
     given_second = tl.load(qkv_ptr + HEAD_DIM // 2, mask=is_real, other=0.0).to(tl.float32)
     first = given_first
     second = given_second
-    if HAS_NORM:
+    if HAS_NORM and not NORMS_TURNED:
         norm_ptr = tl.where(is_query, query_norm_ptr, key_norm_ptr) + columns
         first, second = normed(first, second, norm_ptr, is_real, epsilon, HEAD_DIM, FORM, dtype)
     angles_ptr += tl.load(row_ptr + 3).to(tl.int64) * HEAD_DIM + columns
@@ -253,6 +254,11 @@ def rope_store_heads(
     sines = tl.load(angles_ptr + HEAD_DIM // 2, mask=is_column, other=0.0).to(tl.float32)
     turned_first = rounded(tl.where(is_value, given_first, first * cosines - second * sines), dtype)
     turned_second = rounded(tl.where(is_value, given_second, second * cosines + first * sines), dtype)
+    if HAS_NORM and NORMS_TURNED:
+        norm_ptr = tl.where(is_query, query_norm_ptr, key_norm_ptr) + columns
+        first, second = normed(turned_first, turned_second, norm_ptr, is_real, epsilon, HEAD_DIM, FORM, dtype)
+        turned_first = tl.where(is_value, turned_first, first)
+        turned_second = tl.where(is_value, turned_second, second)
 
     place = row * num_heads + query_head
     if IS_PACKED:
@@ -278,6 +284,7 @@ def rope_store(
     values: Tensor,  # as keys, with the same strides
     packed: Tensor | None = None,  # of a row table: where queries go, their heads as in `packed_head`; None: in order
     form: NormForm = NormForm.TWICE,
+    norms_turned: bool = False,  # norms stand behind the rotation
 ) -> None:
     """Write turned queries, and turned keys and values to the entries of their rows; of padding rows nothing."""
     _, num_heads, head_dim = query.shape
@@ -285,7 +292,7 @@ def rope_store(
     query_norm, key_norm = (None, None) if norms is None else norms
     rope_store_heads[(NUM_ROWS, num_kv_heads)](
         qkv, angles, query_norm, key_norm, rows, packed, query, keys, values, epsilon, *keys.stride()[:3],
-        HAS_NORM=norms is not None, FORM=int(form), IS_PACKED=packed is not None,
+        HAS_NORM=norms is not None, NORMS_TURNED=norms_turned, FORM=int(form), IS_PACKED=packed is not None,
         **rope_constants(num_kv_heads, num_heads // num_kv_heads, head_dim),
     )  # fmt: skip
 

@@ -82,7 +82,8 @@ typedef enum { SILU, GELU_TANH, RELU2 } activation;
 typedef struct {
     int32_t element, num_layers, hidden, num_heads, num_kv_heads, head_dim, intermediate, vocab;
     int32_t norm_form, activation, has_gates;
-    int32_t joins_heads;  // norms of queries and keys go over all heads of a row together
+    int32_t joins_heads;   // norms of queries and keys go over all heads of a row together
+    int32_t norms_turned;  // they stand behind the rotation of each head
     float epsilon, scale;  // of the norms; of the scores
     float embedding_scale, residual_scale, logit_scale;  // of embeddings, of what layers add, of logits; mostly 1
 } decoder_sizes;

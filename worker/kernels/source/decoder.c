@@ -182,14 +182,18 @@ static void keep_row(const pass *pass, int layer, int group, int row, const floa
         float normed[256 + LANES], turned[256 + LANES];
         const float *from = qkv, *head_norm = head < num_heads ? weights->query_norm : weights->key_norm;
         int kv_head = (head - num_heads) % num_kv_heads;
-        bool is_value = head >= num_heads + num_kv_heads;
-        if (head_norm && !is_value && !sizes->joins_heads) {
-            norm(sizes, qkv, head_norm, head_dim, normed);
+        bool is_value = head >= num_heads + num_kv_heads, is_normed = head_norm && !is_value && !sizes->joins_heads;
+        if (is_normed && !sizes->norms_turned) {
+            norm(sizes, from, head_norm, head_dim, normed);
             from = normed;
         }
         if (!is_value && !weights->is_still) {
             rotate(from, angles, head_dim, pass->rounds, turned);
             from = turned;
+        }
+        if (is_normed && sizes->norms_turned) {
+            norm(sizes, from, head_norm, head_dim, normed);
+            from = normed;
         }
         if (head < num_heads) {
             attention_query(pass->attention, group, row, head, from);

@@ -84,7 +84,7 @@ def scan_kernels(dtype: str, head_dim: int = HEAD_DIM) -> dict[str, Made]:
 
 
 def kernels_besides_attention() -> dict[str, Made]:
-    rope = layers.rope_constants(KV_HEADS, HEADS // KV_HEADS, HEAD_DIM) | {"FORM": 0}
+    rope = layers.rope_constants(KV_HEADS, HEADS // KV_HEADS, HEAD_DIM) | {"FORM": 0, "NORMS_TURNED": False}
     in_order = without({}, "IS_PACKED", "packed_ptr")
     norm = {"HIDDEN": HIDDEN, "WIDTH": HIDDEN, "HAS_DELTA": True, "HAS_FRONT": True, "DELTA_SCALE": 1.0, "FORM": 0}
     front = without(norm, "HAS_BEHIND", "behind_ptr")
@@ -96,6 +96,7 @@ def kernels_besides_attention() -> dict[str, Made]:
     return {
         "rope": (layers.rope_store_heads, without(rope | in_order, "HAS_NORM", "query_norm_ptr", "key_norm_ptr")),
         "rope with norms": (layers.rope_store_heads, rope | in_order | {"HAS_NORM": True}),
+        "rope, then norms": (layers.rope_store_heads, rope | in_order | {"HAS_NORM": True, "NORMS_TURNED": True}),
         "rope, packed": (layers.rope_store_heads, rope | {"HAS_NORM": True, "IS_PACKED": True}),
         "embed": (layers.embed_row, embed),
         "embed, scaled": (layers.embed_row, embed | {"SCALE": 12.0}),
