@@ -24,6 +24,7 @@ class DecoderSizes:
 
     The other scales multiply embeddings, what a layer adds to a row, and logits. With `joins_heads` norms of queries
     and keys go over all heads of a row together; with `norms_turned` they stand behind the rotation of each.
+    Where a layer `is_parallel`, its products read what its attention reads.
     """
 
     num_layers: int
@@ -44,6 +45,7 @@ class DecoderSizes:
     has_gates: bool = True
     joins_heads: bool = False
     norms_turned: bool = False
+    is_parallel: bool = False
 
     def __post_init__(self) -> None:
         """Raises ValueError for sizes that the kernels do not take."""

@@ -6,11 +6,12 @@ from enum import IntEnum
 
 
 class NormForm(IntEnum):
-    """An RMS norm's weights and roundings: `norm_form` of source/api.h. In float32 the first two are one."""
+    """A norm's weights and roundings: `norm_form` of source/api.h. In float32 the first two are one."""
 
     TWICE = 0  # rounded before the weight and after it, as Llama's
     ONCE = 1  # rounded after the weight alone
     ONE_MORE = 2  # the same with one added to the weight, as Gemma's
+    CENTRED = 3  # as `ONCE`, of the distances from the row's mean: a LayerNorm without bias; of rows, not of heads
 
 
 class Activation(IntEnum):

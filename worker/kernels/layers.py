@@ -42,7 +42,7 @@ class CDecoderSizes(ctypes.Structure):
 
     SCALES = ("epsilon", "scale", "embedding_scale", "residual_scale", "logit_scale")
     COUNTS = ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "intermediate", "vocab")
-    FORMS = ("norm_form", "activation", "has_gates", "joins_heads", "norms_turned")
+    FORMS = ("norm_form", "activation", "has_gates", "joins_heads", "norms_turned", "is_parallel")
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("element", *COUNTS, *FORMS)),
         *((name, ctypes.c_float) for name in SCALES),

@@ -58,12 +58,13 @@ def _sizes(dense: DenseConfig, dtype: torch.dtype) -> DecoderSizes:
         dtype=dtype,
         embedding_scale=_embedding_scale(dense, dtype),
         residual_scale=dense.scales.get("residual", 1.0),
-        logit_scale=1 / dense.scales.get("logits", 1.0),
+        logit_scale=dense.scales.get("logits_factor", 1.0) / dense.scales.get("logits", 1.0),
         norm_form=dense.form.norm_form,
         activation=dense.activation,
         has_gates=dense.form.has_gates,
         joins_heads=dense.form.joins_heads,
         norms_turned=dense.form.norms_turned,
+        is_parallel=dense.form.is_parallel,
     )
 
 

@@ -52,7 +52,9 @@ class Form:
     names: Mapping[str, str] = field(default_factory=dict)  # that differ from those below; roles with one name are one
     scales: Mapping[str, str] = field(default_factory=dict)  # keys of numbers that multiply, by what they multiply
     has_still_layers: bool = False
+    is_parallel: bool = False  # products read what attention reads
     intermediate_key: str = "intermediate_size"
+    epsilon_key: str = "rms_norm_eps"
     one_meaning: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # beside `ONE_MEANING`
     unused: tuple[str, ...] = ()  # beginnings of keys of layers that it does not have here
 
@@ -81,6 +83,18 @@ HUNYUAN_UNUSED = (
 )
 KINDS = {
     "arcee": Form(*IN_ALL, has_gates=False),
+    "cohere": Form(
+        "attention_bias",
+        "attention_bias",
+        is_interleaved=True,
+        norms={"input_norm": "input_layernorm"},
+        norm_form=NormForm.CENTRED,
+        is_parallel=True,
+        epsilon_key="layer_norm_eps",
+        scales={"logits_factor": "logit_scale"},
+        one_meaning={"use_qk_norm": (False, None)},
+        unused=("model_max_length",),
+    ),
     "ernie4_5": Form("use_bias", "use_bias", "use_bias", is_interleaved=True),
     "exaone4": Form(
         has_head_norms=True, norms=BEHIND, one_meaning={"sliding_window": (None,)}, unused=("sliding_window_pattern",)
@@ -276,8 +290,8 @@ def _read(config: dict[str, Any]) -> DenseConfig:
     """Raises KeyError or ValueError for numbers left to a default, or that the kernels do not take."""
     head_dim, form = _head_dim(config), KINDS[config["model_type"]]
     num_turned = _num_turned(config, form, head_dim)
-    if not isinstance(config["rms_norm_eps"], float):
-        raise ValueError(f"its rms_norm_eps is {config['rms_norm_eps']!r}")
+    if not isinstance(config[form.epsilon_key], float):
+        raise ValueError(f"its {form.epsilon_key} is {config[form.epsilon_key]!r}")
     sizes = {
         "num_layers": config["num_hidden_layers"],
         "hidden": config["hidden_size"],
@@ -291,7 +305,7 @@ def _read(config: dict[str, Any]) -> DenseConfig:
         raise ValueError(fault)
     return DenseConfig(
         **sizes,
-        epsilon=config["rms_norm_eps"],
+        epsilon=config[form.epsilon_key],
         rotary=replace(_rotary(config, head_dim, num_turned), is_rounded=form.rounds_angles),
         is_tied=_is_tied(config),
         form=form,
@@ -334,9 +348,8 @@ def _may_matter(key: str, value: Any, form: Form) -> bool:
     The classes of these kinds look at no other keys than those named above, so what is not a number is of somebody's
     tools.
     """
-    known = (
-        SIZES | set(ONE_MEANING) | SAID_ELSEWHERE | {form.intermediate_key, *form.one_meaning, *form.scales.values()}
-    )
+    known = SIZES | set(ONE_MEANING) | SAID_ELSEWHERE | {*form.one_meaning, *form.scales.values()}
+    known |= {form.intermediate_key, form.epsilon_key}
     known |= STILL_KEYS if form.has_still_layers else set()
     if key in known or key.endswith(("_token_id", "_token_ids")) or key.startswith(form.unused or ("\0",)):
         return False

@@ -60,7 +60,6 @@ SUPPORTED_KINDS = (
 
 KERNELS_LACK = {  # what keeps kinds that run here from our kernels, which then attend at most
     "apertus": "its activation is xIELU",
-    "cohere": "its norms subtract means, and its layers attend and feed forward side by side",
     "cohere2": "its norms subtract means, and its layers have windows",
     "cwm": "its layers have windows",
     "deepseek_v2": "its layers have experts, and latent keys and values",

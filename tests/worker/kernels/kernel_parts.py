@@ -55,6 +55,7 @@ class Shape:
     has_gates: bool = True
     joins_heads: bool = False
     norms_turned: bool = False
+    is_parallel: bool = False
     rounds_angles: bool = True
 
 
@@ -75,6 +76,8 @@ OTHER_FORMS = {  # by what has them
     "exaone4": Shape(has_head_norm=True, norms=BEHIND, dtype=FLOAT32),
     "gemma": SCALED_BY_WIDTH,
     "gemma in float32": dataclasses.replace(SCALED_BY_WIDTH, dtype=FLOAT32),
+    "cohere": Shape(norms=("input_norm",), norm_form=NormForm.CENTRED, is_parallel=True),
+    "cohere in float32": Shape(norms=("input_norm",), norm_form=NormForm.CENTRED, is_parallel=True, dtype=FLOAT32),
     "hunyuan": Shape(head_dim=80, group=3, has_head_norm=True, norms_turned=True),
     "hunyuan in float32": Shape(has_head_norm=True, norms_turned=True, dtype=FLOAT32),
     "arcee": Shape(activation=Activation.RELU2, has_gates=False, has_bias=True),
@@ -112,6 +115,7 @@ def _random_weights(shape: Shape) -> DecoderWeights:
     counts = (2, shape.hidden, num_heads, shape.num_kv_heads, shape.head_dim, shape.intermediate, shape.vocab)
     scales = (12.0, 0.22, 1 / 16) if shape.is_scaled else (1.0, 1.0, 1.0)
     forms = (shape.norm_form, shape.activation, shape.has_gates, shape.joins_heads, shape.norms_turned)
+    forms = (*forms, shape.is_parallel)
     sizes = DecoderSizes(*counts, 1e-5, shape.head_dim**-0.5, shape.dtype, *scales, *forms)
     embedding = normal(shape.vocab, shape.hidden)
     head = Linear(embedding if shape.is_tied else normal(shape.vocab, shape.hidden))

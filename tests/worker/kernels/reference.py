@@ -58,10 +58,11 @@ class ReferenceDecoder:
 
     def _layer(self, number: int, groups: Sequence[Rows], state: Tensor) -> None:
         weights = self._weights.layers[number]
-        query, key, value = self._heads(self._norm(state, weights.input_norm), weights, groups)
+        normed = self._norm(state, weights.input_norm)
+        query, key, value = self._heads(normed, weights, groups)
         mixed = reference_attention(groups, number, query, key, value, self.sizes.scale)
         self._add(state, self._linear(mixed.flatten(1).float(), weights.output), weights.output_norm)
-        active = self._activated(self._norm(state, weights.mlp_norm), weights)
+        active = self._activated(normed if self.sizes.is_parallel else self._norm(state, weights.mlp_norm), weights)
         self._add(state, self._linear(active, weights.down), weights.down_norm)
 
     def _activated(self, normed: Tensor, weights: LayerWeights) -> Tensor:
@@ -98,6 +99,8 @@ class ReferenceDecoder:
     def _norm(self, rows: Tensor, weight: Tensor | None) -> Tensor:
         if weight is None:
             return rows
+        if self.sizes.norm_form == NormForm.CENTRED:
+            rows = rows - rows.mean(-1, keepdim=True)
         scaled = rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + self.sizes.epsilon)
         if self.sizes.norm_form == NormForm.TWICE:
             scaled = self._rounded(scaled)

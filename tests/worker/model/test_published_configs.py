@@ -421,6 +421,18 @@ OTHER_FORMS |= {
         "rms_norm_eps": 1e-08,
         "rope_theta": 20000.0,
     },
+    "Command R": {
+        **{key: value for key, value in EVERYWHERE.items() if key != "tie_word_embeddings"},
+        "architectures": ["CohereForCausalLM"],
+        "attention_bias": False,
+        "layer_norm_eps": 1e-05,
+        "logit_scale": 0.0625,
+        "max_position_embeddings": 8192,
+        "model_max_length": 131072,
+        "model_type": "cohere",
+        "pretraining_tp": 1,
+        "rope_theta": 8000000.0,
+    },
     "AFM 4.5B": EVERYWHERE
     | {
         "architectures": ["ArceeForCausalLM"],
@@ -479,10 +491,11 @@ def test_dense_decoders_by_other_names_say_in_our_kernels_what_transformers_says
         ("Phi-4", {"hidden_act": "gelu"}, "its hidden_act is 'gelu'"),
         ("EXAONE 4.0 1.2B, which has no windows", {"sliding_window": 4096}, "its sliding_window is 4096"),
         ("Gemma 2B, whose head is tied by default", {"use_bidirectional_attention": True}, "its use_bidirectional"),
+        ("Command R", {"use_qk_norm": True}, "its use_qk_norm is True"),
         ("Gemma 2B, whose head is tied by default", {"hidden_act": "quick_gelu"}, "its hidden_act is 'quick_gelu'"),
     ],
 )
 def test_what_the_kernels_do_not_take_is_named(name: str, change: dict[str, Any], words: str) -> None:
-    read_dense(OTHER_FORMS[name])
+    read_dense(text_view(OTHER_FORMS[name]))
     with pytest.raises(OtherDecoderError, match=re.escape(words)):
-        read_dense(OTHER_FORMS[name] | change)
+        read_dense(text_view(OTHER_FORMS[name] | change))

@@ -107,7 +107,8 @@ class CudaDecoder:
         self._mix(number, rows, keys, values)
         if tap is not None:
             tap(number, self.attention.heads())
-        self._run_mlp(layer, self._add_norm(self._delta, layer.output_norm, layer.mlp_norm, self._normed))
+        behind = self._add_norm(self._delta, layer.output_norm, layer.mlp_norm, self._normed)
+        self._run_mlp(layer, rows if self.sizes.is_parallel else behind)
 
     def end(self) -> None:
         """Launch what comes behind the layers: the final norm and the head."""

@@ -16,6 +16,7 @@ from swiftbatch.worker.kernels.forms import Activation, NormForm
 
 ACTIVE_COLUMNS = 1024  # of a program
 TWICE, ONE_MORE = tl.constexpr(int(NormForm.TWICE)), tl.constexpr(int(NormForm.ONE_MORE))
+CENTRED = tl.constexpr(int(NormForm.CENTRED))
 GELU_TANH, RELU2 = tl.constexpr(int(Activation.GELU_TANH)), tl.constexpr(int(Activation.RELU2))
 
 
@@ -54,6 +55,14 @@ def weighted(scaled, weight, FORM: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
+def centred(row, is_real, count, FORM: tl.constexpr):
+    """A row, of which some numbers are real, for a norm of this form."""
+    if FORM == CENTRED:
+        row = tl.where(is_real, row - tl.sum(row, 0) / count, 0.0)
+    return row
+
+
+@triton.jit
 def root_mean(row, count, epsilon):
     """What an RMS norm multiplies a row by: of `count` numbers, with zeros behind them."""
     return tl.rsqrt(tl.sum(row * row, 0) / count + epsilon)
@@ -77,12 +86,14 @@ def add_norm_row(
         delta = tl.load(delta_ptr + places, mask=is_real, other=0.0).to(tl.float32)
         if HAS_BEHIND:
             behind = tl.load(behind_ptr + columns, mask=is_real, other=0.0)
+            delta = centred(delta, is_real, HIDDEN, FORM)
             delta = weighted(delta * root_mean(delta, HIDDEN, epsilon), behind, FORM, dtype)
         if DELTA_SCALE != 1.0:
             delta = rounded(delta * DELTA_SCALE, dtype)
         state = rounded(state + delta, dtype)
         tl.store(state_ptr + places, state, mask=is_real)
     if HAS_FRONT:
+        state = centred(state, is_real, HIDDEN, FORM)
         scale = root_mean(state, HIDDEN, epsilon)
         weight = tl.load(weight_ptr + columns, mask=is_real, other=0.0)
         tl.store(normed_ptr + places, weighted(state * scale, weight, FORM, dtype), mask=is_real)

@@ -75,7 +75,8 @@ EXPORT void attend(team *team, const attention_sizes *sizes, const row_group *gr
 
 typedef enum {
     ROUNDED_TWICE, ROUNDED_ONCE,  // before the weight and after it; after it alone
-    ONE_MORE                      // as the latter, with one added to the weight
+    ONE_MORE,                     // as the latter, with one added to the weight
+    CENTRED                       // as ROUNDED_ONCE, of the distances from the mean
 } norm_form;
 typedef enum { SILU, GELU_TANH, RELU2 } activation;
 
@@ -84,6 +85,7 @@ typedef struct {
     int32_t norm_form, activation, has_gates;
     int32_t joins_heads;   // norms of queries and keys go over all heads of a row together
     int32_t norms_turned;  // they stand behind the rotation of each head
+    int32_t is_parallel;   // the products of a layer read what its attention reads
     float epsilon, scale;  // of the norms; of the scores
     float embedding_scale, residual_scale, logit_scale;  // of embeddings, of what layers add, of logits; mostly 1
 } decoder_sizes;

@@ -107,17 +107,23 @@ void decoder_load(decoder *decoder, int layer, int role, const void *weight, con
 
 // ---- operations on rows
 
-// Root mean square norm, which may write where it reads.
+static float mean_of(const float *row, int count) {
+    vec sum = vec_set(0.0f);
+    for (int i = 0; i < count; i += LANES) sum = vec_add(sum, vec_load(row + i));
+    return vec_sum(sum) / (float)count;
+}
+
+// Root mean square norm, of distances from the mean or from zero. It may write where it reads.
 static void norm(const decoder_sizes *sizes, const float *row, const float *weight, int count, float *out) {
     bool rounds = sizes->element == BF16, rounds_twice = rounds && sizes->norm_form == ROUNDED_TWICE;
-    vec squares = vec_set(0.0f);
+    vec squares = vec_set(0.0f), centre = vec_set(sizes->norm_form == CENTRED ? mean_of(row, count) : 0.0f);
     for (int i = 0; i < count; i += LANES) {
-        vec a = vec_load(row + i);
+        vec a = vec_sub(vec_load(row + i), centre);
         squares = vec_fma(a, a, squares);
     }
     vec scale = vec_set(1.0f / __builtin_sqrtf(vec_sum(squares) / (float)count + sizes->epsilon));
     for (int i = 0; i < count; i += LANES) {
-        vec a = rounded(rounds_twice, vec_mul(vec_load(row + i), scale));
+        vec a = rounded(rounds_twice, vec_mul(vec_sub(vec_load(row + i), centre), scale));
         vec_store(out + i, rounded(rounds, vec_mul(a, vec_load(weight + i))));
     }
 }
@@ -240,7 +246,7 @@ static void run_layer(const pass *pass, int layer) {
     attention_run(pass->attention, pass->frame, layer - call->first_layer, pass->mixed);
     linear(pass->frame, &weights->output, num_rows, pass->mixed, pass->wide, sizes->hidden, pass->rounds);
     add_part(pass, weights->output_norm, count);
-    front_rows(pass, weights->mlp_norm);
+    if (!sizes->is_parallel) front_rows(pass, weights->mlp_norm);
     linear(pass->frame, &weights->gate_up, num_rows, pass->normed, pass->wide, weights->gate_up.columns, pass->rounds);
     activate_rows(sizes, pass->wide, num_rows, pass->rounds, pass->mixed);
     linear(pass->frame, &weights->down, num_rows, pass->mixed, pass->wide, sizes->hidden, pass->rounds);

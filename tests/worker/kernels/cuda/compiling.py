@@ -106,6 +106,7 @@ def kernels_besides_attention() -> dict[str, Made]:
         "norm, add and norm": (layers.add_norm_row, behind),
         "norm and add": (layers.add_norm_row, without(behind, "HAS_FRONT", "weight_ptr", "normed_ptr")),
         "norm of one more": (layers.add_norm_row, front | {"FORM": int(NormForm.ONE_MORE)}),
+        "norm of distances from the mean": (layers.add_norm_row, front | {"FORM": int(NormForm.CENTRED)}),
         "norms of all heads": (layers.norm_heads_row, heads),
         "silu": (layers.activate_row, active),
         "gelu": (layers.activate_row, active | {"ACTIVATION": int(Activation.GELU_TANH)}),

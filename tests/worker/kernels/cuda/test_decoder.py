@@ -187,7 +187,7 @@ def launches_of(shape: Shape, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_a_layer_is_ten_launches_and_nothing_is_allocated_or_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(LAYER) == 10
-    for shape in (LLAMA, OTHER_FORMS["glm4"], OTHER_FORMS["gemma"], OTHER_FORMS["arcee"]):
+    for shape in (LLAMA, OTHER_FORMS["glm4"], OTHER_FORMS["gemma"], OTHER_FORMS["arcee"], OTHER_FORMS["cohere"]):
         in_float32 = dataclasses.replace(shape, dtype=FLOAT32, is_scaled=False, has_bias=False)
         assert launches_of(in_float32, monkeypatch) == ["embed_row", *LAYER, *LAYER, "add_norm_row", "aten.mm.out"]
 
