@@ -16,11 +16,16 @@ def angles(rotary: Rotary, rows: NDArray[np.int64], dtype: torch.dtype) -> torch
     """Cosines of the first half of a head's dimensions, then sines: `[num_rows, head_dim] float32`.
 
     A row is a position, and for jobs that turn otherwise one behind the rows of all others: see `Rotary`. The numbers
-    are rounded to the dtype of the model.
+    are rounded to the dtype of the model, where its rotation is.
     """
     turned = rotary.turns(rows).astype(np.float64)
     both = np.concatenate((np.cos(turned), np.sin(turned)), axis=1).astype(np.float32)
-    return torch.from_numpy(both * np.tile(rotary.scales(), 2)).to(dtype).float()
+    return torch.from_numpy(both * np.tile(rotary.scales(), 2)).to(kept_as(rotary, dtype)).float()
+
+
+def kept_as(rotary: Rotary, dtype: torch.dtype) -> torch.dtype:
+    """The dtype that holds the angles of a model of this dtype."""
+    return dtype if rotary.is_rounded else torch.float32
 
 
 class AngleTable:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from swiftbatch.worker.kernels.forms import Activation, NormForm
 from swiftbatch.worker.kernels.frequencies import Rotary, rotary_of
 from swiftbatch.worker.kernels.packed import PackedMatrix, Weight
 from swiftbatch.worker.kernels.sizes import sizes_fault
@@ -22,7 +23,9 @@ STEADY_ROTARY = {"default", "linear", "llama3", "yarn"}  # their angles depend o
 class DecoderSizes:
     """Sizes of a dense decoder; `scale` multiplies the scores of its attention.
 
-    The other scales multiply embeddings, what a layer adds to a row, and logits.
+    The other scales multiply embeddings, what a layer adds to a row, and logits. With `joins_heads` norms of queries
+    and keys go over all heads of a row together; with `norms_turned` they stand behind the rotation of each.
+    Where a layer `is_parallel`, its products read what its attention reads.
     """
 
     num_layers: int
@@ -38,6 +41,12 @@ class DecoderSizes:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
+    norm_form: NormForm = NormForm.TWICE
+    activation: Activation = Activation.SILU
+    has_gates: bool = True
+    joins_heads: bool = False
+    norms_turned: bool = False
+    is_parallel: bool = False
 
     def __post_init__(self) -> None:
         """Raises ValueError for sizes that the kernels do not take."""
@@ -91,21 +100,24 @@ def plain_linear(linear: AnyLinear) -> Linear:
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One layer. Norms are `[hidden]`, those of queries and keys `[head_dim]` and only in some models.
+    """One layer. Norms are `[hidden]`: in front of attention and products, behind them, or both.
 
-    The heads of a layer that `is_still` are not turned by their positions. In one with a `window` a row sees so many
-    positions, the last of them its own.
+    Those of queries and keys, only in some models, are `[head_dim]`, or as wide as all heads together. The heads of a
+    layer that `is_still` are not turned by their positions. In one with a `window` a row sees so many positions, the
+    last of them its own.
     """
 
-    input_norm: Tensor
     query: AnyLinear
     key: AnyLinear
     value: AnyLinear
     output: AnyLinear
-    mlp_norm: Tensor
-    gate: AnyLinear
     up: AnyLinear
     down: AnyLinear
+    gate: AnyLinear | None = None
+    input_norm: Tensor | None = None
+    output_norm: Tensor | None = None  # behind attention, before its part is added to the row
+    mlp_norm: Tensor | None = None
+    down_norm: Tensor | None = None  # likewise behind the products
     query_norm: Tensor | None = None
     key_norm: Tensor | None = None
     is_still: bool = False
@@ -198,15 +210,15 @@ def layer_weights(layer: Any) -> LayerWeights:
     norms = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
     query_norm, key_norm = (None if norm is None else norm.weight for norm in norms)
     return LayerWeights(
-        input_norm=layer.input_layernorm.weight,
         query=linear_of(attention.q_proj),
         key=linear_of(attention.k_proj),
         value=linear_of(attention.v_proj),
         output=linear_of(attention.o_proj),
-        mlp_norm=layer.post_attention_layernorm.weight,
-        gate=linear_of(mlp.gate_proj),
         up=linear_of(mlp.up_proj),
         down=linear_of(mlp.down_proj),
+        gate=linear_of(mlp.gate_proj),
+        input_norm=layer.input_layernorm.weight,
+        mlp_norm=layer.post_attention_layernorm.weight,
         query_norm=query_norm,
         key_norm=key_norm,
     )
@@ -218,9 +230,14 @@ def linear_of(module: Any) -> Linear:
 
 
 def shapes(sizes: DecoderSizes, layer: LayerWeights) -> Iterator[tuple[str, Weight | None, tuple[int, ...]]]:
-    """Every tensor of a layer with its name and the shape that it must have. Raises ValueError for no window at all."""
+    """Every tensor of a layer with its name and the shape that it must have.
+
+    Raises ValueError for gates amiss, and for no window at all.
+    """
     if layer.window is not None and layer.window < 1:
         raise ValueError(f"found a window of {layer.window} positions, expected 1 or more")
+    if (layer.gate is not None) != sizes.has_gates:
+        raise ValueError(f"found a layer {'without' if sizes.has_gates else 'with'} gates, expected the other form")
     query, key = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
     widths = {
         "query": (query, sizes.hidden),
@@ -232,9 +249,10 @@ def shapes(sizes: DecoderSizes, layer: LayerWeights) -> Iterator[tuple[str, Weig
         "down": (sizes.hidden, sizes.intermediate),
     }
     for name, shape in widths.items():
-        yield name, getattr(layer, name).weight, shape
-        yield f"bias of {name}", getattr(layer, name).bias, shape[:1]
-    for name, width in (("input_norm", sizes.hidden), ("mlp_norm", sizes.hidden)):
-        yield name, getattr(layer, name), (width,)
-    for name in ("query_norm", "key_norm"):
-        yield name, getattr(layer, name), (sizes.head_dim,)
+        if (linear := getattr(layer, name)) is not None:
+            yield name, linear.weight, shape
+            yield f"bias of {name}", linear.bias, shape[:1]
+    for name in ("input_norm", "output_norm", "mlp_norm", "down_norm"):
+        yield name, getattr(layer, name), (sizes.hidden,)
+    for name, width in (("query_norm", query), ("key_norm", key)):
+        yield name, getattr(layer, name), (width if sizes.joins_heads else sizes.head_dim,)

@@ -29,7 +29,8 @@ class Rotary:
     """The rotation of pairs of dimensions: `frequencies [head_dim / 2]` in radians, `scaling` of both tables.
 
     `numerics` names frequencies that differ from those of earlier versions in their last bit. Jobs of more than
-    `short_length` positions turn by `long_frequencies`; None for both where all jobs turn alike.
+    `short_length` positions turn by `long_frequencies`; None for both where all jobs turn alike. Cosines and sines are
+    rounded to the model's dtype, or stay float32.
     """
 
     frequencies: NDArray[np.float32]
@@ -38,6 +39,7 @@ class Rotary:
     num_still: int = 0  # last pairs that do not turn, nor are scaled
     long_frequencies: NDArray[np.float32] | None = None
     short_length: int | None = None
+    is_rounded: bool = True
 
     def beside_still(self, num_pairs: int) -> Rotary:
         """The same turns in front of pairs that stand still, `num_pairs` together."""

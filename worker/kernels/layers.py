@@ -29,7 +29,10 @@ from swiftbatch.worker.kernels.team import ELEMENTS, Team
 LAYER_ROLES = {  # in the order of `weight_role` in source/api.h
     name: 3 + number
     for number, name in enumerate(
-        ("input_norm", "query", "key", "value", "query_norm", "key_norm", "output", "mlp_norm", "gate", "up", "down")
+        (
+            *("input_norm", "query", "key", "value", "query_norm", "key_norm", "output", "output_norm"),
+            *("mlp_norm", "gate", "up", "down", "down_norm"),
+        )
     )
 }
 STILL = 3 + len(LAYER_ROLES)
@@ -41,8 +44,9 @@ class CDecoderSizes(ctypes.Structure):
 
     SCALES = ("epsilon", "scale", "embedding_scale", "residual_scale", "logit_scale")
     COUNTS = ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "intermediate", "vocab")
+    FORMS = ("norm_form", "activation", "has_gates", "joins_heads", "norms_turned", "is_parallel")
     _fields_ = (
-        *((name, ctypes.c_int32) for name in ("element", *COUNTS)),
+        *((name, ctypes.c_int32) for name in ("element", *COUNTS, *FORMS)),
         *((name, ctypes.c_float) for name in SCALES),
     )
 
@@ -74,7 +78,8 @@ class NativeLayers:
         self._shape = LayerCacheShape(sizes.num_kv_heads, sizes.head_dim, sizes.dtype)
         self._angles = AngleTable(rotary, sizes.dtype)
         self._places: weakref.WeakKeyDictionary[Any, dict[range, CachePlace]] = weakref.WeakKeyDictionary()
-        numbers = {name: getattr(sizes, name) for name in (*CDecoderSizes.COUNTS, *CDecoderSizes.SCALES)}
+        names = (*CDecoderSizes.COUNTS, *CDecoderSizes.FORMS, *CDecoderSizes.SCALES)
+        numbers = {name: getattr(sizes, name) for name in names}
         c_sizes = CDecoderSizes(element=ELEMENTS[sizes.dtype], **numbers)
         self.handle: int = self._library.decoder_new(ctypes.byref(c_sizes))
         weakref.finalize(self, team.retire, self._library.decoder_free, self.handle)

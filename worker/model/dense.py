@@ -11,9 +11,6 @@ from swiftbatch.worker.kernels.decoder_weights import AnyLinear, DecoderSizes, D
 from swiftbatch.worker.kernels.packed import PackedMatrix, Weight, plain
 from swiftbatch.worker.model.dense_config import (
     FINAL_NORM,
-    HEAD_NORMS,
-    LINEARS,
-    NORMS,
     DenseConfig,
     OtherDecoderError,
     read_dense,
@@ -56,9 +53,15 @@ def _sizes(dense: DenseConfig, dtype: torch.dtype) -> DecoderSizes:
         epsilon=dense.epsilon,
         scale=dense.scales.get("scores", dense.head_dim**-0.5),
         dtype=dtype,
-        embedding_scale=dense.scales.get("embedding", 1.0),
+        embedding_scale=_embedding_scale(dense, dtype),
         residual_scale=dense.scales.get("residual", 1.0),
-        logit_scale=1 / dense.scales.get("logits", 1.0),
+        logit_scale=dense.scales.get("logits_factor", 1.0) / dense.scales.get("logits", 1.0),
+        norm_form=dense.form.norm_form,
+        activation=dense.activation,
+        has_gates=dense.form.has_gates,
+        joins_heads=dense.form.joins_heads,
+        norms_turned=dense.form.norms_turned,
+        is_parallel=dense.form.is_parallel,
     )
 
 
@@ -66,6 +69,12 @@ def _placed(weight: Weight, device: torch.device, dtype: torch.dtype) -> Weight:
     if isinstance(weight, PackedMatrix):
         return weight.to(device)
     return weight.to(device).to(dtype)  # in this order: fewer bytes pass where files are the narrower
+
+
+def _embedding_scale(dense: DenseConfig, dtype: torch.dtype) -> float:
+    if dense.form.scales_by_width:
+        return float(torch.tensor(dense.hidden**0.5).to(dtype))
+    return dense.scales.get("embedding", 1.0)
 
 
 def stored_names(files: ModelFiles, config: dict[str, Any]) -> set[str]:
@@ -80,20 +89,19 @@ def stored_names(files: ModelFiles, config: dict[str, Any]) -> set[str]:
 def _layer(tensors: Mapping[str, Weight], number: int, dense: DenseConfig) -> LayerWeights:
     prefix = f"model.layers.{number}."
     linears = {role: linear for part in _parts(dense) for role, linear in _linears(tensors, prefix, part, dense)}
-    norms = {role: plain(tensors[f"{prefix}{part}.weight"]) for role, part in NORMS.items()}
-    found = {role: tensors.get(f"{prefix}{part}.weight") for role, part in HEAD_NORMS.items()}
-    head_norms = {role: None if norm is None else plain(norm) for role, norm in found.items()}
+    names = {**dense.form.norms, **dense.form.head_norms}
+    norms = {role: plain(tensors[f"{prefix}{part}.weight"]) for role, part in names.items()}
     if (order := dense.head_order) is not None:
         linears |= {role: _reordered(linears[role], order) for role in ("query", "key")}
     view = {"is_still": number in dense.still_layers, "window": dense.windows[number]}
-    return LayerWeights(**linears, **norms, **head_norms, **view)  # type: ignore[arg-type]
+    return LayerWeights(**linears, **norms, **view)  # type: ignore[arg-type]
 
 
 def _parts(dense: DenseConfig) -> dict[str, list[str]]:
     """The stored linear layers, and the roles whose rows each holds one behind the other."""
     parts: dict[str, list[str]] = {}
-    for role, part in LINEARS.items():
-        parts.setdefault(dense.form.names.get(role, part), []).append(role)
+    for role, part in dense.form.linears.items():
+        parts.setdefault(part, []).append(role)
     return parts
 
 

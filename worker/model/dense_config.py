@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from swiftbatch.worker.kernels.forms import Activation, NormForm
 from swiftbatch.worker.kernels.frequencies import Rotary, rotary_of
 from swiftbatch.worker.kernels.sizes import sizes_fault
 from swiftbatch.worker.model.kinds import KERNELS_LACK
@@ -27,6 +28,14 @@ from swiftbatch.worker.model.text_view import EMBEDDING, HEAD
 
 FINAL_NORM = "model.norm.weight"
 ALWAYS = "always"  # in place of a key that says whether there are biases
+IN_FRONT = {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+BEHIND = {"output_norm": "post_attention_layernorm", "down_norm": "post_feedforward_layernorm"}
+AROUND = IN_FRONT | {"output_norm": "post_self_attn_layernorm", "down_norm": "post_mlp_layernorm"}
+ACTIVATIONS = {
+    "gelu_pytorch_tanh": Activation.GELU_TANH,
+    "relu2": Activation.RELU2,
+    "silu": Activation.SILU,
+}
 
 
 @dataclass(frozen=True)
@@ -37,16 +46,37 @@ class Form:
     output_bias: str | None = None
     mlp_bias: str | None = None
     has_head_norms: bool = False
+    joins_heads: bool = False  # norms of queries and keys go over all heads of a row together
+    norms_turned: bool = False  # they stand behind the rotation of each head
+    norms: Mapping[str, str] = field(default_factory=lambda: IN_FRONT)  # their names, by what they norm
+    norm_form: NormForm = NormForm.TWICE
+    activations: Mapping[str, Activation] = field(default_factory=lambda: ACTIVATIONS)  # by the config's words
+    has_gates: bool = True
+    rounds_angles: bool = True  # cosines and sines, to the model's dtype
+    scales_by_width: bool = False  # embeddings, by the root of their width, which is rounded to the model's dtype
     is_interleaved: bool = False  # neighbours are turned, in place of dimensions half a head apart; no head norms
     turned_share: float | None = None  # of a head, where the config does not say it; None: all of it, always
-    names: Mapping[str, str] = field(default_factory=dict)  # that differ from `LINEARS`; roles with one name are one
+    names: Mapping[str, str] = field(default_factory=dict)  # that differ from those below; roles with one name are one
     scales: Mapping[str, str] = field(default_factory=dict)  # keys of numbers that multiply, by what they multiply
     has_still_layers: bool = False
     has_long_angles: bool = False  # longrope was tried on it
     windows: WindowForm | None = None  # None: all layers see all positions
+    is_parallel: bool = False  # products read what attention reads
     intermediate_key: str = "intermediate_size"
+    epsilon_key: str = "rms_norm_eps"
     one_meaning: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # beside `ONE_MEANING`
     unused: tuple[str, ...] = ()  # beginnings of keys of layers that it does not have here
+
+    @property
+    def linears(self) -> dict[str, str]:
+        """The names of linear layers by their roles."""
+        roles = (role for role in LINEARS if role != "gate" or self.has_gates)
+        return {role: self.names.get(role, LINEARS[role]) for role in roles}
+
+    @property
+    def head_norms(self) -> dict[str, str]:
+        """The names of norms of queries and keys by their roles."""
+        return {role: self.names.get(role, part) for role, part in HEAD_NORMS.items() if self.has_head_norms}
 
 
 FUSED_QUERIES = dict.fromkeys(("query", "key", "value"), "self_attn.qkv_proj")
@@ -55,10 +85,39 @@ SHARED_GATES = {**dict.fromkeys(("gate", "up"), "shared_mlp.input_linear"), "dow
 GRANITE = {"scores": "attention_multiplier", "embedding": "embedding_multiplier", "residual": "residual_multiplier"}
 GRANITE |= {"logits": "logits_scaling"}
 IN_ALL = ("attention_bias", "attention_bias", "mlp_bias")
+HUNYUAN_UNUSED = (
+    *("anyres_", "attention_head_dim", "cla_share_factor", "class_num", "dense_list", "eod_token_id", "im_"),
+    *("mask_init_id", "moe_", "num_experts", "num_media_embeds", "num_shared_expert", "org_vocab_size", "pad_id"),
+    *("routed_scaling_factor", "sep_id", "text_", "video_", "vit_"),
+)
 KINDS = {
+    "arcee": Form(*IN_ALL, has_gates=False),
+    "cohere": Form(
+        "attention_bias",
+        "attention_bias",
+        is_interleaved=True,
+        norms={"input_norm": "input_layernorm"},
+        norm_form=NormForm.CENTRED,
+        is_parallel=True,
+        epsilon_key="layer_norm_eps",
+        scales={"logits_factor": "logit_scale"},
+        one_meaning={"use_qk_norm": (False, None)},
+        unused=("model_max_length",),
+    ),
     "ernie4_5": Form("use_bias", "use_bias", "use_bias", is_interleaved=True),
     "cwm": Form(mlp_bias="mlp_bias", windows=by_layer_types),
+    "exaone4": Form(
+        has_head_norms=True, norms=BEHIND, one_meaning={"sliding_window": (None,)}, unused=("sliding_window_pattern",)
+    ),
+    "gemma": Form(
+        "attention_bias",
+        "attention_bias",
+        norm_form=NormForm.ONE_MORE,
+        activations={**ACTIVATIONS, "gelu": Activation.GELU_TANH},
+        scales_by_width=True,
+    ),
     "glm": Form("attention_bias", is_interleaved=True, turned_share=0.5, names=FUSED_GATES),
+    "glm4": Form("attention_bias", is_interleaved=True, turned_share=0.5, names=FUSED_GATES, norms=AROUND),
     "granite": Form(*IN_ALL, scales=GRANITE),
     "granitemoehybrid": Form(
         "attention_bias",
@@ -69,9 +128,27 @@ KINDS = {
         one_meaning={"num_local_experts": (0,), "position_embedding_type": ("rope",)},
         unused=("mamba_", "num_experts_per_tok", "router_aux_loss_coef", "time_step_limit", "layers_block_type"),
     ),
+    "helium": Form("attention_bias", None, "mlp_bias", is_interleaved=True, norm_form=NormForm.ONCE),
+    "hunyuan_v1_dense": Form(
+        "attention_bias",
+        "attention_bias",
+        has_head_norms=True,
+        norms_turned=True,
+        names={"query_norm": "self_attn.query_layernorm", "key_norm": "self_attn.key_layernorm"},
+        unused=HUNYUAN_UNUSED,
+    ),
     "llama": Form(*IN_ALL),
     "ministral": Form(windows=by_layer_types),
     "mistral": Form(windows=in_all_layers),
+    "olmo2": Form(
+        "attention_bias",
+        "attention_bias",
+        has_head_norms=True,
+        joins_heads=True,
+        norms=BEHIND,
+        norm_form=NormForm.ONCE,
+        rounds_angles=False,
+    ),
     "phi3": Form(
         turned_share=1.0,
         names=FUSED_QUERIES | FUSED_GATES,
@@ -101,9 +178,9 @@ SIZES = {
     "tie_word_embeddings",
 }
 ONE_MEANING: dict[str, tuple[Any, ...]] = {  # a key that changes the forward, and the values with which it does not
-    "hidden_act": ("silu",),
     "pretraining_tp": (1,),
     "use_mrope": (False,),
+    "use_bidirectional_attention": (None, False),
     "is_causal": (True,),
 }
 NO_WINDOWS: dict[str, tuple[Any, ...]] = {"sliding_window": (None,), "use_sliding_window": (False,)}  # as above
@@ -141,7 +218,6 @@ SAID_ELSEWHERE = {  # numbers of training, of generation, of towers beside the t
     "residual_dropout",
     *GENERATING,
 }
-NORMS = {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 LINEARS = {
     "query": "self_attn.q_proj",
     "key": "self_attn.k_proj",
@@ -151,7 +227,7 @@ LINEARS = {
     "up": "mlp.up_proj",
     "down": "mlp.down_proj",
 }
-HEAD_NORMS = {"query_norm": "self_attn.q_norm", "key_norm": "self_attn.k_norm"}  # of Qwen3
+HEAD_NORMS = {"query_norm": "self_attn.q_norm", "key_norm": "self_attn.k_norm"}
 
 
 @dataclass(frozen=True)
@@ -170,6 +246,7 @@ class DenseConfig:
     is_tied: bool
     form: Form
     parts: tuple[str, ...]  # the tensors of a layer, no more and no less
+    activation: Activation
     num_turned: int  # dimensions of a head that are turned
     still_layers: frozenset[int]  # that turn no heads
     windows: Windows
@@ -230,8 +307,8 @@ def _read(config: dict[str, Any]) -> DenseConfig:
     """Raises KeyError or ValueError for numbers left to a default, or that the kernels do not take."""
     head_dim, form = _head_dim(config), KINDS[config["model_type"]]
     num_turned = _num_turned(config, form, head_dim)
-    if not isinstance(config["rms_norm_eps"], float):
-        raise ValueError(f"its rms_norm_eps is {config['rms_norm_eps']!r}")
+    if not isinstance(config[form.epsilon_key], float):
+        raise ValueError(f"its {form.epsilon_key} is {config[form.epsilon_key]!r}")
     sizes = {
         "num_layers": config["num_hidden_layers"],
         "hidden": config["hidden_size"],
@@ -245,11 +322,12 @@ def _read(config: dict[str, Any]) -> DenseConfig:
         raise ValueError(fault)
     return DenseConfig(
         **sizes,
-        epsilon=config["rms_norm_eps"],
-        rotary=_rotary(config, head_dim, num_turned),
+        epsilon=config[form.epsilon_key],
+        rotary=replace(_rotary(config, head_dim, num_turned), is_rounded=form.rounds_angles),
         is_tied=_is_tied(config),
         form=form,
         parts=tuple(_parts(config, form)),
+        activation=form.activations[config["hidden_act"]],
         num_turned=num_turned,
         still_layers=_still_layers(config) if form.has_still_layers else frozenset(),
         windows=_windows(config, form),
@@ -274,6 +352,8 @@ def _other_form(config: dict[str, Any]) -> str | None:
         return f"its {unsaid[0]} is left to a default"
     if "hidden_act" not in config:
         return "its hidden_act is left to a default"
+    if str(config["hidden_act"]) not in form.activations:
+        return f"its hidden_act is {config['hidden_act']!r}"
     unknown = sorted(key for key, value in config.items() if _may_matter(key, value, form))
     return f"its config has {unknown[0]}, which may change a layer" if unknown else None
 
@@ -285,7 +365,7 @@ def _may_matter(key: str, value: Any, form: Form) -> bool:
     tools.
     """
     known = SIZES | set(ONE_MEANING | NO_WINDOWS) | SAID_ELSEWHERE
-    known |= {form.intermediate_key, *form.one_meaning, *form.scales.values()}
+    known |= {form.intermediate_key, form.epsilon_key, *form.one_meaning, *form.scales.values()}
     known |= STILL_KEYS if form.has_still_layers else set()
     if key in known or key.endswith(("_token_id", "_token_ids")) or key.startswith(form.unused or ("\0",)):
         return False
@@ -367,10 +447,10 @@ def _number(config: dict[str, Any], key: str) -> float:
 
 def _parts(config: dict[str, Any], form: Form) -> list[str]:
     """The tensors of a layer."""
-    names = {role: form.names.get(role, part) for role, part in LINEARS.items()}
-    parts = [f"{part}.weight" for part in (*NORMS.values(), *dict.fromkeys(names.values()))]
-    parts += dict.fromkeys(f"{names[role]}.bias" for role in _biased(config, form))
-    return parts + [f"{part}.weight" for part in HEAD_NORMS.values() if form.has_head_norms]
+    names = form.linears
+    parts = [f"{part}.weight" for part in (*form.norms.values(), *dict.fromkeys(names.values()))]
+    parts += dict.fromkeys(f"{names[role]}.bias" for role in _biased(config, form) if role in names)
+    return parts + [f"{part}.weight" for part in form.head_norms.values()]
 
 
 def _biased(config: dict[str, Any], form: Form) -> list[str]:

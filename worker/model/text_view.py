@@ -27,7 +27,9 @@ SAME_AS = {  # kinds whose text model is that of another kind, in layers and nam
     "qwen3_vl_moe_text": "qwen3_moe",
     "qwen3_vl_text": "qwen3",
 }
-LEFT_OUT = {  # numbers that published configs leave to the class of their kind
+LEFT_OUT: dict[str, dict[str, Any]] = {  # what published configs leave to the class of their kind
+    "cohere": {"tie_word_embeddings": True, "use_qk_norm": False},
+    "gemma": {"tie_word_embeddings": True},
     "gemma3_text": {
         "head_dim": 256,
         "max_position_embeddings": 131_072,

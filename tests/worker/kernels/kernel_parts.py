@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +17,7 @@ from swiftbatch.worker.caches.full import CacheShape, FullKVCache
 from swiftbatch.worker.caches.scan_cache import ScannedKeys
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 from swiftbatch.worker.kernels.decoder_weights import DecoderSizes, DecoderWeights, LayerWeights, Linear
+from swiftbatch.worker.kernels.forms import Activation, NormForm
 from swiftbatch.worker.kernels.frequencies import Rotary, default_frequencies
 from swiftbatch.worker.kernels.instruction_sets import runnable_variants
 from swiftbatch.worker.kernels.native import NativeDecoder
@@ -48,8 +50,40 @@ class Shape:
     dtype: torch.dtype = BF16
     is_scaled: bool = False  # embeddings, what layers add, logits; and its second layer turns no heads
     windows: tuple[int | None, int | None] = (None, None)  # of its layers
+    norms: tuple[str, ...] = ("input_norm", "mlp_norm")
+    norm_form: NormForm = NormForm.TWICE
+    activation: Activation = Activation.SILU
+    has_gates: bool = True
+    joins_heads: bool = False
+    norms_turned: bool = False
+    is_parallel: bool = False
+    rounds_angles: bool = True
 
 
+BEHIND = ("output_norm", "down_norm")
+JOINED = Shape(
+    num_kv_heads=2,
+    has_head_norm=True,
+    joins_heads=True,
+    norms=BEHIND,
+    norm_form=NormForm.ONCE,
+    rounds_angles=False,
+)
+SCALED_BY_WIDTH = Shape(norm_form=NormForm.ONE_MORE, activation=Activation.GELU_TANH, is_scaled=True, head_dim=256)
+OTHER_FORMS = {  # by what has them
+    "glm4": Shape(norms=("input_norm", "mlp_norm", *BEHIND)),
+    "olmo2": JOINED,
+    "olmo2 in float32": dataclasses.replace(JOINED, dtype=FLOAT32),
+    "exaone4": Shape(has_head_norm=True, norms=BEHIND, dtype=FLOAT32),
+    "gemma": SCALED_BY_WIDTH,
+    "gemma in float32": dataclasses.replace(SCALED_BY_WIDTH, dtype=FLOAT32),
+    "cohere": Shape(norms=("input_norm",), norm_form=NormForm.CENTRED, is_parallel=True),
+    "cohere in float32": Shape(norms=("input_norm",), norm_form=NormForm.CENTRED, is_parallel=True, dtype=FLOAT32),
+    "hunyuan": Shape(head_dim=80, group=3, has_head_norm=True, norms_turned=True),
+    "hunyuan in float32": Shape(has_head_norm=True, norms_turned=True, dtype=FLOAT32),
+    "arcee": Shape(activation=Activation.RELU2, has_gates=False, has_bias=True),
+    "arcee in float32": Shape(activation=Activation.RELU2, has_gates=False, dtype=FLOAT32),
+}
 SHAPES = (
     Shape(),
     Shape(num_kv_heads=2, group=1, has_bias=True, is_tied=False, dtype=FLOAT32),
@@ -58,6 +92,7 @@ SHAPES = (
     Shape(head_dim=80, group=8, has_bias=True, has_head_norm=True),
     Shape(is_scaled=True),
     Shape(num_kv_heads=2, is_scaled=True, has_head_norm=True, dtype=FLOAT32),
+    *OTHER_FORMS.values(),
     Shape(windows=(40, None)),
     Shape(num_kv_heads=2, group=3, dtype=FLOAT32, windows=(300, 2100)),
 )
@@ -79,32 +114,47 @@ def _random_weights(shape: Shape) -> DecoderWeights:
     def linear(columns: int, depth: int) -> Linear:
         return Linear(normal(columns, depth, scale=depth**-0.5), normal(columns) if shape.has_bias else None)
 
-    def layer(number: int) -> LayerWeights:
-        query, key = shape.num_kv_heads * shape.group * shape.head_dim, shape.num_kv_heads * shape.head_dim
-        return LayerWeights(
-            input_norm=normal(shape.hidden),
-            query=linear(query, shape.hidden),
-            key=linear(key, shape.hidden),
-            value=linear(key, shape.hidden),
-            output=linear(shape.hidden, query),
-            mlp_norm=normal(shape.hidden),
-            gate=linear(shape.intermediate, shape.hidden),
-            up=linear(shape.intermediate, shape.hidden),
-            down=linear(shape.hidden, shape.intermediate),
-            query_norm=normal(shape.head_dim) if shape.has_head_norm else None,
-            key_norm=normal(shape.head_dim) if shape.has_head_norm else None,
-            is_still=shape.is_scaled and number == 1,
-            window=shape.windows[number],
-        )
-
     num_heads = shape.num_kv_heads * shape.group
     counts = (2, shape.hidden, num_heads, shape.num_kv_heads, shape.head_dim, shape.intermediate, shape.vocab)
-    scales = (12.0, 0.22, 1 / 16) if shape.is_scaled else ()
-    sizes = DecoderSizes(*counts, 1e-5, shape.head_dim**-0.5, shape.dtype, *scales)
+    scales = (12.0, 0.22, 1 / 16) if shape.is_scaled else (1.0, 1.0, 1.0)
+    forms = (shape.norm_form, shape.activation, shape.has_gates, shape.joins_heads, shape.norms_turned)
+    forms = (*forms, shape.is_parallel)
+    sizes = DecoderSizes(*counts, 1e-5, shape.head_dim**-0.5, shape.dtype, *scales, *forms)
     embedding = normal(shape.vocab, shape.hidden)
     head = Linear(embedding if shape.is_tied else normal(shape.vocab, shape.hidden))
-    rotary = Rotary(default_frequencies(10000.0, shape.head_dim))
-    return DecoderWeights(sizes, embedding, [layer(number) for number in range(2)], normal(shape.hidden), head, rotary)
+    rotary = Rotary(default_frequencies(10000.0, shape.head_dim), is_rounded=shape.rounds_angles)
+    layers = [_random_layer(shape, number, normal, linear) for number in range(2)]
+    return DecoderWeights(sizes, embedding, layers, normal(shape.hidden), head, rotary)
+
+
+def _random_layer(
+    shape: Shape, number: int, normal: Callable[..., Tensor], linear: Callable[[int, int], Linear]
+) -> LayerWeights:
+    query, key = shape.num_kv_heads * shape.group * shape.head_dim, shape.num_kv_heads * shape.head_dim
+
+    def norm(name: str) -> Tensor | None:
+        return normal(shape.hidden) if name in shape.norms else None
+
+    def head_norm(width: int) -> Tensor | None:
+        return normal(width if shape.joins_heads else shape.head_dim) if shape.has_head_norm else None
+
+    return LayerWeights(
+        input_norm=norm("input_norm"),
+        query=linear(query, shape.hidden),
+        key=linear(key, shape.hidden),
+        value=linear(key, shape.hidden),
+        output=linear(shape.hidden, query),
+        mlp_norm=norm("mlp_norm"),
+        gate=linear(shape.intermediate, shape.hidden) if shape.has_gates else None,
+        up=linear(shape.intermediate, shape.hidden),
+        down=linear(shape.hidden, shape.intermediate),
+        query_norm=head_norm(query),
+        key_norm=head_norm(key),
+        output_norm=norm("output_norm"),
+        down_norm=norm("down_norm"),
+        is_still=shape.is_scaled and number == 1,
+        window=shape.windows[number],
+    )
 
 
 def random_griffin(shape: Shape, num_parts: int, expansion: int) -> GriffinWeights:

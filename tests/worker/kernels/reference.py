@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import gelu, relu, silu
 
 from swiftbatch.worker.kernels.angles import angles
 from swiftbatch.worker.kernels.attention_view import SEES_ALL, AttentionView
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights, LayerWeights, Linear
+from swiftbatch.worker.kernels.forms import Activation, NormForm
 from swiftbatch.worker.kernels.row_tables import Rows
+
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    Activation.SILU: silu,
+    Activation.GELU_TANH: functools.partial(gelu, approximate="tanh"),
+    Activation.RELU2: lambda rows: relu(rows).square(),
+}
 
 
 class ReferenceDecoder:
@@ -54,13 +62,18 @@ class ReferenceDecoder:
         normed = self._norm(state, weights.input_norm)
         query, key, value = self._heads(normed, weights, groups)
         mixed = reference_attention(groups, number, query, key, value, self.sizes.scale, AttentionView(weights.window))
-        self._add(state, self._linear(mixed.flatten(1).float(), weights.output))
-        normed = self._norm(state, weights.mlp_norm)
-        gate = self._rounded(silu(self._linear(normed, weights.gate)))
-        gated = self._rounded(gate * self._linear(normed, weights.up))
-        self._add(state, self._linear(gated, weights.down))
+        self._add(state, self._linear(mixed.flatten(1).float(), weights.output), weights.output_norm)
+        active = self._activated(normed if self.sizes.is_parallel else self._norm(state, weights.mlp_norm), weights)
+        self._add(state, self._linear(active, weights.down), weights.down_norm)
 
-    def _add(self, state: Tensor, part: Tensor) -> None:
+    def _activated(self, normed: Tensor, weights: LayerWeights) -> Tensor:
+        up, activation = self._linear(normed, weights.up), ACTIVATIONS[self.sizes.activation]
+        if weights.gate is None:
+            return self._rounded(activation(up))
+        return self._rounded(self._rounded(activation(self._linear(normed, weights.gate))) * up)
+
+    def _add(self, state: Tensor, part: Tensor, behind: Tensor | None) -> None:
+        part = self._norm(part, behind)
         state.copy_(self._rounded(state + self._rounded(part * self.sizes.residual_scale)))
 
     def _heads(self, normed: Tensor, weights: LayerWeights, groups: Sequence[Rows]) -> tuple[Tensor, Tensor, Tensor]:
@@ -69,20 +82,30 @@ class ReferenceDecoder:
         positions = positions * (not weights.is_still)
         table = angles(self._weights.rotary, positions, self.sizes.dtype).to(normed.device)
         turns = [half.repeat(1, 2)[:, None] for half in table.chunk(2, dim=1)]
-        query, key, value = (
-            self._linear(normed, each).unflatten(1, (-1, self.sizes.head_dim))
-            for each in (weights.query, weights.key, weights.value)
-        )
-        query = query if weights.query_norm is None else self._norm(query, weights.query_norm)
-        key = key if weights.key_norm is None else self._norm(key, weights.key_norm)
-        query, key, value = (
-            each.to(self.sizes.dtype) for each in (_turned(query, *turns), _turned(key, *turns), value)
-        )
+        query = self._turned(self._linear(normed, weights.query), weights.query_norm, turns)
+        key = self._turned(self._linear(normed, weights.key), weights.key_norm, turns)
+        value = self._linear(normed, weights.value).unflatten(1, (-1, self.sizes.head_dim))
+        query, key, value = (each.to(self.sizes.dtype) for each in (query, key, value))
         return query, key, value
 
-    def _norm(self, rows: Tensor, weight: Tensor) -> Tensor:
+    def _turned(self, rows: Tensor, norm: Tensor | None, turns: list[Tensor]) -> Tensor:
+        """Heads of queries or keys, normed and turned."""
+        sizes = self.sizes
+        rows = self._norm(rows, norm) if sizes.joins_heads else rows
+        heads = rows.unflatten(1, (-1, sizes.head_dim))
+        heads = heads if sizes.joins_heads or sizes.norms_turned else self._norm(heads, norm)
+        heads = self._rounded(_turned(heads, *turns))
+        return self._norm(heads, norm) if sizes.norms_turned else heads
+
+    def _norm(self, rows: Tensor, weight: Tensor | None) -> Tensor:
+        if weight is None:
+            return rows
+        if self.sizes.norm_form == NormForm.CENTRED:
+            rows = rows - rows.mean(-1, keepdim=True)
         scaled = rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + self.sizes.epsilon)
-        return self._rounded(self._rounded(scaled) * weight.float())
+        if self.sizes.norm_form == NormForm.TWICE:
+            scaled = self._rounded(scaled)
+        return self._rounded(scaled * (weight.float() + (self.sizes.norm_form == NormForm.ONE_MORE)))
 
     def _linear(self, rows: Tensor, linear: Linear) -> Tensor:
         return self._rounded(_product(rows, linear))

@@ -69,6 +69,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": LATENT,
     "dots1": {"n_group": 1, "topk_group": 1, "n_shared_experts": 1},
     "granitemoehybrid": {"layer_types": ["attention"] * 4, "num_local_experts": 0, "shared_intermediate_size": 96},
+    "helium": {"head_dim": 16},  # its heads are as wide together as a row
     "olmoe": {"hidden_size": 128},  # its norms span the heads together
     "qwen2": ALL_WINDOWED,
     "qwen3": ALL_WINDOWED,

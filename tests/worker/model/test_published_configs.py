@@ -389,6 +389,125 @@ OTHER_FORMS |= {
     "Qwen3 with windows": PUBLISHED["Qwen3 8B"]
     | {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
 }
+OTHER_FORMS |= {
+    "GLM-4 9B 0414": EVERYWHERE
+    | {
+        "architectures": ["Glm4ForCausalLM"],
+        "attention_bias": False,
+        "head_dim": 128,
+        "max_position_embeddings": 32768,
+        "model_type": "glm4",
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 10000.0,
+    },
+    "OLMo 2 7B": EVERYWHERE
+    | {
+        "architectures": ["Olmo2ForCausalLM"],
+        "attention_bias": False,
+        "max_position_embeddings": 4096,
+        "model_type": "olmo2",
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 500000,
+    },
+    "EXAONE 4.0 1.2B, which has no windows": EVERYWHERE
+    | {
+        "architectures": ["Exaone4ForCausalLM"],
+        "head_dim": 64,
+        "layer_types": ["full_attention", "full_attention"],
+        "max_position_embeddings": 65536,
+        "model_type": "exaone4",
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": LLAMA3 | {"factor": 16.0},
+        "rope_theta": 1000000,
+        "sliding_window": None,
+        "sliding_window_pattern": None,
+        "tie_word_embeddings": True,
+    },
+    "Gemma 2B, whose head is tied by default": {
+        **{key: value for key, value in EVERYWHERE.items() if key != "tie_word_embeddings"},
+        "architectures": ["GemmaForCausalLM"],
+        "attention_bias": False,
+        "head_dim": 256,
+        "hidden_act": "gelu",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 8192,
+        "model_type": "gemma",
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 10000.0,
+    },
+    "Hunyuan 7B, without its long positions": EVERYWHERE
+    | {
+        "architectures": ["HunYuanDenseV1ForCausalLM"],
+        "attention_bias": False,
+        "attention_head_dim": 128,
+        "cla_share_factor": 2,
+        "class_num": 0,
+        "dense_list": [4096, 0],
+        "eod_token_id": 3,
+        "head_dim": 128,
+        "im_end_id": 6,
+        "max_position_embeddings": 32768,
+        "mlp_bias": False,
+        "model_type": "hunyuan_v1_dense",
+        "norm_type": "rms",
+        "num_experts": 1,
+        "num_media_embeds": 257,
+        "num_shared_expert": 1,
+        "org_vocab_size": 64,
+        "pad_id": 0,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 10000.0,
+        "use_cla": False,
+        "use_qk_norm": True,
+    },
+    "Helium 1 2B": EVERYWHERE
+    | {
+        "architectures": ["HeliumForCausalLM"],
+        "attention_bias": False,
+        "head_dim": 64,
+        "max_position_embeddings": 4096,
+        "mlp_bias": False,
+        "model_type": "helium",
+        "rms_norm_eps": 1e-08,
+        "rope_theta": 20000.0,
+    },
+    "Command R": {
+        **{key: value for key, value in EVERYWHERE.items() if key != "tie_word_embeddings"},
+        "architectures": ["CohereForCausalLM"],
+        "attention_bias": False,
+        "layer_norm_eps": 1e-05,
+        "logit_scale": 0.0625,
+        "max_position_embeddings": 8192,
+        "model_max_length": 131072,
+        "model_type": "cohere",
+        "pretraining_tp": 1,
+        "rope_theta": 8000000.0,
+    },
+    "AFM 4.5B": EVERYWHERE
+    | {
+        "architectures": ["ArceeForCausalLM"],
+        "attention_bias": False,
+        "head_dim": 128,
+        "hidden_act": "relu2",
+        "max_position_embeddings": 65536,
+        "mlp_bias": False,
+        "model_type": "arcee",
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 20.0,
+            "mscale": 1.0,
+            "original_max_position_embeddings": 4096,
+            "rope_type": "yarn",
+        },
+        "rope_theta": 10000.0,
+    },
+}
 
 
 @pytest.mark.parametrize("name", OTHER_FORMS)
@@ -454,9 +573,14 @@ def test_a_window_that_is_left_to_a_default_is_named() -> None:
         ("CWM", {"layer_types": ["full_attention", "chunked_attention"]}, "its layers have chunked_attention"),
         ("CWM", {"layer_types": None}, "its layer_types do not tell of each layer"),
         ("Phi-3 mini 4K", {"layer_types": ["sliding_attention"] * 2}, "its layers have sliding_attention"),
+        ("Phi-4", {"hidden_act": "gelu"}, "its hidden_act is 'gelu'"),
+        ("EXAONE 4.0 1.2B, which has no windows", {"sliding_window": 4096}, "its sliding_window is 4096"),
+        ("Gemma 2B, whose head is tied by default", {"use_bidirectional_attention": True}, "its use_bidirectional"),
+        ("Command R", {"use_qk_norm": True}, "its use_qk_norm is True"),
+        ("Gemma 2B, whose head is tied by default", {"hidden_act": "quick_gelu"}, "its hidden_act is 'quick_gelu'"),
     ],
 )
 def test_what_the_kernels_do_not_take_is_named(name: str, change: dict[str, Any], words: str) -> None:
-    read_dense(OTHER_FORMS[name])
+    read_dense(text_view(OTHER_FORMS[name]))
     with pytest.raises(OtherDecoderError, match=re.escape(words)):
-        read_dense(OTHER_FORMS[name] | change)
+        read_dense(text_view(OTHER_FORMS[name] | change))

@@ -85,7 +85,7 @@ def test_the_numerics_name_what_attends(tmp_path: Path, monkeypatch: pytest.Monk
     """So a job that moves between both is no longer called exact."""
     in_torch = attention_kernel("cpu", torch.bfloat16)
     for kind, attends in (
-        ("gemma", "{} attention"),
+        ("olmo", "{} attention"),
         ("gemma2", "{} attention"),
         ("llama4_text", f"{in_torch}, {{}} attention"),
     ):

@@ -66,7 +66,7 @@ def matrix_shapes(sizes: DecoderSizes) -> dict[str, tuple[int, int]]:
     return {
         "q, k, v": (sizes.hidden, query + 2 * key),
         "output": (query, sizes.hidden),
-        "gate, up": (sizes.hidden, 2 * sizes.intermediate),
+        "gate, up": (sizes.hidden, (1 + sizes.has_gates) * sizes.intermediate),
         "down": (sizes.intermediate, sizes.hidden),
         "head": (sizes.hidden, -(-sizes.vocab // LANES) * LANES),
     }

@@ -1,4 +1,7 @@
-"""A dense decoder as CUDA kernels: ten launches a layer, into buffers that never move, for a graph to replay."""
+"""A dense decoder as CUDA kernels: ten launches a layer, into buffers that never move, for a graph to replay.
+
+Layers that norm the heads of a row together take one launch more.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from swiftbatch.worker.kernels.angles import angles
+from swiftbatch.worker.kernels.angles import angles, kept_as
 from swiftbatch.worker.kernels.attention_view import SEES_ALL, AttentionView
 from swiftbatch.worker.kernels.cuda.attend import AttentionShape
 from swiftbatch.worker.kernels.cuda.attentions import Attention, AttentionKernel, TritonAttention
 from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, NUM_ROWS, TableLayout
-from swiftbatch.worker.kernels.cuda.layer_kernels import add_norm, embed, rope_store, silu_mul
+from swiftbatch.worker.kernels.cuda.layer_kernels import activate, add_norm, embed, norm_heads, rope_store
 from swiftbatch.worker.kernels.cuda.linear import LinearKernel
 from swiftbatch.worker.kernels.cuda.packed_linear import WeightKernel
 from swiftbatch.worker.kernels.cuda.scan.scan import ScanAttention
@@ -104,47 +107,60 @@ class CudaDecoder:
 
     def run_layer(self, number: int, tap: Callable[[int, Tensor], None] | None = None) -> None:
         """Run one layer, behind those before it."""
-        layer, epsilon, scale = self._weights.layers[number], self.sizes.epsilon, self.sizes.residual_scale
+        layers, layer = self._weights.layers, self._weights.layers[number]
         keys, values = self._arena[number % len(self._arena)]
-        delta = self._delta if number else None
-        add_norm(self._table.rows, self._state, delta, layer.input_norm, epsilon, self._normed, scale)
-        self._mix(number, keys, values)
+        delta, behind = (self._delta, layers[number - 1].down_norm) if number else (None, None)
+        rows = self._add_norm(delta, behind, layer.input_norm, self._normed)
+        self._mix(number, rows, keys, values)
         if tap is not None:
             tap(number, self.attention.heads())
-        add_norm(self._table.rows, self._state, self._delta, layer.mlp_norm, epsilon, self._normed, scale)
-        self._run_mlp(layer)
+        behind = self._add_norm(self._delta, layer.output_norm, layer.mlp_norm, self._normed)
+        self._run_mlp(layer, rows if self.sizes.is_parallel else behind)
 
     def end(self) -> None:
         """Launch what comes behind the layers: the final norm and the head."""
         weights, sizes = self._weights, self.sizes
-        final = weights.final_norm
-        add_norm(self._table.rows, self._state, self._delta, final, sizes.epsilon, self.hidden, sizes.residual_scale)
+        self._add_norm(self._delta, weights.layers[-1].down_norm, weights.final_norm, self.hidden)
         self._linear(self.hidden, weights.head.weight, weights.head.bias, self.logits)
         if sizes.logit_scale != 1.0:
             self.logits.mul_(sizes.logit_scale)
 
     def _angles_of(self, rows: NDArray[np.int64], device: torch.device) -> Tensor:
         """Turns of some rows of the table of angles, in the model's dtype: `[num_rows, head_dim]`."""
-        dtype = self.sizes.dtype
-        return angles(self._weights.rotary, rows, dtype).to(dtype).to(device)
+        rotary, dtype = self._weights.rotary, self.sizes.dtype
+        return angles(rotary, rows, dtype).to(kept_as(rotary, dtype)).to(device)
 
-    def _mix(self, number: int, keys: Tensor, values: Tensor) -> None:
-        table, attention, layer = self._table, self.attention, self._weights.layers[number]
+    def _add_norm(self, delta: Tensor | None, behind: Tensor | None, front: Tensor | None, normed: Tensor) -> Tensor:
+        """Add what a part of a layer gave, with the norm behind it. Return what the next product reads."""
+        sizes = self.sizes
+        if delta is None and front is None:
+            return self._state
+        add_norm(
+            self._table.rows, self._state, delta, front, sizes.epsilon, normed,
+            sizes.residual_scale, behind, sizes.norm_form,
+        )  # fmt: skip
+        return self._state if front is None else normed
+
+    def _mix(self, number: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
+        table, attention, layer, sizes = self._table, self.attention, self._weights.layers[number], self.sizes
         turns = self._still if layer.is_still else self._angles
-        self._linear(self._normed, layer.query_key_value.weight, layer.query_key_value.bias, self._qkv)
+        self._linear(rows, layer.query_key_value.weight, layer.query_key_value.bias, self._qkv)
+        if layer.joint_norms is not None:
+            num_queries = sizes.num_heads * sizes.head_dim
+            norm_heads(table.rows, self._qkv, layer.joint_norms, num_queries, sizes.epsilon, sizes.norm_form)
         rope_store(
-            self._qkv, turns, layer.head_norms, self.sizes.epsilon, table.rows,
-            attention.query, keys, values, attention.places(table),
+            self._qkv, turns, layer.head_norms, sizes.epsilon, table.rows,
+            attention.query, keys, values, attention.places(table), sizes.norm_form, sizes.norms_turned,
         )  # fmt: skip
         attention.attend(number, keys, values, self._bias, table, self._mixed, self._views[number])
         self._linear(self._mixed.view(NUM_ROWS, -1), layer.output.weight, layer.output.bias, self._delta)
         if self._reduce is not None:
             self._reduce(self._delta)
 
-    def _run_mlp(self, layer: StackedLayer) -> None:
-        self._linear(self._normed, layer.gate_up.weight, layer.gate_up.bias, self._gate_up)
-        silu_mul(self._table.rows, self._gate_up, self._gated)
-        self._linear(self._gated, layer.down.weight, layer.down.bias, self._delta)
+    def _run_mlp(self, layer: StackedLayer, rows: Tensor) -> None:
+        self._linear(rows, layer.gate_up.weight, layer.gate_up.bias, self._gate_up)
+        activate(self._table.rows, self._gate_up, self._activated, self.sizes.activation)
+        self._linear(self._activated, layer.down.weight, layer.down.bias, self._delta)
         if self._reduce is not None:
             self._reduce(self._delta)
 
@@ -159,7 +175,8 @@ class CudaDecoder:
         self._state, self._normed, self._delta = (rows(sizes.hidden) for _ in range(3))
         self._qkv = rows((sizes.num_heads + 2 * sizes.num_kv_heads) * sizes.head_dim)
         self._mixed = rows(sizes.num_heads, sizes.head_dim)
-        self._gate_up, self._gated = rows(2 * sizes.intermediate), rows(sizes.intermediate)
+        self._gate_up = rows((1 + sizes.has_gates) * sizes.intermediate)
+        self._activated = rows(sizes.intermediate)
         self.hidden = rows(sizes.hidden)
         self.logits = torch.zeros(NUM_ROWS, sizes.vocab, device=device)
 

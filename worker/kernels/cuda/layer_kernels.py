@@ -1,4 +1,4 @@
-"""Kernels of a layer besides products and attention: embedding, norms, the gate, and rotary positions.
+"""Kernels of a layer besides products and attention: embedding, norms, the activation, and rotary positions.
 
 They round where `transformers` rounds, as in `tests/worker/kernels/reference.py`. A program sees one row. Padding
 rows, whose tail has length 0 in `rows [NUM_ROWS, 5]` of the table, stay as they are.
@@ -12,8 +12,12 @@ from torch import Tensor
 
 from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS
 from swiftbatch.worker.kernels.cuda.rounding import rounded
+from swiftbatch.worker.kernels.forms import Activation, NormForm
 
-GATE_COLUMNS = 1024  # of a program
+ACTIVE_COLUMNS = 1024  # of a program
+TWICE, ONE_MORE = tl.constexpr(int(NormForm.TWICE)), tl.constexpr(int(NormForm.ONE_MORE))
+CENTRED = tl.constexpr(int(NormForm.CENTRED))
+GELU_TANH, RELU2 = tl.constexpr(int(Activation.GELU_TANH)), tl.constexpr(int(Activation.RELU2))
 
 
 @triton.jit
@@ -40,15 +44,35 @@ def embed_row(
 
 
 @triton.jit
-def weighted(scaled, weight, dtype: tl.constexpr):
-    """The end of an RMS norm, float32: both its roundings to the model's dtype."""
-    return rounded(rounded(scaled, dtype) * weight.to(tl.float32), dtype)
+def weighted(scaled, weight, FORM: tl.constexpr, dtype: tl.constexpr):
+    """The end of an RMS norm, float32, with its roundings to the model's dtype."""
+    weight = weight.to(tl.float32)
+    if FORM == TWICE:
+        scaled = rounded(scaled, dtype)
+    if FORM == ONE_MORE:
+        weight += 1.0
+    return rounded(scaled * weight, dtype)
+
+
+@triton.jit
+def centred(row, is_real, count, FORM: tl.constexpr):
+    """A row, of which some numbers are real, for a norm of this form."""
+    if FORM == CENTRED:
+        row = tl.where(is_real, row - tl.sum(row, 0) / count, 0.0)
+    return row
+
+
+@triton.jit
+def root_mean(row, count, epsilon):
+    """What an RMS norm multiplies a row by: of `count` numbers, with zeros behind them."""
+    return tl.rsqrt(tl.sum(row * row, 0) / count + epsilon)
 
 
 @triton.jit
 def add_norm_row(
-    rows_ptr, state_ptr, delta_ptr, weight_ptr, normed_ptr, epsilon,
-    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, HAS_DELTA: tl.constexpr, DELTA_SCALE: tl.constexpr,
+    rows_ptr, state_ptr, delta_ptr, behind_ptr, weight_ptr, normed_ptr, epsilon,
+    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, HAS_DELTA: tl.constexpr, HAS_BEHIND: tl.constexpr,
+    HAS_FRONT: tl.constexpr, DELTA_SCALE: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """Program (row)."""
     if is_padding(rows_ptr, tl.program_id(0)):
@@ -60,17 +84,59 @@ def add_norm_row(
     state = tl.load(state_ptr + places, mask=is_real, other=0.0).to(tl.float32)
     if HAS_DELTA:
         delta = tl.load(delta_ptr + places, mask=is_real, other=0.0).to(tl.float32)
+        if HAS_BEHIND:
+            behind = tl.load(behind_ptr + columns, mask=is_real, other=0.0)
+            delta = centred(delta, is_real, HIDDEN, FORM)
+            delta = weighted(delta * root_mean(delta, HIDDEN, epsilon), behind, FORM, dtype)
         if DELTA_SCALE != 1.0:
             delta = rounded(delta * DELTA_SCALE, dtype)
         state = rounded(state + delta, dtype)
         tl.store(state_ptr + places, state, mask=is_real)
-    scale = tl.rsqrt(tl.sum(state * state, 0) / HIDDEN + epsilon)
-    weight = tl.load(weight_ptr + columns, mask=is_real, other=0.0)
-    tl.store(normed_ptr + places, weighted(state * scale, weight, dtype), mask=is_real)
+    if HAS_FRONT:
+        state = centred(state, is_real, HIDDEN, FORM)
+        scale = root_mean(state, HIDDEN, epsilon)
+        weight = tl.load(weight_ptr + columns, mask=is_real, other=0.0)
+        tl.store(normed_ptr + places, weighted(state * scale, weight, FORM, dtype), mask=is_real)
 
 
 @triton.jit
-def silu_mul_row(rows_ptr, gate_up_ptr, gated_ptr, INTERMEDIATE: tl.constexpr, COLUMNS: tl.constexpr):
+def norm_heads_row(
+    rows_ptr, qkv_ptr, weight_ptr, epsilon,
+    ALL: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
+    """Program (row, queries or keys), in place."""
+    row = tl.program_id(0)
+    if is_padding(rows_ptr, row):
+        return
+    is_key = tl.program_id(1)
+    first = is_key * QUERIES
+    count = QUERIES + is_key * (KEYS - QUERIES)
+    columns = tl.arange(0, WIDTH)
+    is_real = columns < count
+    qkv_ptr += row * ALL + first + columns
+    heads = tl.load(qkv_ptr, mask=is_real, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + first + columns, mask=is_real, other=0.0)
+    scaled = heads * root_mean(heads, count, epsilon)
+    tl.store(qkv_ptr, weighted(scaled, weight, FORM, qkv_ptr.dtype.element_ty), mask=is_real)
+
+
+@triton.jit
+def activated(x, ACTIVATION: tl.constexpr):
+    """SILU or another activation of float32."""
+    if ACTIVATION == RELU2:
+        positive = tl.where(x < 0, 0.0, x)  # NaN stays
+        return positive * positive
+    if ACTIVATION == GELU_TANH:  # (1 + tanh(a)) / 2 = 1 / (1 + exp(-2 a))
+        double = x * (1.5957691216057308 + 0.07135481627260025 * x * x)
+        return x / (1 + tl.exp(tl.minimum(-double, 87.0)))  # as far as float32 and the kernels in C go
+    return x / (1 + tl.exp(-x))
+
+
+@triton.jit
+def activate_row(
+    rows_ptr, gate_up_ptr, activated_ptr,
+    INTERMEDIATE: tl.constexpr, COLUMNS: tl.constexpr, HAS_GATES: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
     """Program (row, columns)."""
     row = tl.program_id(0)
     if is_padding(rows_ptr, row):
@@ -78,10 +144,14 @@ def silu_mul_row(rows_ptr, gate_up_ptr, gated_ptr, INTERMEDIATE: tl.constexpr, C
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     is_real = columns < INTERMEDIATE
     dtype: tl.constexpr = gate_up_ptr.dtype.element_ty
-    gate = tl.load(gate_up_ptr + row * 2 * INTERMEDIATE + columns, mask=is_real, other=0.0).to(tl.float32)
-    up = tl.load(gate_up_ptr + (row * 2 + 1) * INTERMEDIATE + columns, mask=is_real, other=0.0).to(tl.float32)
-    gate = rounded(gate / (1 + tl.exp(-gate)), dtype)
-    tl.store(gated_ptr + row * INTERMEDIATE + columns, rounded(gate * up, dtype), mask=is_real)
+    parts: tl.constexpr = 2 if HAS_GATES else 1
+    active = tl.load(gate_up_ptr + row * parts * INTERMEDIATE + columns, mask=is_real, other=0.0).to(tl.float32)
+    if HAS_GATES:
+        up = tl.load(gate_up_ptr + (row * 2 + 1) * INTERMEDIATE + columns, mask=is_real, other=0.0).to(tl.float32)
+        active = rounded(activated(active, ACTIVATION), dtype) * up
+    else:
+        active = activated(active, ACTIVATION)
+    tl.store(activated_ptr + row * INTERMEDIATE + columns, rounded(active, dtype), mask=is_real)
 
 
 def embed(rows: Tensor, token_ids: Tensor, embedding: Tensor, state: Tensor, scale: float = 1.0) -> None:
@@ -96,34 +166,54 @@ def add_norm(
     rows: Tensor,
     state: Tensor,
     delta: Tensor | None,
-    weight: Tensor,
+    front: Tensor | None,
     epsilon: float,
     normed: Tensor,
     delta_scale: float = 1.0,
+    behind: Tensor | None = None,
+    form: NormForm = NormForm.TWICE,
 ) -> None:
-    """Add `delta [NUM_ROWS, hidden]`, scaled, to `state`, and write the state's RMS norm times `weight [hidden]`."""
+    """Add `delta [NUM_ROWS, hidden]`, scaled, to `state`, and write the state's RMS norm times `front [hidden]`.
+
+    With `behind [hidden]` what is added is the RMS norm of `delta`. Without `front` nothing is written but the state.
+    """
     hidden = state.shape[1]
     add_norm_row[(NUM_ROWS,)](
-        rows, state, delta, weight, normed, epsilon,
+        rows, state, delta, behind, front, normed, epsilon,
         HIDDEN=hidden, WIDTH=triton.next_power_of_2(hidden), HAS_DELTA=delta is not None,
-        DELTA_SCALE=delta_scale,
+        HAS_BEHIND=behind is not None, HAS_FRONT=front is not None, DELTA_SCALE=delta_scale, FORM=int(form),
     )  # fmt: skip
 
 
-def silu_mul(rows: Tensor, gate_up: Tensor, gated: Tensor) -> None:
-    """`[NUM_ROWS, 2 * intermediate]`, gates first, to `gated [NUM_ROWS, intermediate]`."""
-    intermediate = gated.shape[1]
-    grid = (NUM_ROWS, triton.cdiv(intermediate, GATE_COLUMNS))
-    silu_mul_row[grid](rows, gate_up, gated, INTERMEDIATE=intermediate, COLUMNS=GATE_COLUMNS)
+def norm_heads(
+    rows: Tensor, qkv: Tensor, weight: Tensor, num_queries: int, epsilon: float, form: NormForm = NormForm.TWICE
+) -> None:
+    """Norm queries, and keys, of all heads together: `weight [num_queries + num_keys]`, the first of each row."""
+    norm_heads_row[(NUM_ROWS, 2)](
+        rows, qkv, weight, epsilon, ALL=qkv.shape[1], QUERIES=num_queries, KEYS=len(weight) - num_queries,
+        WIDTH=triton.next_power_of_2(num_queries), FORM=int(form),
+    )  # fmt: skip
+
+
+def activate(rows: Tensor, gate_up: Tensor, out: Tensor, activation: Activation = Activation.SILU) -> None:
+    """`[NUM_ROWS, 2 * intermediate]`, gates first, or ups alone, to `out [NUM_ROWS, intermediate]`."""
+    intermediate = out.shape[1]
+    grid = (NUM_ROWS, triton.cdiv(intermediate, ACTIVE_COLUMNS))
+    activate_row[grid](
+        rows, gate_up, out, INTERMEDIATE=intermediate, COLUMNS=ACTIVE_COLUMNS,
+        HAS_GATES=gate_up.shape[1] > intermediate, ACTIVATION=int(activation),
+    )  # fmt: skip
 
 
 @triton.jit
-def normed(first, second, norm_ptr, mask, epsilon, HEAD_DIM: tl.constexpr, dtype: tl.constexpr):
+def normed(
+    first, second, norm_ptr, mask, epsilon, HEAD_DIM: tl.constexpr, FORM: tl.constexpr, dtype: tl.constexpr
+):  # fmt: skip
     """RMS norm of heads by halves; each has its own weights at `norm_ptr`."""
     scale = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / HEAD_DIM + epsilon)[:, None]
     first_weight = tl.load(norm_ptr, mask=mask, other=0.0)
     second_weight = tl.load(norm_ptr + HEAD_DIM // 2, mask=mask, other=0.0)
-    return weighted(first * scale, first_weight, dtype), weighted(second * scale, second_weight, dtype)
+    return weighted(first * scale, first_weight, FORM, dtype), weighted(second * scale, second_weight, FORM, dtype)
 
 
 @triton.jit
@@ -143,7 +233,8 @@ def rope_store_heads(
     qkv_ptr, angles_ptr, query_norm_ptr, key_norm_ptr, rows_ptr, packed_ptr, query_ptr, keys_ptr, values_ptr,
     epsilon, stride_slot, stride_head, stride_entry,
     NUM_KV_HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr, HEAD_DIM: tl.constexpr, HAS_NORM: tl.constexpr,
-    IS_PACKED: tl.constexpr, TILE_HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    NORMS_TURNED: tl.constexpr, FORM: tl.constexpr, IS_PACKED: tl.constexpr,
+    TILE_HEADS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Program (row, KV head): the heads of queries that see it, then its key, then its value."""
     row = tl.program_id(0)
@@ -166,14 +257,19 @@ def rope_store_heads(
     given_second = tl.load(qkv_ptr + HEAD_DIM // 2, mask=is_real, other=0.0).to(tl.float32)
     first = given_first
     second = given_second
-    if HAS_NORM:
+    if HAS_NORM and not NORMS_TURNED:
         norm_ptr = tl.where(is_query, query_norm_ptr, key_norm_ptr) + columns
-        first, second = normed(first, second, norm_ptr, is_real, epsilon, HEAD_DIM, dtype)
+        first, second = normed(first, second, norm_ptr, is_real, epsilon, HEAD_DIM, FORM, dtype)
     angles_ptr += tl.load(row_ptr + 3).to(tl.int64) * HEAD_DIM + columns
     cosines = tl.load(angles_ptr, mask=is_column, other=0.0).to(tl.float32)
     sines = tl.load(angles_ptr + HEAD_DIM // 2, mask=is_column, other=0.0).to(tl.float32)
     turned_first = rounded(tl.where(is_value, given_first, first * cosines - second * sines), dtype)
     turned_second = rounded(tl.where(is_value, given_second, second * cosines + first * sines), dtype)
+    if HAS_NORM and NORMS_TURNED:
+        norm_ptr = tl.where(is_query, query_norm_ptr, key_norm_ptr) + columns
+        first, second = normed(turned_first, turned_second, norm_ptr, is_real, epsilon, HEAD_DIM, FORM, dtype)
+        turned_first = tl.where(is_value, turned_first, first)
+        turned_second = tl.where(is_value, turned_second, second)
 
     place = row * num_heads + query_head
     if IS_PACKED:
@@ -198,6 +294,8 @@ def rope_store(
     keys: Tensor,  # [num_slots, num_kv_heads, capacity, head_dim], one layer of the arena
     values: Tensor,  # as keys, with the same strides
     packed: Tensor | None = None,  # of a row table: where queries go, their heads as in `packed_head`; None: in order
+    form: NormForm = NormForm.TWICE,
+    norms_turned: bool = False,  # norms stand behind the rotation
 ) -> None:
     """Write turned queries, and turned keys and values to the entries of their rows; of padding rows nothing."""
     _, num_heads, head_dim = query.shape
@@ -205,7 +303,7 @@ def rope_store(
     query_norm, key_norm = (None, None) if norms is None else norms
     rope_store_heads[(NUM_ROWS, num_kv_heads)](
         qkv, angles, query_norm, key_norm, rows, packed, query, keys, values, epsilon, *keys.stride()[:3],
-        HAS_NORM=norms is not None, IS_PACKED=packed is not None,
+        HAS_NORM=norms is not None, NORMS_TURNED=norms_turned, FORM=int(form), IS_PACKED=packed is not None,
         **rope_constants(num_kv_heads, num_heads // num_kv_heads, head_dim),
     )  # fmt: skip
 

@@ -28,13 +28,16 @@ from swiftbatch.worker.kernels.packed import PackedMatrix, Weight, plain, stacke
 class StackedLayer:
     """One layer; `query_key_value` and `gate_up` are stacked in this order."""
 
-    input_norm: Tensor  # [hidden]
     query_key_value: AnyLinear
-    head_norms: tuple[Tensor, Tensor] | None  # [head_dim] of queries and of keys
     output: AnyLinear
-    mlp_norm: Tensor  # [hidden]
-    gate_up: AnyLinear
+    gate_up: AnyLinear  # or ups alone
     down: AnyLinear
+    input_norm: Tensor | None  # [hidden], as those that follow
+    output_norm: Tensor | None
+    mlp_norm: Tensor | None
+    down_norm: Tensor | None
+    head_norms: tuple[Tensor, Tensor] | None  # [head_dim] of queries and of keys
+    joint_norms: Tensor | None  # of all queries of a row, behind them of all its keys
     is_still: bool = False
     window: int | None = None
 
@@ -84,26 +87,34 @@ def stacked_weights(
     return StackedWeights(
         weights.sizes,
         embedding,
-        [stacked_layer(layer, device) for layer in (weights.layers if layers is None else layers)],
+        [
+            stacked_layer(layer, device, weights.sizes.joins_heads)
+            for layer in (weights.layers if layers is None else layers)
+        ],
         _moved(weights.final_norm, device),
         _stacked([head], device),
         weights.rotary,
     )
 
 
-def stacked_layer(layer: LayerWeights, device: torch.device) -> StackedLayer:
+def stacked_layer(layer: LayerWeights, device: torch.device, joins_heads: bool = False) -> StackedLayer:
     """Copies of what is stacked. Raises ValueError where only some parts of a product have a bias."""
     norms = [_moved(norm, device) for norm in (layer.query_norm, layer.key_norm) if norm is not None]
+    whole = (layer.input_norm, layer.output_norm, layer.mlp_norm, layer.down_norm)
+    input_norm, output_norm, mlp_norm, down_norm = (None if norm is None else _moved(norm, device) for norm in whole)
     return StackedLayer(
-        _moved(layer.input_norm, device),
-        _stacked([layer.query, layer.key, layer.value], device),
-        (norms[0], norms[1]) if norms else None,
-        _stacked([layer.output], device),
-        _moved(layer.mlp_norm, device),
-        _stacked([layer.gate, layer.up], device),
-        _stacked([layer.down], device),
-        layer.is_still,
-        layer.window,
+        query_key_value=_stacked([layer.query, layer.key, layer.value], device),
+        output=_stacked([layer.output], device),
+        gate_up=_stacked([each for each in (layer.gate, layer.up) if each is not None], device),
+        down=_stacked([layer.down], device),
+        input_norm=input_norm,
+        output_norm=output_norm,
+        mlp_norm=mlp_norm,
+        down_norm=down_norm,
+        head_norms=(norms[0], norms[1]) if norms and not joins_heads else None,
+        joint_norms=torch.cat(norms) if joins_heads else None,
+        is_still=layer.is_still,
+        window=layer.window,
     )
 
 

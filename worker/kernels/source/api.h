@@ -95,15 +95,26 @@ typedef struct {
 
 // ---- a dense decoder
 
+typedef enum {
+    ROUNDED_TWICE, ROUNDED_ONCE,  // before the weight and after it; after it alone
+    ONE_MORE,                     // as the latter, with one added to the weight
+    CENTRED                       // as ROUNDED_ONCE, of the distances from the mean
+} norm_form;
+typedef enum { SILU, GELU_TANH, RELU2 } activation;
+
 typedef struct {
     int32_t element, num_layers, hidden, num_heads, num_kv_heads, head_dim, intermediate, vocab;
+    int32_t norm_form, activation, has_gates;
+    int32_t joins_heads;   // norms of queries and keys go over all heads of a row together
+    int32_t norms_turned;  // they stand behind the rotation of each head
+    int32_t is_parallel;   // the products of a layer read what its attention reads
     float epsilon, scale;  // of the norms; of the scores
     float embedding_scale, residual_scale, logit_scale;  // of embeddings, of what layers add, of logits; mostly 1
 } decoder_sizes;
 
 typedef enum {
     EMBEDDING, FINAL_NORM, HEAD,  // of the model: their layer is 0
-    INPUT_NORM, QUERY, KEY, VALUE, QUERY_NORM, KEY_NORM, OUTPUT, MLP_NORM, GATE, UP, DOWN,
+    INPUT_NORM, QUERY, KEY, VALUE, QUERY_NORM, KEY_NORM, OUTPUT, OUTPUT_NORM, MLP_NORM, GATE, UP, DOWN, DOWN_NORM,
     STILL,  // no weight: the layer turns no heads by their positions
     WINDOW  // an int32: `attention_view.window` of the layer
 } weight_role;

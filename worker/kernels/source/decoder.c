@@ -8,8 +8,8 @@
 #include "linear.h"
 
 typedef struct {
-    matrix qkv, output, gate_up, down;  // gates and ups in turns, sixteen columns each
-    float *input_norm, *mlp_norm, *query_norm, *key_norm;
+    matrix qkv, output, gate_up, down;  // gates and ups in turns, sixteen columns each; or ups alone
+    float *input_norm, *output_norm, *mlp_norm, *down_norm, *query_norm, *key_norm;  // NULL: none
     bool is_still;  // its heads are not turned
     attention_view view;
 } layer_weights;
@@ -42,7 +42,7 @@ decoder *decoder_new(const decoder_sizes *sizes) {
         layer_weights *layer = &fresh->layers[i];
         layer->qkv = matrix_new((element)sizes->element, sizes->hidden, query_columns + 2 * key_columns);
         layer->output = matrix_new((element)sizes->element, query_columns, sizes->hidden);
-        layer->gate_up = matrix_new((element)sizes->element, sizes->hidden, 2 * sizes->intermediate);
+        layer->gate_up = matrix_new((element)sizes->element, sizes->hidden, (1 + sizes->has_gates) * sizes->intermediate);
         layer->down = matrix_new((element)sizes->element, sizes->intermediate, sizes->hidden);
     }
     return fresh;
@@ -56,7 +56,9 @@ void decoder_free(decoder *decoder) {
         matrix_free(&layer->gate_up);
         matrix_free(&layer->down);
         free(layer->input_norm);
+        free(layer->output_norm);
         free(layer->mlp_norm);
+        free(layer->down_norm);
         free(layer->query_norm);
         free(layer->key_norm);
     }
@@ -76,7 +78,7 @@ static columns_of_role role_columns(decoder *decoder, int layer, weight_role rol
     const decoder_sizes *sizes = &decoder->sizes;
     layer_weights *to = &decoder->layers[layer];
     int query = sizes->num_heads * sizes->head_dim, key = sizes->num_kv_heads * sizes->head_dim;
-    int hidden = sizes->hidden, mlp = sizes->intermediate;
+    int hidden = sizes->hidden, mlp = sizes->intermediate, gates = sizes->has_gates;
     switch (role) {
         case HEAD:
             matrix_free(&decoder->head);
@@ -87,10 +89,16 @@ static columns_of_role role_columns(decoder *decoder, int layer, weight_role rol
         case VALUE: return (columns_of_role){&to->qkv, (query + key) / LANES, 1, key};
         case OUTPUT: return (columns_of_role){&to->output, 0, 1, hidden};
         case GATE: return (columns_of_role){&to->gate_up, 0, 2, mlp};
-        case UP: return (columns_of_role){&to->gate_up, 1, 2, mlp};
+        case UP: return (columns_of_role){&to->gate_up, gates, 1 + gates, mlp};
         case DOWN: return (columns_of_role){&to->down, 0, 1, hidden};
         default: return (columns_of_role){NULL, 0, 0, 0};
     }
+}
+
+static void norm_load(const decoder_sizes *sizes, float **norm, int count, const void *weight) {
+    vector_load(norm, sizes->element, count, weight);
+    if (sizes->norm_form != ONE_MORE) return;
+    for (int i = 0; i < count; i++) (*norm)[i] += 1.0f;
 }
 
 void decoder_load(decoder *decoder, int layer, int role, const void *weight, const void *bias) {
@@ -101,14 +109,18 @@ void decoder_load(decoder *decoder, int layer, int role, const void *weight, con
         matrix_load(columns.matrix, columns.first_block, columns.stride, columns.num_columns, weight, bias);
         return;
     }
-    int hidden = sizes->hidden, element = sizes->element;
+    int hidden = sizes->hidden;
+    int query_width = sizes->head_dim * (sizes->joins_heads ? sizes->num_heads : 1);
+    int key_width = sizes->head_dim * (sizes->joins_heads ? sizes->num_kv_heads : 1);
     switch ((weight_role)role) {
         case EMBEDDING: decoder->embedding = weight; break;
-        case FINAL_NORM: vector_load(&decoder->final_norm, element, hidden, weight); break;
-        case INPUT_NORM: vector_load(&to->input_norm, element, hidden, weight); break;
-        case QUERY_NORM: vector_load(&to->query_norm, element, sizes->head_dim, weight); break;
-        case KEY_NORM: vector_load(&to->key_norm, element, sizes->head_dim, weight); break;
-        case MLP_NORM: vector_load(&to->mlp_norm, element, hidden, weight); break;
+        case FINAL_NORM: norm_load(sizes, &decoder->final_norm, hidden, weight); break;
+        case INPUT_NORM: norm_load(sizes, &to->input_norm, hidden, weight); break;
+        case QUERY_NORM: norm_load(sizes, &to->query_norm, query_width, weight); break;
+        case KEY_NORM: norm_load(sizes, &to->key_norm, key_width, weight); break;
+        case OUTPUT_NORM: norm_load(sizes, &to->output_norm, hidden, weight); break;
+        case MLP_NORM: norm_load(sizes, &to->mlp_norm, hidden, weight); break;
+        case DOWN_NORM: norm_load(sizes, &to->down_norm, hidden, weight); break;
         case STILL: to->is_still = true; break;
         case WINDOW: to->view.window = *(const int32_t *)weight; break;
         default: break;
@@ -122,16 +134,23 @@ void decoder_load_quantized(decoder *decoder, int layer, int role, const quantiz
 
 // ---- operations on rows
 
-// Root mean square norm: the row is rounded before the weight and after it.
-static void norm(const float *row, const float *weight, int count, float epsilon, bool rounds, float *out) {
-    vec squares = vec_set(0.0f);
+static float mean_of(const float *row, int count) {
+    vec sum = vec_set(0.0f);
+    for (int i = 0; i < count; i += LANES) sum = vec_add(sum, vec_load(row + i));
+    return vec_sum(sum) / (float)count;
+}
+
+// Root mean square norm, of distances from the mean or from zero. It may write where it reads.
+static void norm(const decoder_sizes *sizes, const float *row, const float *weight, int count, float *out) {
+    bool rounds = sizes->element == BF16, rounds_twice = rounds && sizes->norm_form == ROUNDED_TWICE;
+    vec squares = vec_set(0.0f), centre = vec_set(sizes->norm_form == CENTRED ? mean_of(row, count) : 0.0f);
     for (int i = 0; i < count; i += LANES) {
-        vec a = vec_load(row + i);
+        vec a = vec_sub(vec_load(row + i), centre);
         squares = vec_fma(a, a, squares);
     }
-    vec scale = vec_set(1.0f / __builtin_sqrtf(vec_sum(squares) / (float)count + epsilon));
+    vec scale = vec_set(1.0f / __builtin_sqrtf(vec_sum(squares) / (float)count + sizes->epsilon));
     for (int i = 0; i < count; i += LANES) {
-        vec a = rounded(rounds, vec_mul(vec_load(row + i), scale));
+        vec a = rounded(rounds_twice, vec_mul(vec_sub(vec_load(row + i), centre), scale));
         vec_store(out + i, rounded(rounds, vec_mul(a, vec_load(weight + i))));
     }
 }
@@ -152,24 +171,38 @@ static void rotate(const float *head, const float *angles, int head_dim, bool ro
     }
 }
 
-// silu(gate) * up
-INLINE vec gated(vec gate, vec up, bool rounds) { return rounded(rounds, vec_mul(rounded(rounds, silu(gate)), up)); }
-
-static void gate_rows(const float *gate_up, int num_rows, int count, bool rounds, float *out) {
-    for (long row = 0; row < num_rows; row++)
-        for (int i = 0; i < count; i += LANES) {
-            const float *gate = gate_up + row * 2 * count + 2 * i;
-            vec_store(out + row * count + i, gated(vec_load(gate), vec_load(gate + LANES), rounds));
-        }
+// From rows of gates and ups to activated gates times ups; from rows of ups alone to activated ups.
+static void activate_rows(const decoder_sizes *sizes, const float *rows, int num_rows, bool rounds, float *out) {
+    long count = (long)num_rows * sizes->intermediate;
+    for (long i = 0; i < count; i += LANES) {
+        const float *place = rows + (1 + sizes->has_gates) * i;
+        vec a = rounded(rounds, activated((activation)sizes->activation, vec_load(place)));
+        vec_store(out + i, sizes->has_gates ? rounded(rounds, vec_mul(a, vec_load(place + LANES))) : a);
+    }
 }
 
 // ---- a layer
 
-static void norm_rows(const pass *pass, const float *weight) {
+static void norm_rows(const pass *pass, const float *rows, const float *weight, float *out) {
     const decoder_sizes *sizes = &pass->decoder->sizes;
+    long hidden = sizes->hidden;
     for (long row = 0; row < pass->call->num_rows; row++)
-        norm(pass->call->state + row * sizes->hidden, weight, sizes->hidden, sizes->epsilon, pass->rounds,
-             pass->normed + row * sizes->hidden);
+        norm(sizes, rows + row * hidden, weight, sizes->hidden, out + row * hidden);
+}
+
+// What a product reads: the state behind the norm in front of it, or, where there is none, a copy, since helpers may
+// still read it when the state's owner has freed it.
+static void front_rows(const pass *pass, const float *weight) {
+    size_t count = (size_t)pass->call->num_rows * (size_t)pass->decoder->sizes.hidden;
+    if (weight) norm_rows(pass, pass->call->state, weight, pass->normed);
+    else memcpy(pass->normed, pass->call->state, sizeof(float) * count);
+}
+
+// Norms of all heads of a row together.
+static void norm_heads(const decoder_sizes *sizes, const layer_weights *weights, float *qkv) {
+    int query_columns = sizes->num_heads * sizes->head_dim, key_columns = sizes->num_kv_heads * sizes->head_dim;
+    norm(sizes, qkv, weights->query_norm, query_columns, qkv);
+    norm(sizes, qkv + query_columns, weights->key_norm, key_columns, qkv + query_columns);
 }
 
 // One row's queries and keys are normed and turned; keys and values go to the cache, queries to who asked for them.
@@ -182,14 +215,18 @@ static void keep_row(const pass *pass, int layer, int group, int row, const floa
         float normed[256 + LANES], turned[256 + LANES];
         const float *from = qkv, *head_norm = head < num_heads ? weights->query_norm : weights->key_norm;
         int kv_head = (head - num_heads) % num_kv_heads;
-        bool is_value = head >= num_heads + num_kv_heads;
-        if (head_norm && !is_value) {
-            norm(qkv, head_norm, head_dim, sizes->epsilon, pass->rounds, normed);
+        bool is_value = head >= num_heads + num_kv_heads, is_normed = head_norm && !is_value && !sizes->joins_heads;
+        if (is_normed && !sizes->norms_turned) {
+            norm(sizes, from, head_norm, head_dim, normed);
             from = normed;
         }
         if (!is_value && !weights->is_still) {
             rotate(from, angles, head_dim, pass->rounds, turned);
             from = turned;
+        }
+        if (is_normed && sizes->norms_turned) {
+            norm(sizes, from, head_norm, head_dim, normed);
+            from = normed;
         }
         if (head < num_heads) {
             attention_query(pass->attention, group, row, head, from);
@@ -211,12 +248,15 @@ static void keep_rows(const pass *pass, int layer) {
         for (int row = 0; row < call->groups[group].num_rows; row++, number++) {
             const float *angles = call->angles + (long)call->positions[number] * sizes->head_dim;
             char *own = queries ? queries + number * row_bytes : NULL;
-            keep_row(pass, layer, group, row, pass->wide + number * qkv->columns, angles, own);
+            float *heads = pass->wide + number * qkv->columns;
+            if (sizes->joins_heads) norm_heads(sizes, &pass->decoder->layers[layer], heads);
+            keep_row(pass, layer, group, row, heads, angles, own);
         }
 }
 
-static void add_part(const pass *pass, long count) {
+static void add_part(const pass *pass, const float *norm_behind, long count) {
     float scale = pass->decoder->sizes.residual_scale;
+    if (norm_behind) norm_rows(pass, pass->wide, norm_behind, pass->wide);
     if (scale != 1.0f) scale_numbers(pass->wide, count, scale, pass->rounds);
     add(pass->call->state, pass->wide, count, pass->rounds);
 }
@@ -227,17 +267,17 @@ static void run_layer(const pass *pass, int layer) {
     const forward_call *call = pass->call;
     int num_rows = call->num_rows;
     long count = (long)num_rows * sizes->hidden;
-    norm_rows(pass, weights->input_norm);
+    front_rows(pass, weights->input_norm);
     linear(pass->frame, &weights->qkv, num_rows, pass->normed, pass->wide, weights->qkv.columns, pass->rounds);
     keep_rows(pass, layer);
     attention_run(pass->attention, pass->frame, layer - call->first_layer, &weights->view, pass->mixed);
     linear(pass->frame, &weights->output, num_rows, pass->mixed, pass->wide, sizes->hidden, pass->rounds);
-    add_part(pass, count);
-    norm_rows(pass, weights->mlp_norm);
-    linear(pass->frame, &weights->gate_up, num_rows, pass->normed, pass->wide, 2L * sizes->intermediate, pass->rounds);
-    gate_rows(pass->wide, num_rows, sizes->intermediate, pass->rounds, pass->mixed);
+    add_part(pass, weights->output_norm, count);
+    if (!sizes->is_parallel) front_rows(pass, weights->mlp_norm);
+    linear(pass->frame, &weights->gate_up, num_rows, pass->normed, pass->wide, weights->gate_up.columns, pass->rounds);
+    activate_rows(sizes, pass->wide, num_rows, pass->rounds, pass->mixed);
     linear(pass->frame, &weights->down, num_rows, pass->mixed, pass->wide, sizes->hidden, pass->rounds);
-    add_part(pass, count);
+    add_part(pass, weights->down_norm, count);
 }
 
 // ---- a call
@@ -296,7 +336,7 @@ void decoder_forward(decoder *decoder, team *team, const forward_call *call) {
     if (call->token_ids) embed(&pass);
     for (int layer = call->first_layer; layer < call->end_layer; layer++) run_layer(&pass, layer);
     if (call->hidden) {
-        norm_rows(&pass, decoder->final_norm);
+        norm_rows(&pass, call->state, decoder->final_norm, pass.normed);
         store((element)sizes->element, pass.normed, call->num_rows * sizes->hidden, call->hidden);
         if (call->logits) apply_head(frame, decoder, call->num_rows, pass.normed, call->logits);
     }

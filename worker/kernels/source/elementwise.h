@@ -5,12 +5,29 @@
 
 INLINE vec rounded(bool rounds, vec a) { return rounds ? vec_round_bf16(a) : a; }
 
-// a / (1 + e^-a), with the exponential of what is negative alone
-INLINE vec silu(vec a) {
-    vec zero = vec_set(0.0f), minus = vec_sub(zero, a);
-    vec power = vec_exp(vec_sub(zero, vec_max(a, minus)));
+// a / (1 + e^-b), with the exponential of what is negative alone; a and b have the same sign
+INLINE vec by_sigmoid(vec a, vec b) {
+    vec zero = vec_set(0.0f), minus = vec_sub(zero, b);
+    vec power = vec_exp(vec_sub(zero, vec_max(b, minus)));
     vec positive = vec_max(zero, a), negative = vec_mul(vec_sub(a, positive), power);
     return vec_div(vec_add(positive, negative), vec_add(vec_set(1.0f), power));
+}
+
+INLINE vec silu(vec a) { return by_sigmoid(a, a); }
+
+// GELU with tanh(b), b = sqrt(2 / pi) (a + 0.044715 a^3), since (1 + tanh(b)) / 2 = 1 / (1 + e^-2b)
+INLINE vec gelu_tanh(vec a) {
+    vec share = vec_fma(vec_mul(a, a), vec_set(0.07135481627260025f), vec_set(1.5957691216057308f));
+    return by_sigmoid(a, vec_mul(a, share));
+}
+
+INLINE vec relu2(vec a) {
+    vec positive = vec_max(vec_set(0.0f), a);
+    return vec_mul(positive, positive);
+}
+
+INLINE vec activated(activation activation, vec a) {
+    return activation == GELU_TANH ? gelu_tanh(a) : activation == RELU2 ? relu2(a) : silu(a);
 }
 
 INLINE void add(float *to, const float *rows, long count, bool rounds) {

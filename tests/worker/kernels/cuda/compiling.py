@@ -28,6 +28,7 @@ from swiftbatch.worker.kernels.cuda.attend import AttentionShape
 from swiftbatch.worker.kernels.cuda.scan import best, clouds, merge
 from swiftbatch.worker.kernels.cuda.scan import scan_choice as choice
 from swiftbatch.worker.kernels.cuda.scan.scanned_texts import TextSizes, scan_constants
+from swiftbatch.worker.kernels.forms import Activation, NormForm
 from swiftbatch.worker.kernels.packed import CODE_BITS, TABLES, Code, PackedMatrix
 from swiftbatch.worker.papers.griffin.triton import draft_layer_kernels as griffin
 
@@ -101,21 +102,33 @@ def scan_kernels(dtype: str, head_dim: int = HEAD_DIM) -> dict[str, Made]:
 
 
 def kernels_besides_attention() -> dict[str, Made]:
-    rope = layers.rope_constants(KV_HEADS, HEADS // KV_HEADS, HEAD_DIM)
+    rope = layers.rope_constants(KV_HEADS, HEADS // KV_HEADS, HEAD_DIM) | {"FORM": 0, "NORMS_TURNED": False}
     in_order = without({}, "IS_PACKED", "packed_ptr")
-    norm = {"HIDDEN": HIDDEN, "WIDTH": HIDDEN, "HAS_DELTA": True, "DELTA_SCALE": 1.0}
+    norm = {"HIDDEN": HIDDEN, "WIDTH": HIDDEN, "HAS_DELTA": True, "HAS_FRONT": True, "DELTA_SCALE": 1.0, "FORM": 0}
+    front = without(norm, "HAS_BEHIND", "behind_ptr")
+    behind = norm | {"HAS_BEHIND": True, "FORM": int(NormForm.ONCE)}
+    heads = {"ALL": 3 * HIDDEN, "QUERIES": HIDDEN, "KEYS": HIDDEN, "WIDTH": HIDDEN, "FORM": int(NormForm.ONCE)}
+    active = {"INTERMEDIATE": INTERMEDIATE, "COLUMNS": layers.ACTIVE_COLUMNS, "HAS_GATES": True, "ACTIVATION": 0}
     embed = {"HIDDEN": HIDDEN, "WIDTH": HIDDEN, "SCALE": 1.0}
     plain_linear = without(linear.multiply_constants(HIDDEN, False), "HAS_BIAS", "bias_ptr")
     return {
         "rope": (layers.rope_store_heads, without(rope | in_order, "HAS_NORM", "query_norm_ptr", "key_norm_ptr")),
         "rope with norms": (layers.rope_store_heads, rope | in_order | {"HAS_NORM": True}),
+        "rope, then norms": (layers.rope_store_heads, rope | in_order | {"HAS_NORM": True, "NORMS_TURNED": True}),
         "rope, packed": (layers.rope_store_heads, rope | {"HAS_NORM": True, "IS_PACKED": True}),
         "embed": (layers.embed_row, embed),
         "embed, scaled": (layers.embed_row, embed | {"SCALE": 12.0}),
-        "norm": (layers.add_norm_row, without(norm, "HAS_DELTA", "delta_ptr")),
-        "add and norm": (layers.add_norm_row, norm),
-        "add, scaled, and norm": (layers.add_norm_row, norm | {"DELTA_SCALE": 0.22}),
-        "silu": (layers.silu_mul_row, {"INTERMEDIATE": INTERMEDIATE, "COLUMNS": layers.GATE_COLUMNS}),
+        "norm": (layers.add_norm_row, without(front, "HAS_DELTA", "delta_ptr")),
+        "add and norm": (layers.add_norm_row, front),
+        "add, scaled, and norm": (layers.add_norm_row, front | {"DELTA_SCALE": 0.22}),
+        "norm, add and norm": (layers.add_norm_row, behind),
+        "norm and add": (layers.add_norm_row, without(behind, "HAS_FRONT", "weight_ptr", "normed_ptr")),
+        "norm of one more": (layers.add_norm_row, front | {"FORM": int(NormForm.ONE_MORE)}),
+        "norm of distances from the mean": (layers.add_norm_row, front | {"FORM": int(NormForm.CENTRED)}),
+        "norms of all heads": (layers.norm_heads_row, heads),
+        "silu": (layers.activate_row, active),
+        "gelu": (layers.activate_row, active | {"ACTIVATION": int(Activation.GELU_TANH)}),
+        "relu2": (layers.activate_row, active | {"HAS_GATES": False, "ACTIVATION": int(Activation.RELU2)}),
         "linear": (linear.multiply_columns, plain_linear),
         "linear with bias": (linear.multiply_columns, linear.multiply_constants(HIDDEN, True)),
         "head": (linear.multiply_columns, plain_linear),
@@ -151,7 +164,7 @@ def griffin_kernels() -> dict[str, Made]:
     return {
         "griffin's pairs": (griffin.pair_row, sizes),
         "griffin's norm": (griffin.layer_norm_row, sizes | {"num_warps": griffin.NORM_WARPS}),
-        "griffin's silu": (griffin.silu_row, {"EXPANSION": INTERMEDIATE, "COLUMNS": layers.GATE_COLUMNS}),
+        "griffin's silu": (griffin.silu_row, {"EXPANSION": INTERMEDIATE, "COLUMNS": layers.ACTIVE_COLUMNS}),
         "griffin's sum": (griffin.add_row, sizes),
         "griffin's kept rows": (griffin.keep_row, sizes),
     }

@@ -27,7 +27,16 @@ from tests.worker.kernels.cuda.arenas import (
     random_rows,
 )
 from tests.worker.kernels.cuda.launches import launched
-from tests.worker.kernels.kernel_parts import BF16, FLOAT32, Shape, chain, random_partial_rows, random_weights, whole
+from tests.worker.kernels.kernel_parts import (
+    BF16,
+    FLOAT32,
+    OTHER_FORMS,
+    Shape,
+    chain,
+    random_partial_rows,
+    random_weights,
+    whole,
+)
 from tests.worker.kernels.reference import ReferenceDecoder
 
 pytestmark = pytest.mark.long
@@ -47,6 +56,7 @@ KINDS = {
     "mistral, float32": (Shape(dtype=FLOAT32, windows=(40, 130)), triton_linear),
     "mistral, bfloat16": (Shape(group=4, windows=(70, None)), triton_linear),
     "all at once, bfloat16": (Shape(head_dim=80, group=8, has_bias=True, has_head_norm=True), triton_linear),
+    **{name: (shape, triton_linear) for name, shape in OTHER_FORMS.items()},
 }
 
 
@@ -165,18 +175,34 @@ LAYER = [
     "aten.mm.out",
     "add_norm_row",
     "aten.mm.out",
-    "silu_mul_row",
+    "activate_row",
     "aten.mm.out",
 ]
 
 
-def test_a_layer_is_ten_launches_and_nothing_is_allocated_or_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    arena = random_arena(LLAMA, (100, 10))
+def launches_of(shape: Shape, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    arena = random_arena(shape, (100, 10))
     decoder = decoder_of(arena)
     upload(decoder, random_rows(random.Random(3), arena, (2, 1)))
-    names = launched(monkeypatch, decoder.forward)
+    return launched(monkeypatch, decoder.forward)
+
+
+def test_a_layer_is_ten_launches_and_nothing_is_allocated_or_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(LAYER) == 10
-    assert names == ["embed_row", *LAYER, *LAYER, "add_norm_row", "aten.mm.out"]
+    for shape in (LLAMA, OTHER_FORMS["glm4"], OTHER_FORMS["gemma"], OTHER_FORMS["arcee"], OTHER_FORMS["cohere"]):
+        in_float32 = dataclasses.replace(shape, dtype=FLOAT32, is_scaled=False, has_bias=False)
+        assert launches_of(in_float32, monkeypatch) == ["embed_row", *LAYER, *LAYER, "add_norm_row", "aten.mm.out"]
+
+
+def test_without_norms_in_front_the_first_layer_has_a_launch_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["embed_row", *LAYER[1:], *LAYER, "add_norm_row", "aten.mm.out"]
+    assert launches_of(OTHER_FORMS["exaone4"], monkeypatch) == names
+
+
+def test_norms_of_all_heads_together_are_a_launch_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = [*LAYER[:2], "norm_heads_row", *LAYER[2:]]
+    names = ["embed_row", *layer[1:], *layer, "add_norm_row", "aten.mm.out"]
+    assert launches_of(OTHER_FORMS["olmo2 in float32"], monkeypatch) == names
 
 
 def test_parts_of_the_outputs_pass_through_the_hook_for_several_devices() -> None:

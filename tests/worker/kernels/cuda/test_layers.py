@@ -12,10 +12,11 @@ from torch.nn.functional import silu
 
 from swiftbatch.worker.kernels.angles import angles
 from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS
-from swiftbatch.worker.kernels.cuda.layer_kernels import add_norm, embed, rope_store, silu_mul
+from swiftbatch.worker.kernels.cuda.layer_kernels import activate, add_norm, embed, norm_heads, rope_store
+from swiftbatch.worker.kernels.forms import Activation, NormForm
 from tests.worker.kernels.cuda.arenas import CAPACITY, Arena, padded, random_arena, random_rows
 from tests.worker.kernels.kernel_parts import BF16, FLOAT32, Shape, random_weights
-from tests.worker.kernels.reference import ReferenceDecoder
+from tests.worker.kernels.reference import ACTIVATIONS, ReferenceDecoder
 
 DTYPES = pytest.mark.parametrize("dtype", [BF16, FLOAT32], ids=str)
 HIDDEN = 80
@@ -34,8 +35,8 @@ def is_near(found: Tensor, expected: Tensor) -> bool:
     return torch.allclose(found.float(), expected.float(), rtol=2 * torch.finfo(found.dtype).eps, atol=1e-6)
 
 
-def reference(dtype: torch.dtype) -> ReferenceDecoder:
-    return ReferenceDecoder(random_weights(Shape(dtype=dtype)))
+def reference(dtype: torch.dtype, form: NormForm = NormForm.TWICE) -> ReferenceDecoder:
+    return ReferenceDecoder(random_weights(Shape(dtype=dtype, norm_form=form)))
 
 
 @DTYPES
@@ -52,7 +53,7 @@ def test_padding_rows_stay_as_they_are() -> None:
     state, delta, weight = (normal(NUM_ROWS, HIDDEN, dtype=FLOAT32, seed=seed) for seed in (1, 2, 3))
     before, normed, gated = state.clone(), torch.zeros(NUM_ROWS, HIDDEN), torch.zeros(NUM_ROWS, HIDDEN // 2)
     add_norm(rows, state, delta, weight[0], 1e-5, normed)
-    silu_mul(rows, before, gated)
+    activate(rows, before, gated)
     embed(rows, torch.zeros(NUM_ROWS, dtype=torch.int32), weight, before)
     for written, fresh in ((normed, 0), (gated, 0)):
         assert [row for row in range(NUM_ROWS) if (written[row] == fresh).all()] == [3]
@@ -73,10 +74,61 @@ def test_a_norm_adds_and_rounds_as_the_reference_does(dtype: torch.dtype) -> Non
 
 
 @DTYPES
+@pytest.mark.parametrize("form", NormForm)
+def test_a_norm_behind_norms_what_is_added(form: NormForm, dtype: torch.dtype) -> None:
+    state, delta = (normal(NUM_ROWS, HIDDEN, dtype=dtype, seed=seed) for seed in (1, 2))
+    behind, front = (normal(HIDDEN, dtype=dtype, seed=seed) for seed in (3, 4))
+    before, alone = state.clone(), state.clone()
+    normed, untouched = (torch.full((NUM_ROWS, HIDDEN), 7.0, dtype=dtype) for _ in range(2))
+    decoder = reference(dtype, form)
+    add_norm(ALL_ROWS, state, delta, front, 1e-5, normed, 0.5, behind, form)
+    added = decoder._rounded(0.5 * decoder._norm(delta.float(), behind))
+    assert is_near(state, before.float() + added)
+    assert is_near(normed, decoder._norm(state.float(), front))
+    add_norm(ALL_ROWS, alone, delta, None, 1e-5, untouched, 0.5, behind, form)
+    assert torch.equal(alone, state)
+    assert (untouched == 7.0).all()
+
+
+@DTYPES
+@pytest.mark.parametrize("num_keys", [32, 96])
+def test_norms_of_all_heads_together_leave_values_and_padding_rows_as_they_are(
+    num_keys: int, dtype: torch.dtype
+) -> None:
+    qkv, weight = normal(NUM_ROWS, 96 + 2 * num_keys, dtype=dtype), normal(96 + num_keys, dtype=dtype, seed=1)
+    rows, before = ALL_ROWS.clone(), qkv.clone()
+    rows[3, 2] = 0
+    norm_heads(rows, qkv, weight, 96, 1e-5, NormForm.ONCE)
+    decoder, real = reference(dtype, NormForm.ONCE), [row for row in range(NUM_ROWS) if row != 3]
+    for part in (slice(0, 96), slice(96, 96 + num_keys)):
+        assert is_near(qkv[real, part], decoder._norm(before[real, part].float(), weight[part]))
+    assert torch.equal(qkv[3], before[3])
+    assert torch.equal(qkv[:, 96 + num_keys :], before[:, 96 + num_keys :])
+
+
+@DTYPES
+@pytest.mark.parametrize("has_gates", [True, False], ids=["gates", "ups alone"])
+@pytest.mark.parametrize("activation", Activation)
+def test_every_activation_rounds_as_the_reference_does(
+    activation: Activation, has_gates: bool, dtype: torch.dtype
+) -> None:
+    given = 2 * normal(NUM_ROWS, 80 * (1 + has_gates), dtype=dtype)
+    given[0, :5] = torch.tensor([0.0, -5.0, 50.0, -1e-30, torch.nan])
+    out = torch.empty(NUM_ROWS, 80, dtype=dtype)
+    activate(ALL_ROWS, given, out, activation)
+    expected = ACTIVATIONS[activation](given[:, :80].double()).float()
+    if has_gates:
+        expected = expected.to(dtype).float() * given[:, 80:].float()
+    assert out[0, 4].isnan()
+    out[0, 4] = expected[0, 4] = 0
+    assert is_near(out, expected)
+
+
+@DTYPES
 @pytest.mark.parametrize("intermediate", [80, 1040])
 def test_the_gate_rounds_as_the_reference_does(intermediate: int, dtype: torch.dtype) -> None:
     gate_up, gated = normal(NUM_ROWS, 2 * intermediate, dtype=dtype), torch.empty(NUM_ROWS, intermediate, dtype=dtype)
-    silu_mul(ALL_ROWS, gate_up, gated)
+    activate(ALL_ROWS, gate_up, gated)
     gate, up = gate_up.float().chunk(2, dim=1)
     assert is_near(gated, silu(gate).to(dtype).float() * up)
 

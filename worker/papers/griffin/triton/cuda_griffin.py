@@ -9,7 +9,7 @@ from torch import Tensor
 from swiftbatch.worker.kernels.angles import angles
 from swiftbatch.worker.kernels.cuda.attend import AttentionShape, Scratch, attend
 from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, NUM_ROWS, CudaRowTable, TableLayout
-from swiftbatch.worker.kernels.cuda.layer_kernels import add_norm, rope_store, silu_mul
+from swiftbatch.worker.kernels.cuda.layer_kernels import activate, add_norm, rope_store
 from swiftbatch.worker.kernels.cuda.stacked import stacked_layer
 from swiftbatch.worker.kernels.decoder_weights import AnyLinear, DecoderSizes, Linear
 from swiftbatch.worker.papers.griffin.native_griffin import GriffinWeights
@@ -94,7 +94,7 @@ class CudaGriffin:
         self._run(self._mixed.view(NUM_ROWS, -1), layer.output, self._delta)
         add_norm(table.rows, self._state, self._delta, layer.mlp_norm, epsilon, self._normed)
         self._run(self._normed, layer.gate_up, self._gate_up)
-        silu_mul(table.rows, self._gate_up, self._gated)
+        activate(table.rows, self._gate_up, self._gated)
         self._run(self._gated, layer.down, self._delta)
         add(table.rows, self._state, self._delta)
 

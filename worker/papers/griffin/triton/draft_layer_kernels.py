@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS
-from swiftbatch.worker.kernels.cuda.layer_kernels import GATE_COLUMNS, is_padding
+from swiftbatch.worker.kernels.cuda.layer_kernels import ACTIVE_COLUMNS, is_padding
 from swiftbatch.worker.kernels.cuda.rounding import rounded
 
 LAYER_NORM_EPSILON = tl.constexpr(1e-5)
@@ -116,8 +116,8 @@ def layer_norm(rows: Tensor, source: Tensor, weight: Tensor, bias: Tensor, out: 
 def silu(rows: Tensor, expanded: Tensor) -> None:
     """`expanded [NUM_ROWS, expansion]`, in place."""
     expansion = expanded.shape[1]
-    grid = (NUM_ROWS, triton.cdiv(expansion, GATE_COLUMNS))
-    silu_row[grid](rows, expanded, EXPANSION=expansion, COLUMNS=GATE_COLUMNS)
+    grid = (NUM_ROWS, triton.cdiv(expansion, ACTIVE_COLUMNS))
+    silu_row[grid](rows, expanded, EXPANSION=expansion, COLUMNS=ACTIVE_COLUMNS)
 
 
 def add(rows: Tensor, state: Tensor, delta: Tensor) -> None:
