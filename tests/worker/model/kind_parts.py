@@ -198,7 +198,8 @@ through the model again. They share no prompt prefixes, and engines with trained
 A quantized checkpoint stands for the matrices that its format defines, computed in float32 and rounded once to the
 run's dtype. So a run gives the tokens of the dequantized model, to the bit. Activations, keys and values are not
 quantized, whatever the checkpoint says of them: other programs do that for some of these formats, and give other
-tokens. Today the weights are dequantized when they are loaded, and take as much memory as plain ones.
+tokens. Where our kernels run all of a model, weights stay packed in memory, and a step reads their 4 or 8 bits. The
+layers of transformers get them dequantized when they are loaded.
 
 | format, in safetensors (for GGUF see [below](#gguf-files)) | what runs |
 |---|---|
