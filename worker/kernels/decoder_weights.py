@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -121,6 +121,7 @@ class LayerWeights:
     query_norm: Tensor | None = None
     key_norm: Tensor | None = None
     is_still: bool = False
+    rotary: Rotary | None = None  # that it turns heads by; None: that of the model
     window: int | None = None
 
 
@@ -134,6 +135,14 @@ class DecoderWeights:
     final_norm: Tensor
     head: AnyLinear
     rotary: Rotary
+
+
+def other_rotary(layers: Iterable[Any]) -> Rotary | None:
+    """The rotation of layers that turn heads otherwise than the model; None without. Raises ValueError for several."""
+    found = {id(layer.rotary): layer.rotary for layer in layers if layer.rotary is not None}
+    if len(found) > 1:
+        raise ValueError(f"found layers with {len(found)} rotations of their own, expected one at most")
+    return next(iter(found.values()), None)
 
 
 def decoder_weights(model: Any) -> DecoderWeights | None:

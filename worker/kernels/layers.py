@@ -17,6 +17,7 @@ from swiftbatch.worker.kernels.decoder_weights import (
     LayerWeights,
     Linear,
     PackedLinear,
+    other_rotary,
     plain_linear,
     shapes,
 )
@@ -37,6 +38,7 @@ LAYER_ROLES = {  # in the order of `weight_role` in source/api.h
 }
 STILL = 3 + len(LAYER_ROLES)
 WINDOW = STILL + 1
+OTHER_ANGLES = WINDOW + 1
 
 
 class CDecoderSizes(ctypes.Structure):
@@ -55,7 +57,7 @@ class CForwardCall(ctypes.Structure):
     """`forward_call` of source/api.h."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("token_ids", "positions", "angles", "groups")),
+        *((name, ctypes.c_void_p) for name in ("token_ids", "positions", "angles", "other_angles", "groups")),
         *((name, ctypes.c_int32) for name in ("num_rows", "num_groups", "first_layer", "end_layer")),
         *((name, ctypes.c_void_p) for name in ("state", "hidden", "logits", "queries")),
     )
@@ -77,6 +79,8 @@ class NativeLayers:
         self._library = team.library
         self._shape = LayerCacheShape(sizes.num_kv_heads, sizes.head_dim, sizes.dtype)
         self._angles = AngleTable(rotary, sizes.dtype)
+        other = other_rotary(layers)
+        self._other_angles = None if other is None else AngleTable(other, sizes.dtype)
         self._places: weakref.WeakKeyDictionary[Any, dict[range, CachePlace]] = weakref.WeakKeyDictionary()
         names = (*CDecoderSizes.COUNTS, *CDecoderSizes.FORMS, *CDecoderSizes.SCALES)
         numbers = {name: getattr(sizes, name) for name in names}
@@ -135,6 +139,7 @@ class NativeLayers:
             token_ids=table.token_ids.ctypes.data if embeds else None,
             positions=table.positions.ctypes.data,
             angles=self._angles.address(last_position),
+            other_angles=None if self._other_angles is None else self._other_angles.address(last_position),
             groups=ctypes.addressof(table.groups),
             num_rows=table.num_rows,
             num_groups=table.num_groups,
@@ -168,6 +173,8 @@ class NativeLayers:
                 self._load_linear(number, role, part)
             elif part is not None:
                 self._load(number, role, part)
+        if layer.rotary is not None:
+            self._library.decoder_load(self.handle, number, OTHER_ANGLES, None, None)
         if layer.is_still:
             self._library.decoder_load(self.handle, number, STILL, None, None)
         if layer.window is not None:

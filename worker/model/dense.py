@@ -51,7 +51,7 @@ def _sizes(dense: DenseConfig, dtype: torch.dtype) -> DecoderSizes:
         intermediate=dense.intermediate,
         vocab=dense.vocab,
         epsilon=dense.epsilon,
-        scale=dense.scales.get("scores", dense.head_dim**-0.5),
+        scale=dense.scales.get("scores", dense.scales.get("score_width", dense.head_dim) ** -0.5),
         dtype=dtype,
         embedding_scale=_embedding_scale(dense, dtype),
         residual_scale=dense.scales.get("residual", 1.0),
@@ -93,7 +93,8 @@ def _layer(tensors: Mapping[str, Weight], number: int, dense: DenseConfig) -> La
     norms = {role: plain(tensors[f"{prefix}{part}.weight"]) for role, part in names.items()}
     if (order := dense.head_order) is not None:
         linears |= {role: _reordered(linears[role], order) for role in ("query", "key")}
-    view = {"is_still": number in dense.still_layers, "window": dense.windows[number]}
+    view: dict[str, Any] = {"is_still": number in dense.still_layers, "window": dense.windows[number]}
+    view["rotary"] = dense.window_rotary if number in dense.windowed_layers else None
     return LayerWeights(**linears, **norms, **view)  # type: ignore[arg-type]
 
 

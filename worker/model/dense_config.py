@@ -7,7 +7,7 @@ driver asks, too.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from swiftbatch.worker.model.layer_windows import (
     WindowForm,
     Windows,
     by_layer_types,
+    by_layer_types_or_pattern,
     in_all_layers,
     in_all_layers_if_said,
     where_switched_on,
@@ -30,6 +31,7 @@ FINAL_NORM = "model.norm.weight"
 ALWAYS = "always"  # in place of a key that says whether there are biases
 IN_FRONT = {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 BEHIND = {"output_norm": "post_attention_layernorm", "down_norm": "post_feedforward_layernorm"}
+AROUND_PARTS = {"mlp_norm": "pre_feedforward_layernorm", "input_norm": "input_layernorm"} | BEHIND
 AROUND = IN_FRONT | {"output_norm": "post_self_attn_layernorm", "down_norm": "post_mlp_layernorm"}
 ACTIVATIONS = {
     "gelu_pytorch_tanh": Activation.GELU_TANH,
@@ -53,6 +55,7 @@ class Form:
     activations: Mapping[str, Activation] = field(default_factory=lambda: ACTIVATIONS)  # by the config's words
     has_gates: bool = True
     rounds_angles: bool = True  # cosines and sines, to the model's dtype
+    activation_key: str = "hidden_act"
     scales_by_width: bool = False  # embeddings, by the root of their width, which is rounded to the model's dtype
     is_interleaved: bool = False  # neighbours are turned, in place of dimensions half a head apart; no head norms
     turned_share: float | None = None  # of a head, where the config does not say it; None: all of it, always
@@ -61,6 +64,7 @@ class Form:
     has_still_layers: bool = False
     has_long_angles: bool = False  # longrope was tried on it
     windows: WindowForm | None = None  # None: all layers see all positions
+    has_window_angles: bool = False  # layers with windows turn heads by angles of their own
     is_parallel: bool = False  # products read what attention reads
     intermediate_key: str = "intermediate_size"
     epsilon_key: str = "rms_norm_eps"
@@ -116,6 +120,18 @@ KINDS = {
         activations={**ACTIVATIONS, "gelu": Activation.GELU_TANH},
         scales_by_width=True,
     ),
+    "gemma3_text": Form(
+        "attention_bias",
+        "attention_bias",
+        has_head_norms=True,
+        norms=AROUND_PARTS,
+        norm_form=NormForm.ONE_MORE,
+        activation_key="hidden_activation",
+        scales_by_width=True,
+        scales={"score_width": "query_pre_attn_scalar"},
+        windows=by_layer_types_or_pattern,
+        has_window_angles=True,
+    ),
     "glm": Form("attention_bias", is_interleaved=True, turned_share=0.5, names=FUSED_GATES),
     "glm4": Form("attention_bias", is_interleaved=True, turned_share=0.5, names=FUSED_GATES, norms=AROUND),
     "granite": Form(*IN_ALL, scales=GRANITE),
@@ -161,7 +177,9 @@ KINDS = {
     "seed_oss": Form("attention_bias", "attention_out_bias", "mlp_bias"),
     "smollm3": Form(*IN_ALL, has_still_layers=True),
 }
-BY_LAYER = (by_layer_types, where_switched_on)  # which look at `layer_types`
+WINDOW_ANGLE_KEYS = {"rope_local_base_freq", "sliding_window_pattern", "_sliding_window_pattern"}
+THETAS = {"full_attention": 1e6, "sliding_attention": 1e4}  # where a config of Gemma 3 says none
+BY_LAYER = (by_layer_types, by_layer_types_or_pattern, where_switched_on)  # which look at `layer_types`
 SIZES = {
     "num_hidden_layers",
     "hidden_size",
@@ -181,6 +199,8 @@ ONE_MEANING: dict[str, tuple[Any, ...]] = {  # a key that changes the forward, a
     "pretraining_tp": (1,),
     "use_mrope": (False,),
     "use_bidirectional_attention": (None, False),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
     "is_causal": (True,),
 }
 NO_WINDOWS: dict[str, tuple[Any, ...]] = {"sliding_window": (None,), "use_sliding_window": (False,)}  # as above
@@ -250,6 +270,8 @@ class DenseConfig:
     num_turned: int  # dimensions of a head that are turned
     still_layers: frozenset[int]  # that turn no heads
     windows: Windows
+    window_rotary: Rotary | None  # of layers that have windows, where these have one of their own
+    windowed_layers: frozenset[int]  # also those whose windows hide nothing
     scales: Mapping[str, float]  # of `Form.scales`; of scores, 1 is none
 
     @property
@@ -327,10 +349,12 @@ def _read(config: dict[str, Any]) -> DenseConfig:
         is_tied=_is_tied(config),
         form=form,
         parts=tuple(_parts(config, form)),
-        activation=form.activations[config["hidden_act"]],
+        activation=form.activations[config[form.activation_key]],
         num_turned=num_turned,
         still_layers=_still_layers(config) if form.has_still_layers else frozenset(),
         windows=_windows(config, form),
+        window_rotary=_window_rotary(config, head_dim) if form.has_window_angles else None,
+        windowed_layers=frozenset(_windowed_layers(config, form)),
         scales={what: _number(config, key) for what, key in form.scales.items()},
     )
 
@@ -350,10 +374,10 @@ def _other_form(config: dict[str, Any]) -> str | None:
             return f"its {key} is {value!r}"
     if unsaid := sorted(key for key in form.one_meaning if key not in config):
         return f"its {unsaid[0]} is left to a default"
-    if "hidden_act" not in config:
-        return "its hidden_act is left to a default"
-    if str(config["hidden_act"]) not in form.activations:
-        return f"its hidden_act is {config['hidden_act']!r}"
+    if (key := form.activation_key) not in config:
+        return f"its {key} is left to a default"
+    if str(config[key]) not in form.activations:
+        return f"its {key} is {config[key]!r}"
     unknown = sorted(key for key, value in config.items() if _may_matter(key, value, form))
     return f"its config has {unknown[0]}, which may change a layer" if unknown else None
 
@@ -367,6 +391,7 @@ def _may_matter(key: str, value: Any, form: Form) -> bool:
     known = SIZES | set(ONE_MEANING | NO_WINDOWS) | SAID_ELSEWHERE
     known |= {form.intermediate_key, form.epsilon_key, *form.one_meaning, *form.scales.values()}
     known |= STILL_KEYS if form.has_still_layers else set()
+    known |= WINDOW_ANGLE_KEYS if form.has_window_angles else set()
     if key in known or key.endswith(("_token_id", "_token_ids")) or key.startswith(form.unused or ("\0",)):
         return False
     numbers = value if isinstance(value, list) else [value]
@@ -397,9 +422,37 @@ def _num_turned(config: dict[str, Any], form: Form, head_dim: int) -> int:
     return turned
 
 
-def _angles(config: dict[str, Any]) -> dict[str, Any]:
+def _angles(config: dict[str, Any], layers: str = "full_attention") -> dict[str, Any]:
+    """What is said of the angles of some layers, with their base."""
+    if KINDS[config["model_type"]].has_window_angles:
+        return _angles_by_type(config, layers)
     said = config.get("rope_scaling") or config.get("rope_parameters") or {"rope_type": "default"}
     return {"rope_theta": config["rope_theta"]} | said if "rope_theta" in config else dict(said)
+
+
+def _angles_by_type(config: dict[str, Any], layers: str) -> dict[str, Any]:
+    """Those of one type of layers: named by it, or in keys of their own; only angles of all positions are stretched."""
+    parameters = config.get("rope_parameters") or {}
+    if isinstance(parameters.get(layers), dict):
+        own: dict[str, Any] = parameters[layers]
+        return {"rope_theta": THETAS[layers]} | own
+    if parameters:
+        raise ValueError("its rope_parameters do not tell of each type of layers")
+    if layers == "sliding_attention":
+        return {"rope_type": "default", "rope_theta": config.get("rope_local_base_freq", THETAS[layers])}
+    said: dict[str, Any] = config.get("rope_scaling") or {"rope_type": "default"}
+    return {"rope_theta": config.get("rope_theta", THETAS[layers])} | said
+
+
+def _window_rotary(config: dict[str, Any], head_dim: int) -> Rotary:
+    """Read the angles of layers that have windows. Raises KeyError, TypeError or ValueError as `_rotary` does."""
+    return rotary_of(_angles(config, "sliding_attention"), head_dim, is_strict=True)
+
+
+def _windowed_layers(config: dict[str, Any], form: Form) -> Iterator[int]:
+    """The layers that have a window. Raises KeyError or ValueError."""
+    if form.windows is not None:
+        yield from (number for number, size in enumerate(form.windows(config)) if size is not None)
 
 
 def _rotary(config: dict[str, Any], head_dim: int, num_turned: int) -> Rotary:

@@ -66,7 +66,6 @@ KERNELS_LACK = {  # what keeps kinds that run here from our kernels, which then 
     "deepseek_v2": "its layers have experts, and latent keys and values",
     "deepseek_v3": "its layers have experts, and latent keys and values",
     "gemma2": "its scores have soft caps, and its layers norms behind them",
-    "gemma3_text": "its layers have norms behind them",
     "glm4_moe_lite": "its layers have experts, and latent keys and values",
     "gpt_neox": "its norms subtract means, and its layers attend and feed forward side by side",
     "gpt_oss": "its layers have experts and sinks",

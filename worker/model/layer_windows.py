@@ -34,6 +34,16 @@ def by_layer_types(config: dict[str, Any]) -> Windows:
     return tuple(_size(config["sliding_window"]) if IS_WINDOWED[each] else None for each in types)
 
 
+def by_layer_types_or_pattern(config: dict[str, Any]) -> Windows:
+    """As above; without types, of each `sliding_window_pattern` layers, 6 if unsaid, all but the last have it."""
+    if config.get("layer_types") is not None:
+        return by_layer_types(config)
+    pattern, size = config.get("sliding_window_pattern", 6), _size(config["sliding_window"])
+    if isinstance(pattern, bool) or not isinstance(pattern, int) or pattern < 1:
+        raise ValueError(f"its sliding_window_pattern is {pattern!r}")
+    return tuple(None if (number + 1) % pattern == 0 else size for number in range(config["num_hidden_layers"]))
+
+
 def where_switched_on(config: dict[str, Any]) -> Windows:
     """Those of `layer_types`, or all from `max_window_layers` on; none unless `use_sliding_window` is true."""
     num_layers = int(config["num_hidden_layers"])

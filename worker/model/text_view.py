@@ -32,9 +32,14 @@ LEFT_OUT: dict[str, dict[str, Any]] = {  # what published configs leave to the c
     "gemma": {"tie_word_embeddings": True},
     "gemma3_text": {
         "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
         "max_position_embeddings": 131_072,
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
+        "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-6,
+        "sliding_window": 4096,
+        "tie_word_embeddings": True,
         "vocab_size": 262_208,
     },
 }

@@ -50,6 +50,7 @@ class Shape:
     dtype: torch.dtype = BF16
     is_scaled: bool = False  # embeddings, what layers add, logits; and its second layer turns no heads
     windows: tuple[int | None, int | None] = (None, None)  # of its layers
+    has_other_angles: bool = False  # its first layer
     norms: tuple[str, ...] = ("input_norm", "mlp_norm")
     norm_form: NormForm = NormForm.TWICE
     activation: Activation = Activation.SILU
@@ -93,7 +94,7 @@ SHAPES = (
     Shape(is_scaled=True),
     Shape(num_kv_heads=2, is_scaled=True, has_head_norm=True, dtype=FLOAT32),
     *OTHER_FORMS.values(),
-    Shape(windows=(40, None)),
+    Shape(windows=(40, None), has_other_angles=True),
     Shape(num_kv_heads=2, group=3, dtype=FLOAT32, windows=(300, 2100)),
 )
 
@@ -127,6 +128,12 @@ def _random_weights(shape: Shape) -> DecoderWeights:
     return DecoderWeights(sizes, embedding, layers, normal(shape.hidden), head, rotary)
 
 
+@functools.cache
+def other_rotation(head_dim: int) -> Rotary:
+    """What a layer turns heads by, where not as the others: those with windows of Gemma 3."""
+    return Rotary(default_frequencies(1e6, head_dim))
+
+
 def _random_layer(
     shape: Shape, number: int, normal: Callable[..., Tensor], linear: Callable[[int, int], Linear]
 ) -> LayerWeights:
@@ -154,6 +161,7 @@ def _random_layer(
         down_norm=norm("down_norm"),
         is_still=shape.is_scaled and number == 1,
         window=shape.windows[number],
+        rotary=other_rotation(shape.head_dim) if shape.has_other_angles and number == 0 else None,
     )
 
 

@@ -59,7 +59,9 @@ def packed_weights(shape: Shape) -> DecoderWeights:
         return PackedLinear(matrix, linear.bias)
 
     def packed_layer(layer: LayerWeights) -> LayerWeights:
-        return dataclasses.replace(layer, **{name: packed(getattr(layer, name)) for name in LINEARS})
+        return dataclasses.replace(
+            layer, **{name: packed(each) for name in LINEARS if (each := getattr(layer, name)) is not None}
+        )
 
     assert isinstance(plain.head, Linear)
     return dataclasses.replace(plain, layers=[*map(packed_layer, plain.layers)], head=packed(plain.head))

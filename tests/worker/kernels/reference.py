@@ -80,7 +80,8 @@ class ReferenceDecoder:
         """Queries, keys and values of the model's dtype, `[num_rows, heads, head_dim]`, turned by their positions."""
         positions = np.array([position for group in groups for position in group.positions])
         positions = positions * (not weights.is_still)
-        table = angles(self._weights.rotary, positions, self.sizes.dtype).to(normed.device)
+        rotary = weights.rotary or self._weights.rotary
+        table = angles(rotary, positions, self.sizes.dtype).to(normed.device)
         turns = [half.repeat(1, 2)[:, None] for half in table.chunk(2, dim=1)]
         query = self._turned(self._linear(normed, weights.query), weights.query_norm, turns)
         key = self._turned(self._linear(normed, weights.key), weights.key_norm, turns)

@@ -233,8 +233,9 @@ GGUF_TYPES.
 Others are refused by name, as is anything in the metadata that may change a layer and is not understood here.
 
 The tokens are exactly those of the dequantized twin: a folder whose matrices are the numbers that the file's types
-define in float32, rounded once to `--dtype`. Activations are not quantized, unlike in llama.cpp, so its tokens may
-differ. Rotary positions of Llama 3, YaRN and linear ones are those that the file says. The tokenizer is the one that
+define in float32, rounded once to `--dtype`. On a GPU, that is the twin's run with `--linear triton`: see
+[Packed weights](gpu.md#packed-weights). Activations are not quantized, unlike in llama.cpp, so its tokens may differ.
+Rotary positions of Llama 3, YaRN and linear ones are those that the file says. The tokenizer is the one that
 transformers makes of the metadata. A text ends at the tokens that the metadata names as the end of a text, a turn or a
 message, and at special tokens such as `<|im_end|>`, `<|eot_id|>` and `<end_of_turn>` where the file has them.
 

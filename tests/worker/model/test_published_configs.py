@@ -389,6 +389,20 @@ OTHER_FORMS |= {
     "Qwen3 with windows": PUBLISHED["Qwen3 8B"]
     | {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
 }
+GEMMA3 = {
+    **{key: value for key, value in EVERYWHERE.items() if key not in ("tie_word_embeddings", "hidden_act")},
+    "architectures": ["Gemma3ForCausalLM"],
+    "attention_bias": False,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 32768,
+    "model_type": "gemma3_text",
+    "query_pre_attn_scalar": 300,
+    "rms_norm_eps": 1e-06,
+    "sliding_window": 20,
+}
 OTHER_FORMS |= {
     "GLM-4 9B 0414": EVERYWHERE
     | {
@@ -437,6 +451,18 @@ OTHER_FORMS |= {
         "rms_norm_eps": 1e-06,
         "rope_scaling": None,
         "rope_theta": 10000.0,
+    },
+    "Gemma 3 1B, as it was published": GEMMA3
+    | {"rope_local_base_freq": 10000, "rope_theta": 1000000, "sliding_window_pattern": 2, "rope_scaling": None},
+    "Gemma 3 4B's text, whose positions are stretched but in windows": GEMMA3
+    | {"sliding_window_pattern": 2, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}},
+    "Gemma 3, as transformers writes it": GEMMA3
+    | {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_theta": 1000000.0, "rope_type": "default"},
+            "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+        },
     },
     "Hunyuan 7B, without its long positions": EVERYWHERE
     | {
@@ -577,6 +603,9 @@ def test_a_window_that_is_left_to_a_default_is_named() -> None:
         ("EXAONE 4.0 1.2B, which has no windows", {"sliding_window": 4096}, "its sliding_window is 4096"),
         ("Gemma 2B, whose head is tied by default", {"use_bidirectional_attention": True}, "its use_bidirectional"),
         ("Command R", {"use_qk_norm": True}, "its use_qk_norm is True"),
+        ("Gemma 3 1B, as it was published", {"sliding_window_pattern": 0}, "its sliding_window_pattern is 0"),
+        ("Gemma 3 1B, as it was published", {"final_logit_softcapping": 30.0}, "its final_logit_softcapping is 30.0"),
+        ("Gemma 3, as transformers writes it", {"rope_parameters": {"rope_theta": 1.0}}, "of each type of layers"),
         ("Gemma 2B, whose head is tied by default", {"hidden_act": "quick_gelu"}, "its hidden_act is 'quick_gelu'"),
     ],
 )

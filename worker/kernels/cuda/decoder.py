@@ -25,6 +25,8 @@ from swiftbatch.worker.kernels.cuda.packed_linear import WeightKernel
 from swiftbatch.worker.kernels.cuda.scan.scan import ScanAttention
 from swiftbatch.worker.kernels.cuda.scan.scanned_texts import ScannedTexts
 from swiftbatch.worker.kernels.cuda.stacked import StackedLayer, StackedWeights
+from swiftbatch.worker.kernels.decoder_weights import other_rotary
+from swiftbatch.worker.kernels.frequencies import Rotary
 from swiftbatch.worker.kernels.sizes import RING_LAYERS
 
 
@@ -67,6 +69,8 @@ class CudaDecoder:
         self._still = self._angles  # of layers that turn no heads
         if any(layer.is_still for layer in weights.layers):
             self._still = self._angles_of(np.zeros(num_angles, dtype=np.int64), arena.device)
+        if (other := other_rotary(weights.layers)) is not None:
+            self._other_angles = self._angles_of(np.arange(num_angles), arena.device, other)
         self._allocate(arena.device)
         self.attention: Attention = attention(shape, self.layout, sizes.scale, arena.device)
         if not isinstance(self.attention, TritonAttention) and any(layer.window for layer in weights.layers):
@@ -125,9 +129,9 @@ class CudaDecoder:
         if sizes.logit_scale != 1.0:
             self.logits.mul_(sizes.logit_scale)
 
-    def _angles_of(self, rows: NDArray[np.int64], device: torch.device) -> Tensor:
+    def _angles_of(self, rows: NDArray[np.int64], device: torch.device, own: Rotary | None = None) -> Tensor:
         """Turns of some rows of the table of angles, in the model's dtype: `[num_rows, head_dim]`."""
-        rotary, dtype = self._weights.rotary, self.sizes.dtype
+        rotary, dtype = own or self._weights.rotary, self.sizes.dtype
         return angles(rotary, rows, dtype).to(kept_as(rotary, dtype)).to(device)
 
     def _add_norm(self, delta: Tensor | None, behind: Tensor | None, front: Tensor | None, normed: Tensor) -> Tensor:
@@ -143,7 +147,7 @@ class CudaDecoder:
 
     def _mix(self, number: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
         table, attention, layer, sizes = self._table, self.attention, self._weights.layers[number], self.sizes
-        turns = self._still if layer.is_still else self._angles
+        turns = self._still if layer.is_still else self._angles if layer.rotary is None else self._other_angles
         self._linear(rows, layer.query_key_value.weight, layer.query_key_value.bias, self._qkv)
         if layer.joint_norms is not None:
             num_queries = sizes.num_heads * sizes.head_dim

@@ -39,6 +39,7 @@ class StackedLayer:
     head_norms: tuple[Tensor, Tensor] | None  # [head_dim] of queries and of keys
     joint_norms: Tensor | None  # of all queries of a row, behind them of all its keys
     is_still: bool = False
+    rotary: Rotary | None = None
     window: int | None = None
 
     @property
@@ -114,6 +115,7 @@ def stacked_layer(layer: LayerWeights, device: torch.device, joins_heads: bool =
         head_norms=(norms[0], norms[1]) if norms and not joins_heads else None,
         joint_norms=torch.cat(norms) if joins_heads else None,
         is_still=layer.is_still,
+        rotary=layer.rotary,
         window=layer.window,
     )
 

@@ -116,7 +116,8 @@ typedef enum {
     EMBEDDING, FINAL_NORM, HEAD,  // of the model: their layer is 0
     INPUT_NORM, QUERY, KEY, VALUE, QUERY_NORM, KEY_NORM, OUTPUT, OUTPUT_NORM, MLP_NORM, GATE, UP, DOWN, DOWN_NORM,
     STILL,  // no weight: the layer turns no heads by their positions
-    WINDOW  // an int32: `attention_view.window` of the layer
+    WINDOW,  // an int32: `attention_view.window` of the layer
+    OTHER_ANGLES  // no weight: the layer turns heads by `forward_call.other_angles`
 } weight_role;
 
 typedef struct decoder decoder;
@@ -130,6 +131,7 @@ EXPORT void decoder_free(decoder *decoder);
 typedef struct {
     const int32_t *token_ids, *positions;  // [num_rows]; token_ids NULL where the call begins behind the embedding
     const float *angles;                   // [rows, head_dim] cosines of the first half, then sines; rows by `positions`
+    const float *other_angles;             // as `angles`, of layers that turn otherwise, or NULL where none does
     const row_group *groups;
     int32_t num_rows, num_groups, first_layer, end_layer;
     float *state;   // [num_rows, hidden] what goes from layer to layer, for calls over some of the layers

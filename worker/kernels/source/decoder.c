@@ -11,6 +11,7 @@ typedef struct {
     matrix qkv, output, gate_up, down;  // gates and ups in turns, sixteen columns each; or ups alone
     float *input_norm, *output_norm, *mlp_norm, *down_norm, *query_norm, *key_norm;  // NULL: none
     bool is_still;  // its heads are not turned
+    bool has_other_angles;
     attention_view view;
 } layer_weights;
 
@@ -122,6 +123,7 @@ void decoder_load(decoder *decoder, int layer, int role, const void *weight, con
         case MLP_NORM: norm_load(sizes, &to->mlp_norm, hidden, weight); break;
         case DOWN_NORM: norm_load(sizes, &to->down_norm, hidden, weight); break;
         case STILL: to->is_still = true; break;
+        case OTHER_ANGLES: to->has_other_angles = true; break;
         case WINDOW: to->view.window = *(const int32_t *)weight; break;
         default: break;
     }
@@ -242,11 +244,12 @@ static void keep_rows(const pass *pass, int layer) {
     const decoder_sizes *sizes = &pass->decoder->sizes;
     const matrix *qkv = &pass->decoder->layers[layer].qkv;
     long number = 0, row_bytes = (long)sizes->num_heads * sizes->head_dim * (sizes->element == BF16 ? 2 : 4);
+    const float *table = pass->decoder->layers[layer].has_other_angles ? call->other_angles : call->angles;
     char *queries = call->queries;
     if (queries) queries += (layer - call->first_layer) * call->num_rows * row_bytes;
     for (int group = 0; group < call->num_groups; group++)
         for (int row = 0; row < call->groups[group].num_rows; row++, number++) {
-            const float *angles = call->angles + (long)call->positions[number] * sizes->head_dim;
+            const float *angles = table + (long)call->positions[number] * sizes->head_dim;
             char *own = queries ? queries + number * row_bytes : NULL;
             float *heads = pass->wide + number * qkv->columns;
             if (sizes->joins_heads) norm_heads(sizes, &pass->decoder->layers[layer], heads);
