@@ -53,7 +53,7 @@ KINDS = {
     "llama, bfloat16": (Shape(group=4, is_tied=False), triton_linear),
     "granite, bfloat16": (Shape(is_scaled=True), triton_linear),
     "granite, float32": (Shape(is_scaled=True, dtype=FLOAT32), triton_linear),
-    "mistral, float32": (Shape(dtype=FLOAT32, windows=(40, 130)), triton_linear),
+    "mistral, float32": (Shape(dtype=FLOAT32, windows=(40, 130), has_other_angles=True), triton_linear),
     "mistral, bfloat16": (Shape(group=4, windows=(70, None)), triton_linear),
     "all at once, bfloat16": (Shape(head_dim=80, group=8, has_bias=True, has_head_norm=True), triton_linear),
     **{name: (shape, triton_linear) for name, shape in OTHER_FORMS.items()},
