@@ -21,6 +21,7 @@ from swiftbatch.worker.model.faults import INDEX_FILE, SINGLE_FILE
 from swiftbatch.worker.model.files import ModelFiles, let_others_read, read_whole_config, stored_layout
 from swiftbatch.worker.model.formats.contract import StoredTensor
 from swiftbatch.worker.model.formats.layout import heads_in
+from swiftbatch.worker.model.gguf.links import link_names
 from swiftbatch.worker.model.text_view import text_name, text_view
 from swiftbatch.worker.quantization.nearest import Rounding, rounding_of
 from swiftbatch.worker.quantization.tensor_file import write_tensors
@@ -67,10 +68,27 @@ def quantize_model(files: ModelFiles, format_: str, output: Path) -> Quantized:
     The folder is there as a whole or not at all. Raises ModelError for a model that is quantized already, for weights
     that are not finite, and for a folder that holds something.
     """
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ModelError(f"output {output}: found something there already; name a new folder, or an empty one")
+    _refuse_taken(output)
+    if link_names(files.path):
+        raise ModelError(f"model {files.name}: it is quantized already (GGUF); give the plain model")
     if (layout := stored_layout(files.name, files.path)).format is not None:
         raise ModelError(f"model {files.name}: it is quantized already ({layout.format.words}); give the plain model")
+    try:
+        made = _write_aside(files, format_, output)
+    except OSError as error:
+        _refuse_taken(output)  # another command may have been sooner
+        raise ModelError(f"output {output}: {error.strerror or error}; name a folder that can be written") from None
+    return Quantized(output, len(made.matrices), made.left, _weight_bytes(files.path), _weight_bytes(output))
+
+
+def _refuse_taken(output: Path) -> None:
+    """Raise ModelError for a folder that holds something, or what is none."""
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ModelError(f"output {output}: found something there already; name a new folder, or an empty one")
+
+
+def _write_aside(files: ModelFiles, format_: str, output: Path) -> _Plan:
+    """Write the folder beside its place, and put it there when it is whole. Raises OSError where that can't be."""
     output.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
     try:
@@ -80,7 +98,7 @@ def quantize_model(files: ModelFiles, format_: str, output: Path) -> Quantized:
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
-    return Quantized(output, len(made.matrices), made.left, _weight_bytes(files.path), _weight_bytes(output))
+    return made
 
 
 def _write(files: ModelFiles, format_: str, folder: Path) -> _Plan:

@@ -23,6 +23,7 @@ from swiftbatch.worker.quantization.quantizing import quantize_model
 from swiftbatch.worker.quantization.tensor_file import write_tensors
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.model.formats.twins import LLAMA, llama_tensors, load, logits_of, written
+from tests.worker.model.gguf.tiny_gguf import write_tiny
 from tests.worker.model.kind_parts import tiny_config, tiny_model
 
 # of the greatest number of a group, whose scale was rounded as well; of a number in fp8
@@ -149,9 +150,29 @@ def test_a_disk_that_is_full_leaves_nothing(plain: Path, tmp_path: Path, monkeyp
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(quantizing, "_copy_small_files", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(ModelError, match="No space left on device; name a folder that can be written"):
         quantize_model(locate_model(str(plain)), "int4", tmp_path / "made")
     assert [each.name for each in tmp_path.iterdir()] == ["plain"]
+
+
+def test_of_two_at_once_the_later_is_refused(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output, copy = tmp_path / "made", quantizing._copy_small_files
+
+    def copy_while_another_is_sooner(source: Path, folder: Path) -> None:
+        copy(source, folder)
+        monkeypatch.setattr(quantizing, "_copy_small_files", copy)
+        quantize_model(locate_model(str(plain)), "int8", output)
+
+    monkeypatch.setattr(quantizing, "_copy_small_files", copy_while_another_is_sooner)
+    with pytest.raises(ModelError, match="found something there already; name a new folder"):
+        quantize_model(locate_model(str(plain)), "int4", output)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["made", "plain"]
+
+
+def test_a_gguf_file_is_no_plain_model(tmp_path: Path) -> None:
+    file, _ = write_tiny("llama", tmp_path, torch.float32)
+    with pytest.raises(ModelError, match=r"it is quantized already \(GGUF\); give the plain model"):
+        quantize_model(locate_model(str(file)), "int8", tmp_path / "made")
 
 
 def test_a_tensor_file_is_read_by_the_library_and_each_tensor_begins_at_a_multiple_of_its_size(tmp_path: Path) -> None:
