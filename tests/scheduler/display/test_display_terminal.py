@@ -90,7 +90,7 @@ def test_80_columns_show_the_run_its_workers_and_their_jobs(seen: Seen) -> None:
     assert figures[1].startswith("tokens ")
     assert figures[1].endswith("of up to 10,000")
     assert figures[2] == "jobs   2 running; 1 line rejected"
-    assert figures[3].endswith("tokens/step")
+    assert " tokens/step" in figures[3]  # and the share of chains, where some were drawn
     assert figures[4].startswith("safety checkpoint ")
     assert figures[5].startswith("w1 on ")
     assert "2 jobs, " in figures[5]
