@@ -98,7 +98,7 @@ def inspect_model(model: str) -> Inspection:
 
 
 def _layout(source: Source, whole: dict[str, Any]) -> tuple[Layout | None, str | None]:
-    """What the weights are, as far as they are known, or why they do not load here."""
+    """Return the layout of the weights, as far as they are known, or the reason why they do not load here."""
     try:
         return layout_of(source.tensors or (), whole, format_of(text_view(whole), source.path)), None
     except FormatError as error:

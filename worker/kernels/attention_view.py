@@ -1,4 +1,4 @@
-"""What the rows of a layer see beside plain attention to all positions, in the words of both kinds of kernels."""
+"""The demands of a layer on attention beside plain attention to all positions, for both kinds of kernels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class AttentionView:
-    """What the rows of a layer see of the keys up to their own, and what becomes of scores."""
+    """The keys that the rows of a layer see, up to their own, and the changes to their scores."""
 
     window: int | None = None  # positions that a row sees, the last of them its own
     softcap: float | None = None  # scores become softcap * tanh(score / softcap)

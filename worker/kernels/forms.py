@@ -1,4 +1,4 @@
-"""What layers of dense decoders do in different ways, by the numbers that the kernels know them by. Light, as sizes."""
+"""Forms that layers of dense decoders differ in, by the numbers that the kernels know them by. Light, as sizes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class NormForm(IntEnum):
 
 
 class Activation(IntEnum):
-    """What stands between the products of a feed-forward layer: `activation` of source/api.h."""
+    """The function between the products of a feed-forward layer: `activation` of source/api.h."""
 
     SILU = 0
     GELU_TANH = 1  # GELU in its approximation by a hyperbolic tangent

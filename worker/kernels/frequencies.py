@@ -57,7 +57,7 @@ class Rotary:
         return self.short_length + num_positions
 
     def turns(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
-        """How far pairs are turned in some rows of the table, `[num_rows, head_dim / 2]`, multiplied in float32."""
+        """The angles of pairs in some rows of the table, `[num_rows, head_dim / 2]`, multiplied in float32."""
         if self.short_length is None or self.long_frequencies is None:
             return rows.astype(np.float32)[:, None] * self.frequencies
         is_long = rows >= self.short_length
@@ -65,7 +65,7 @@ class Rotary:
         return positions[:, None] * np.where(is_long[:, None], self.long_frequencies, self.frequencies)
 
     def scales(self) -> NDArray[np.float32]:
-        """What cosines and sines are multiplied by, `[head_dim / 2]`."""
+        """The factors of cosines and sines, `[head_dim / 2]`."""
         scales = np.full(len(self.frequencies), self.scaling, dtype=np.float32)
         scales[len(scales) - self.num_still :] = 1.0
         return scales

@@ -30,7 +30,7 @@ class CQuantizedRows(ctypes.Structure):
 
 @dataclass(frozen=True)
 class QuantizedRows:
-    """What C reads, and the tensors that must live as long as it does."""
+    """The call that C reads, and the tensors that must live as long as it does."""
 
     call: CQuantizedRows
     held: tuple[Tensor | None, ...]

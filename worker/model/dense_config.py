@@ -423,7 +423,7 @@ def _num_turned(config: dict[str, Any], form: Form, head_dim: int) -> int:
 
 
 def _angles(config: dict[str, Any], layers: str = "full_attention") -> dict[str, Any]:
-    """What is said of the angles of some layers, with their base."""
+    """The config's words about the angles of some layers, with their base."""
     if KINDS[config["model_type"]].has_window_angles:
         return _angles_by_type(config, layers)
     said = config.get("rope_scaling") or config.get("rope_parameters") or {"rope_type": "default"}
@@ -431,7 +431,7 @@ def _angles(config: dict[str, Any], layers: str = "full_attention") -> dict[str,
 
 
 def _angles_by_type(config: dict[str, Any], layers: str) -> dict[str, Any]:
-    """Those of one type of layers: named by it, or in keys of their own; only angles of all positions are stretched."""
+    """The words about one type of layers: named by it, or in keys of their own. Only layers without windows stretch."""
     parameters = config.get("rope_parameters") or {}
     if isinstance(parameters.get(layers), dict):
         own: dict[str, Any] = parameters[layers]
@@ -465,7 +465,7 @@ def _rotary(config: dict[str, Any], head_dim: int, num_turned: int) -> Rotary:
 
 
 def _long_angles(said: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """What is said of longrope, with what stands beside it. Raises KeyError, TypeError or ValueError."""
+    """The config's words about longrope, with those beside it. Raises KeyError, TypeError or ValueError."""
     if not KINDS[config["model_type"]].has_long_angles:
         raise ValueError("its kind was not tried with longrope")
     most, original = (_number(config, f"{which}max_position_embeddings") for which in ("", "original_"))

@@ -116,7 +116,7 @@ def model_folder(model: str, wanted: Sequence[str] = ALL_FILES) -> Path:
 
 
 def stored_layout(model: str, path: Path) -> Layout:
-    """What the files of a model's folder hold. Raises ModelError for weights that are damaged or not understood."""
+    """The tensors in a model's folder. Raises ModelError for weights that are damaged or not understood."""
     try:
         return layout_in(path, read_whole_config(model, path))
     except FormatError as error:

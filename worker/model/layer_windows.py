@@ -45,7 +45,7 @@ def by_layer_types_or_pattern(config: dict[str, Any]) -> Windows:
 
 
 def where_switched_on(config: dict[str, Any]) -> Windows:
-    """Those of `layer_types`, or all from `max_window_layers` on; none unless `use_sliding_window` is true."""
+    """Windows of `layer_types`, or of all from `max_window_layers` on; none unless `use_sliding_window` is true."""
     num_layers = int(config["num_hidden_layers"])
     if config.get("use_sliding_window", False) not in (True, False):
         raise ValueError(f"its use_sliding_window is {config['use_sliding_window']!r}")

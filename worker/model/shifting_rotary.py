@@ -46,7 +46,7 @@ def shifting_types(config: dict[str, Any]) -> set[str]:
 
 
 def _rotary_parameters(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """What is said of angles anywhere in a config: for all layers, or by the kind of layer."""
+    """The words about angles anywhere in a config: for all layers, or by the kind of layer."""
     yield config
     for value in config.values():
         if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""What a model says of a text: nats per token, through the forwards that runs have."""
+"""Scores of a text by a model: nats per token, through the forwards that runs have."""
 
 from __future__ import annotations
 

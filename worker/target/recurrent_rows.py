@@ -75,7 +75,7 @@ def _forward(
 
 
 def _projected(net: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What rows put into the convolution, their gates `[num_rows, num_heads, value_dim]`, betas and decays float32.
+    """Inputs of the convolution, gates `[num_rows, num_heads, value_dim]`, betas and decays in float32.
 
     A product with fewer than 16 columns has another order of sums for a few rows, so betas and decays have whole tiles.
     """

@@ -76,7 +76,7 @@ def wait_until(condition: Callable[[], Any]) -> Any:
 
 
 def status(run: Path) -> dict[str, Any]:
-    """What the command says, which is run here: another interpreter would take seconds to start."""
+    """The output of the command, which runs here: another interpreter would take seconds to start."""
     return dict(json.loads(CliRunner().invoke(main, ["status", str(run), "--json"]).stdout))
 
 

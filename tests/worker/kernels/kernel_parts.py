@@ -130,7 +130,7 @@ def _random_weights(shape: Shape) -> DecoderWeights:
 
 @functools.cache
 def other_rotation(head_dim: int) -> Rotary:
-    """What a layer turns heads by, where not as the others: those with windows of Gemma 3."""
+    """The rotation of a layer that turns heads otherwise than the others, as layers with windows of Gemma 3."""
     return Rotary(default_frequencies(1e6, head_dim))
 
 

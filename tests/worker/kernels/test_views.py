@@ -119,7 +119,7 @@ def test_a_row_among_others_has_the_bits_that_it_has_alone(
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("window", [1, 63, 65, 200, 257, 2049])
 def test_every_row_of_a_block_sees_its_own_window_whatever_the_others_see(variant: str, window: int) -> None:
-    """Of 64 rows in a call, the first ones see chunks of the prefix that lie in front of the windows of the others."""
+    """The first of 64 rows in a call see chunks of the prefix in front of the windows of the others."""
     for shape in SHAPES:
         cache, inputs = random_cache(shape, 2304), random_inputs(shape, 64)
         own, view = copy.deepcopy(cache), view_of(shape, window)

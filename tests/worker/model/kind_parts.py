@@ -191,7 +191,8 @@ refused, because `transformers` would fill gaps with random numbers.
 
 Gated delta nets (Qwen3-Next, Qwen3.5) have one state per job in place of keys and values per position. Their rows are
 exact under drafts and in batches, too. Their jobs are checkpointed as token logs alone: a resume runs the tokens
-through the model again. They share no prompt prefixes, and engines with trained parts are refused.
+through the model again. They share no prompt prefixes, and engines with trained parts are refused. States take memory
+that no plan counts yet: about 1 GB for a job of Qwen3.5-27B.
 
 ## Quantized weights
 

@@ -94,7 +94,7 @@ def test_without_the_library_a_line_says_what_to_install(folder: Path, monkeypat
 
 
 def test_beside_a_tokenizer_json_the_file_is_not_read(tiny_model: Path, tmp_path: Path) -> None:
-    """Whether the library is installed or not: the same prompt has the same tokens."""
+    """The same prompt has the same tokens, with the library or without it."""
     beside = Path(shutil.copytree(tiny_model, tmp_path / "beside"))
     (beside / TEKKEN_FILE).write_text("no JSON")
     config = json.loads((beside / "config.json").read_text()) | {"model_type": "mistral", "sliding_window": None}

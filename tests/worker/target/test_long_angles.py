@@ -196,7 +196,7 @@ def test_where_our_kernels_do_not_run_such_a_model_is_refused_when_it_is_loaded(
 
 
 def test_what_does_not_turn_is_not_scaled(phi: TargetModel) -> None:
-    """Of Phi-4-mini a quarter of each head; the other pairs are scaled by what transformers takes of both lengths."""
+    """A quarter of each head stands still in Phi-4-mini; transformers scales the other pairs by both lengths."""
     rotary = read_dense(PHI4_MINI).rotary
     assert rotary.scaling == pytest.approx((1 + np.log(MOST_POSITIONS / SHORT_LENGTH) / np.log(SHORT_LENGTH)) ** 0.5)
     table = angles(rotary, np.array([0, SHORT_LENGTH]), torch.float32)

@@ -64,7 +64,7 @@ def centred(row, is_real, count, FORM: tl.constexpr):
 
 @triton.jit
 def root_mean(row, count, epsilon):
-    """What an RMS norm multiplies a row by: of `count` numbers, with zeros behind them."""
+    """The factor of an RMS norm for a row of `count` numbers, with zeros behind them."""
     return tl.rsqrt(tl.sum(row * row, 0) / count + epsilon)
 
 

@@ -65,7 +65,7 @@ class StackedWeights:
 
     @property
     def is_packed(self) -> bool:
-        """Whether the weights of a product are packed."""
+        """True where the weights of a product are packed."""
         return any(isinstance(product.weight, PackedMatrix) for product in self.products)
 
 

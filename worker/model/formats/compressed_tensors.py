@@ -38,7 +38,7 @@ CLASSES = ("Linear", "Embedding", "MoE")  # targets that are no names
 
 @dataclass(frozen=True)
 class _Weights:
-    """How the weights of a group are stored: its arguments, with the strategy that is left to a default."""
+    """The arguments that say how a group's weights are stored, with the strategy that is left to a default."""
 
     said: Mapping[str, Any]
     where: str

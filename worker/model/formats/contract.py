@@ -1,4 +1,4 @@
-"""What a format of quantized weights says: where the parts of a matrix lie, and what they stand for. Without torch.
+"""The contract of a format of quantized weights: where a matrix's parts lie, and what they mean. Without torch.
 
 A format is read from a model's config. The stored tensors say which matrices are packed: what a config lists as left
 out is stored as numbers, and is read as such.
@@ -42,16 +42,16 @@ class StoredTensor:
 
     @property
     def num_bytes(self) -> int:
-        """What it takes in its file."""
+        """The bytes that it takes in its file."""
         return int(self.num_numbers * (ITEM_BITS | BITS).get(self.dtype, 8)) // 8
 
 
 class Scheme(Protocol):
-    """How one matrix is packed."""
+    """The way in which one matrix is packed."""
 
     @property
     def numbers(self) -> str:
-        """What its numbers are stored as, in a word."""
+        """The type in which its numbers are stored, in a word."""
 
     def shape(self, heads: Mapping[str, StoredTensor]) -> tuple[int, ...]:
         """The shape of the matrix, from the heads of its parts. Raises FormatError for parts that do not fit."""

@@ -1,4 +1,4 @@
-"""What a model's files hold, by the names of its text model: plain tensors, and matrices in parts. Without torch."""
+"""The tensors in a model's files, by the names of its text model: plain, or matrices in parts. Without torch."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ Array = np.ndarray
 
 
 class BlockParts(NamedTuple):
-    """What blocks hold: a byte for each code, and float32 for each group, side by side in each block."""
+    """The content of blocks: a byte for each code, and float32 for each group, side by side in each block."""
 
     code: Code
     codes: Array

@@ -58,7 +58,7 @@ def config_of(model: GGUFModel) -> Config:
 
 
 def generation_of(model: GGUFModel) -> Config:
-    """What ends a text of the model: the tokens that its metadata names, and those that end a turn in all models."""
+    """The tokens that end a text: those that the metadata names, and those that end a turn in all models."""
     found = {number for key in ENDS if (number := _token(model, key)) is not None}
     tokens, types = (model.metadata.get(f"tokenizer.ggml.{name}", []) for name in ("tokens", "token_type"))
     pairs = enumerate(zip(tokens, types, strict=False))
@@ -67,7 +67,7 @@ def generation_of(model: GGUFModel) -> Config:
 
 
 def _said(model: GGUFModel) -> dict[str, Any]:
-    """What the metadata says of the architecture. Raises GGUFError for a key that may change a forward unnoticed."""
+    """The metadata of the architecture. Raises GGUFError for a key that may change a forward unnoticed."""
     prefix = f"{model.name}."
     said = {key.removeprefix(prefix): value for key, value in model.metadata.items() if key.startswith(prefix)}
     known = {*SIZES, *model.architecture.said, *OTHER_SIZES, *NO_CHANGE, *ROTARY_KEYS.get(model.name, ROTARY_KEYS[""])}

@@ -1,4 +1,4 @@
-"""What the head of a GGUF file says of its tensors, by their names in `transformers`. Without torch."""
+"""The tensors of a GGUF file as its head describes them, by their names in `transformers`. Without torch."""
 
 from __future__ import annotations
 

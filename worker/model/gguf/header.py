@@ -51,7 +51,7 @@ class TensorHead:
 
 @dataclass(frozen=True)
 class GGUFHead:
-    """What stands in front of a file's tensors. `num_bytes` of it are in front of the first one."""
+    """The bytes in front of a file's tensors, as read. `num_bytes` of them are in front of the first one."""
 
     metadata: Mapping[str, Any]
     tensors: tuple[TensorHead, ...]  # in the order of their bytes

@@ -50,7 +50,7 @@ def _base(value: Any) -> float:
 
 
 def _scaling(model: GGUFModel, said: Mapping[str, Any], head_dim: int, base: float) -> Config | None:
-    """How angles are stretched; None where they are not. Raises GGUFError for a way that is not understood."""
+    """The way in which angles are stretched; None for none. Raises GGUFError for one that is not understood."""
     kind, factor, original = (said.get(key) for key in SCALING)
     if FREQUENCIES in model.tensors:
         if kind not in (None, "none"):

@@ -1,4 +1,4 @@
-"""How tokenizers of GGUF files cut text before they merge it: the ways that `transformers`' loader has.
+"""Ways in which tokenizers of GGUF files cut text before they merge it: those of `transformers`' loader.
 
 It takes GPT-2's way for any name that it does not know, and the tokens of a text are then others than the model's.
 """

@@ -50,7 +50,7 @@ def options(tmp_path: Path) -> SuiteOptions:
 
 @pytest.fixture(scope="module")
 def figures() -> dict[str, tuple[str, list[str]]]:
-    """What a stage measured the first time, and its lines: by its name."""
+    """The first measurement of each stage and its lines, by its name."""
     return {}
 
 

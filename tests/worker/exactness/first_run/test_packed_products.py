@@ -32,7 +32,7 @@ from tests.worker.kernels.packed_parts import packed_weights
 
 
 def packed_parts(files: ModelFiles) -> Parts:
-    """Of one layer in int4 with offsets."""
+    """The weights of one layer in int4 with offsets."""
     weights = packed_weights(Shape(), "uint4", 16, has_offsets=True)
     sizes = dataclasses.replace(weights.sizes, num_layers=1)
     stacked = stacked_weights(dataclasses.replace(weights, sizes=sizes, layers=weights.layers[:1]), CPU)

@@ -39,7 +39,7 @@ TEXT = [5, 17, 60, 3, 88, 41, 9, 9, 72, 30, 55, 2, 61, 14, 90, 33, 7, 26]
 
 
 def llama_tensors(numbers: torch.Generator) -> dict[str, Tensor]:
-    """Those of a Llama; what its linear layers hold is replaced."""
+    """Tensors of a Llama, whose linear layers are replaced."""
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=numbers).to(torch.bfloat16)
@@ -90,7 +90,7 @@ def load(folder: Path, dtype: str) -> TargetModel:
 
 
 def logits_of(target: TargetModel, token_ids: list[int] = TEXT) -> Tensor:
-    """Of all positions of a text, through the forwards that a run has."""
+    """Logits of all positions of a text, through the forwards that a run has."""
     cache, found = target.new_cache(len(token_ids) + 64), []
     while cache.length < len(token_ids):
         found.append(target.logits(target.read(cache, token_ids[cache.length :])))

@@ -1,4 +1,4 @@
-"""What a GGUF file says becomes the config of its twin; what may change a forward and is not understood is refused."""
+"""A GGUF file's metadata becomes the config of its twin; a key that is not understood and may matter is refused."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_numbers_are_those_that_were_written_before_float32() -> None:
 
 
 def llama3_factors(factor: float) -> np.ndarray:
-    """What llama.cpp's converter writes for Llama 3's frequencies."""
+    """The factors that llama.cpp's converter writes for Llama 3's frequencies."""
     frequencies = 50_000.0 ** -(np.arange(0, 64, 2, dtype=np.float32) / 64)
     found = []
     for wavelength in 2 * math.pi / frequencies:
