@@ -87,8 +87,7 @@ def _measure(options: CheckpointBenchOptions, position: int, folder: Path) -> Ch
     rounds = list(_rounds(pair, options))
     tokens_ms, state_ms = ([turn.ms_per_token for turn in turns] for turns in zip(*rounds, strict=True))
     undisturbed, preempted = pair
-    num_state_bytes = preempted.num_state_bytes
-    preempted.drain()
+    preempted.drain()  # writes in the background are done, and counted
     shutil.copytree(folder / "state", folder / "replay", ignore=shutil.ignore_patterns("*.arrow", "manifest.json"))
     resumed = [BenchWorker(folder / name, options.engine_config("state")) for name in ("state", "replay")]
     kv_seconds, replay_seconds = (worker.resume_seconds() for worker in resumed)
@@ -104,7 +103,7 @@ def _measure(options: CheckpointBenchOptions, position: int, folder: Path) -> Ch
         state_ms_per_token=round(statistics.median(state_ms), 3),
         overhead=round(statistics.median(s / t for t, s in zip(tokens_ms, state_ms, strict=True)) - 1, 4),
         segment_bytes=max(path.stat().st_size for path in (folder / "state").glob("checkpoints/*/*/kv-*")),
-        num_bytes_per_token=round(num_state_bytes / sum(turn.num_tokens for _, turn in rounds), 1),
+        num_bytes_per_token=round(preempted.num_state_bytes / (preempted.num_tokens - first.num_tokens), 1),
         num_peak_bytes_above=round(statistics.median(s.num_peak_bytes - t.num_peak_bytes for t, s in rounds)),
         kv_seconds=round(kv_seconds, 3),
         replay_seconds=round(replay_seconds, 3),
