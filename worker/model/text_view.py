@@ -48,6 +48,7 @@ LEFT_OUT: dict[str, dict[str, Any]] = {  # what published configs leave to the c
         "vocab_size": 262_208,
     },
     "starcoder2": {"tie_word_embeddings": True},
+    "vaultgemma": {"tie_word_embeddings": True},
 }
 OF_THE_WHOLE = ("quantization_config", "compression_config", "eos_token_id", "tie_word_embeddings")
 OF_IMAGES = ("mrope_interleaved", "mrope_section")  # positions of texts are the same in all three directions
