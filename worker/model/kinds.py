@@ -61,20 +61,14 @@ SUPPORTED_KINDS = (
 )
 
 KERNELS_LACK = {  # what keeps kinds that run here from our kernels, which then attend at most
-    "apertus": "its activation is xIELU",
-    "cohere2": "its norms subtract means",
     "deepseek_v2": "its layers have experts, and latent keys and values",
     "deepseek_v3": "its layers have experts, and latent keys and values",
-    "gemma2": "its scores have soft caps, and its layers norms behind them",
     "glm4_moe_lite": "its layers have experts, and latent keys and values",
     "gpt_neox": "its norms subtract means, and its layers attend and feed forward side by side",
     "gpt_oss": "its layers have experts and sinks",
     "llama4_text": "its layers have experts and chunks",
-    "ministral3": "its queries are scaled by their positions",
     "olmo": "its norms have no weights, and subtract means",
-    "olmo3": "its norms stand behind its layers",
     "phi": "its norms subtract means, and its layers attend and feed forward side by side",
-    "starcoder2": "its norms subtract means",
 }
 EXPERTS = ("dots1", "ernie4_5_moe", "glm4_moe", "granitemoe", "minimax_m2", "mixtral", "olmoe", "phimoe")
 KERNELS_LACK |= dict.fromkeys((*EXPERTS, "qwen2_moe", "qwen3_moe"), "its layers have experts")

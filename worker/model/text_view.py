@@ -29,8 +29,12 @@ SAME_AS = {  # kinds whose text model is that of another kind, in layers and nam
 }
 LEFT_OUT: dict[str, dict[str, Any]] = {  # what published configs leave to the class of their kind
     "cohere": {"tie_word_embeddings": True, "use_qk_norm": False},
+    "cohere2": {"tie_word_embeddings": True},
     "gemma": {"tie_word_embeddings": True},
+    "gemma2": {"tie_word_embeddings": True},
     "gemma3_text": {
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
         "head_dim": 256,
         "hidden_activation": "gelu_pytorch_tanh",
         "max_position_embeddings": 131_072,
@@ -42,6 +46,7 @@ LEFT_OUT: dict[str, dict[str, Any]] = {  # what published configs leave to the c
         "tie_word_embeddings": True,
         "vocab_size": 262_208,
     },
+    "starcoder2": {"tie_word_embeddings": True},
 }
 OF_THE_WHOLE = ("quantization_config", "compression_config", "eos_token_id", "tie_word_embeddings")
 OF_IMAGES = ("mrope_interleaved", "mrope_section")  # positions of texts are the same in all three directions
