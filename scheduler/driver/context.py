@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from swiftbatch.jobs.run.run import Run
@@ -26,3 +28,4 @@ class DriverContext:
     grace_seconds: float  # the time that a worker has to write its checkpoints before it ends
     limits: Limits
     spent: Spending
+    clock: Callable[[], float] = time.monotonic

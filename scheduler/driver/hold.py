@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, Self
 
@@ -26,11 +26,18 @@ KNOWN = ("running", "num_generated_tokens", "num_total_tokens", "worker_seconds"
 class Hold:
     """The hold on one run, until its block ends."""
 
-    def __init__(self, run: Run, may_take_over: bool = False, forgets_cancel: bool = False) -> None:
+    def __init__(
+        self,
+        run: Run,
+        may_take_over: bool = False,
+        forgets_cancel: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Claim the run as `Epoch.begin` does; with `forgets_cancel`, jobs cancelled before may run.
 
         The run need not be there yet. Raises RunTakenError, StoreError.
         """
+        self._clock = clock
         self._run = run  # for the thread: a command that ends does not wait for a driver's long retries
         self.epoch = Epoch.begin(run, may_take_over)
         run.delete_leftovers()
@@ -55,13 +62,13 @@ class Hold:
         self.epoch = self.epoch.through(run)
 
     def is_due(self, now: float) -> bool:
-        """Return whether a beat's time has passed since the last one (`now` in `time.monotonic()` seconds)."""
+        """Return whether a beat's time has passed since the last one (`now` on the hold's clock)."""
         return now >= self._next_beat
 
     def beat(self, **figures: Any) -> Progress:
         """Write a beat with these figures, by the names of `Progress`, and return it. Raises StoreError."""
         claim, run = self.epoch.claim, self.epoch.run
-        self._next_beat = time.monotonic() + beat_seconds(run.store)
+        self._next_beat = self._clock() + beat_seconds(run.store)
         beat = Progress(
             updated=time.time(),
             started=claim.started,

@@ -5,7 +5,6 @@ A job then has a result, is back in the queue, given up, or cancelled.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
@@ -26,6 +25,7 @@ class Settlement:
     def __init__(self, context: DriverContext) -> None:
         self._run, self._queue = context.run, context.queue
         self._counters, self._display = context.counters, context.display
+        self._clock = context.clock
         self._checkpoints = CheckpointStore.of(context.run)
         self._cancelling: set[str] = set()  # job ids to cancel as soon as no worker has them
 
@@ -36,7 +36,7 @@ class Settlement:
             return
         self._counters.num_preemptions[reason] += 1
         num_tokens = self._queue.num_reported_tokens(job_id)
-        if self._queue.lose(job_id, time.monotonic()):
+        if self._queue.lose(job_id, self._clock()):
             self._display.note(JobPutBack(record.job.name, reason, num_tokens, is_lost=True))
         else:
             num_attempts = self._checkpoints.attempts(job_id)
