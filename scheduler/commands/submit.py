@@ -184,7 +184,7 @@ def submit(
         _tell_rejects(display, submitted.rejects)
         if submitted.without_effect:
             display.note(FieldsWithoutEffect(submitted.without_effect))
-        outcome = launch_shown(submitted.hold, len(submitted.records), settings, display)
+        outcome = launch_shown(submitted.hold, len(submitted.jobs), settings, display)
     end(submitted.run, outcome, len(submitted.rejects), display)
 
 

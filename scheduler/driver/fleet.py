@@ -13,7 +13,7 @@ from swiftbatch.scheduler.cluster import remote
 from swiftbatch.scheduler.cluster.actors import WorkerInfo, WorkerSpec
 from swiftbatch.scheduler.cluster.bootstrap import Code, own_code
 from swiftbatch.scheduler.cluster.remote import last_words
-from swiftbatch.scheduler.driver.speed import Speed
+from swiftbatch.scheduler.driver.speed import Speed, monotonic
 from swiftbatch.scheduler.process.awake_clock import AwakeClock
 from swiftbatch.worker.session.work import Orders, WorkReport
 
@@ -109,7 +109,7 @@ class Fleet:
         cluster: Cluster,
         timeout: float,
         calls: Calls = remote,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = monotonic,
     ) -> None:
         self._spec, self._calls, self._now = spec, calls, clock
         self._code = own_code(is_sent=not cluster.is_embedded)

@@ -18,6 +18,7 @@ from swiftbatch.jobs.run.run import Run, RunError
 from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.scheduler.driver.backlog import count_jobs
 from swiftbatch.scheduler.driver.heartbeat import AT_REST, beat_seconds, stopped
+from swiftbatch.scheduler.driver.speed import monotonic
 from swiftbatch.scheduler.driver.takeover import Epoch
 
 KNOWN = ("running", "num_generated_tokens", "num_total_tokens", "worker_seconds")  # fields of the last driver's beat
@@ -31,7 +32,7 @@ class Hold:
         run: Run,
         may_take_over: bool = False,
         forgets_cancel: bool = False,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = monotonic,
     ) -> None:
         """Claim the run as `Epoch.begin` does; with `forgets_cancel`, jobs cancelled before may run.
 

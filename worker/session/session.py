@@ -82,10 +82,9 @@ class WorkerSession:
 
     def _slots_wanted(self, files: ModelFiles) -> SlotsWanted | None:
         """A GPU is shared out for the run's longest job; on a CPU caches come one by one."""
-        jobs = [] if resolve_device(self._config.device).type == "cpu" else self._run.jobs()
-        if not jobs:
+        longest_job = 0 if resolve_device(self._config.device).type == "cpu" else self._run.longest_job()
+        if not longest_job:
             return None
-        longest_job = max(record.max_length for record in jobs)
         config = self._config
         return slots_wanted(config.engine, files, config.dtype, longest_job, config.draft_model)
 

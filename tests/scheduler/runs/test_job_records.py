@@ -146,7 +146,7 @@ def test_fields_without_effect_are_told_of_in_one_line(tmp_path: Path, tiny_mode
     )
     submission = submit_file(path, str(tmp_path / "run"), model=str(tiny_model))
     assert submission.without_effect == {"user": 2, "stream": 1, "messages[].name": 1, "reasoning_effort": 1}
-    write_cancelled(submission.run, submission.records)
+    write_cancelled(submission.run, submission.jobs.entries())
     found = "messages[].name (1 line), reasoning_effort (1 line), stream (1 line), user (2 lines)"
     told = invoke("submit", path, "--run", str(tmp_path / "run")).output
     assert told.count("without effect") == 1
