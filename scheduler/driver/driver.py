@@ -79,6 +79,7 @@ class Driver:
             self._hold.go_on_through(run)
             raise
         finally:
+            self._dispatcher.stop()
             self._fleet.stop()
             self._sharding.stop()
             with contextlib.suppress(StoreError, RunError):  # the error that brought us here matters more

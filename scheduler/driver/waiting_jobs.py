@@ -53,10 +53,10 @@ class WaitingJobs:
         first = _first([*map(_head, waiting), self._untouched.first()])
         if first is None or first.runs_alone:
             return first
-        while self._fresh and self._fresh[0].job.prompt.group in self._begun:
+        while (fresh_head := _head(self._fresh)) is not None and fresh_head.job.prompt.group in self._begun:
             heappop(self._fresh)
         own = [place for group in groups for place in (_head(self._groups[group]), self._untouched.first_of(group))]
-        fresh = [_head(self._fresh), self._untouched.first_fresh(self._begun)]
+        fresh = [fresh_head, self._untouched.first_fresh(self._begun)]
         better = [job for job in (_first(own), _first(fresh)) if job and job.may_precede(first)]
         return better[0] if better else first
 
