@@ -10,7 +10,7 @@ from swiftbatch.jobs.input.lines import JobLine
 from swiftbatch.jobs.input.reader import Reject
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.repetition import RepetitionDetection
-from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.jobs.sampling import SamplingParams, ThinkingEnd
 from swiftbatch.jobs.shared_prompts import prompt_keys
 from swiftbatch.worker.caches.room import KVRoom, KVRoomError
 from swiftbatch.worker.constraints.definitions import StructureError
@@ -38,12 +38,13 @@ def make_records(
     max_tokens: int | None = None,
     room: KVRoom | None = None,
     loop_guard: RepetitionDetection | None = None,
+    thinking_end: ThinkingEnd | None = None,
 ) -> Iterator[JobRecord]:
     """The jobs of lines, as these come, with the tokens of their prompts counted.
 
     A line that does not fit the model's positions, or the caches' room, is a reject. So is one that names a token which
     the model does not have. `max_tokens` are those of a line that leaves them open, None for all that the model's
-    positions leave; `loop_guard` is for a line that says nothing of loops.
+    positions leave; `loop_guard` and `thinking_end` are for a line that says nothing of these.
     """
     longest = 0  # that is known to have room: to look up what is free costs more than all else
     for line_number, line in lines:
@@ -60,7 +61,7 @@ def make_records(
         if line.priority:
             notes.priorities[line.custom_id] = line.priority
         notes.without_effect.update(_without_effect(line, codec))
-        for job in line.jobs([prompt.limit for prompt in prompts], loop_guard):
+        for job in line.jobs([prompt.limit for prompt in prompts], loop_guard, thinking_end):
             prompt = prompts[job.choice_index // line.num_choices]
             job_id = job.job_id(files.fingerprint)
             yield JobRecord(job_id, job, line_number, prompt.num_tokens, prompt_keys=prompt.keys)

@@ -25,7 +25,7 @@ from swiftbatch.scheduler.runs.new_jobs import add_new
 from swiftbatch.scheduler.runs.settings import Settings
 from swiftbatch.worker.caches.room import KVRoom, bytes_per_position, check_folder, place_of_caches
 from swiftbatch.worker.model.files import ModelFiles, locate_model, read_config
-from swiftbatch.worker.model.text import TextCodec
+from swiftbatch.worker.model.text import NO_MARKERS, TextCodec
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -83,7 +83,10 @@ def submission(
     reader, notes = JobReader(manifest.seed, columns, endpoint), LineNotes()
     said = [jobs] if isinstance(jobs, str) else jobs
     lines = job_lines(said, reader)
-    fitting = (manifest.max_tokens, kv_room(manifest, files, settings), loop_guard(manifest.loop_guard))
+    if manifest.thinking_end == "close" and codec.markers is None:
+        raise UserError(f"--thinking-end: found close, {NO_MARKERS}; leave the option away")
+    room, guard = kv_room(manifest, files, settings), loop_guard(manifest.loop_guard)
+    fitting = (manifest.max_tokens, room, guard, manifest.thinking_end)
     with spool() as table:
         write_records(table, make_records(lines, notes, files, codec, *fitting), manifest.run_id)
         rejects = [*reader.rejects, *notes.rejects]
