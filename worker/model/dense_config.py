@@ -18,11 +18,14 @@ from swiftbatch.worker.model.config_numbers import number_of
 from swiftbatch.worker.model.dense_forms import ALWAYS, Form
 from swiftbatch.worker.model.dense_keys import what_is_not_understood
 from swiftbatch.worker.model.dense_kinds import KINDS
+from swiftbatch.worker.model.expert_config import ExpertConfig, read_experts
 from swiftbatch.worker.model.layer_angles import num_turned_of, own_rotary, still_layers, window_rotary
 from swiftbatch.worker.model.layer_windows import Windows
 from swiftbatch.worker.model.text_view import EMBEDDING, HEAD
 
 FINAL_NORM = "model.norm.weight"
+SINKS = "self_attn.sinks"
+PRODUCTS = ("gate", "up", "down")  # the roles of a layer's products behind its attention
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class DenseConfig:
     rotary: Rotary
     is_tied: bool
     form: Form
-    parts: tuple[str, ...]  # the tensors of a layer, no more and no less
+    parts: tuple[str, ...]  # the tensors of a layer without experts, no more and no less
     activation: Activation
     num_turned: int  # dimensions of a head that are turned
     still_layers: frozenset[int]  # that turn no heads
@@ -48,6 +51,7 @@ class DenseConfig:
     window_rotary: Rotary | None  # of layers that have windows, where these have one of their own
     windowed_layers: frozenset[int]  # also those whose windows hide nothing
     scales: Mapping[str, float]  # of `Form.scales`; of scores, 1 is none
+    experts: ExpertConfig | None
 
     @property
     def head_order(self) -> list[int] | None:
@@ -71,14 +75,40 @@ class DenseConfig:
         heads = {"query": self.num_heads * self.head_dim, "key": keys, "value": keys}
         return heads | {"gate": self.intermediate, "up": self.intermediate}
 
-    def tensor_names(self) -> set[str]:
-        """The names of all tensors."""
-        names = {f"model.layers.{number}.{part}" for number in range(self.num_layers) for part in self.parts}
+    def linears(self, number: int) -> dict[str, str]:
+        """The names of a layer's linear layers by their roles; of one with experts, those that all rows meet."""
+        names = self.form.linears
+        if self.experts is None or number not in self.experts.layers:
+            return names
+        shared = self.experts.names.shared if self.experts.shared_width else None
+        own = {} if shared is None else {role: f"{shared}.{role}_proj" for role in PRODUCTS}
+        return {role: name for role, name in names.items() if role not in PRODUCTS} | own
+
+    def tensor_names(self, stored: set[str]) -> set[str]:
+        """The names of all tensors, where some of them may be stored in more than one way."""
+        names = {name for number in range(self.num_layers) for name in self._layer_names(number, stored)}
         return names | {EMBEDDING, FINAL_NORM, *(() if self.is_tied else (HEAD,))}
+
+    def _layer_names(self, number: int, stored: set[str]) -> Iterator[str]:
+        prefix, linears, own = f"model.layers.{number}.", self.form.linears, self.linears(number)
+        for part in self.parts:
+            stem, _, what = part.rpartition(".")
+            roles = [role for role, name in linears.items() if name == stem]
+            yield from (f"{prefix}{own[role]}.{what}" for role in roles if role in own)
+            if not roles:
+                yield prefix + part
+        if self.experts is not None and number in self.experts.layers:
+            yield from (prefix + part for part in self.experts.parts(self.experts.is_fused(stored, prefix)))
 
 
 class OtherDecoderError(ValueError):
     """A decoder that the kernels do not take; its text says why, in words for the user."""
+
+
+def refuse_experts_on(device_type: str, dense: DenseConfig) -> None:
+    """Raise OtherDecoderError for experts on a device whose kernels have none."""
+    if dense.experts is not None and dense.experts.layers and device_type != "cpu":
+        raise OtherDecoderError("its layers have experts, which our kernels multiply on CPUs alone")
 
 
 def read_dense(config: dict[str, Any]) -> DenseConfig:
@@ -96,13 +126,15 @@ def refuse_other_tensors(dense: DenseConfig, stored: set[str]) -> None:
     """Raise OtherDecoderError where a model stores other tensors than those of its config."""
     if dense.num_layers > len(stored):
         raise OtherDecoderError(f"it stores {len(stored)} tensors, fewer than its {dense.num_layers:,} layers")
-    if different := sorted(dense.tensor_names() ^ stored):
+    if different := sorted(dense.tensor_names(stored) ^ stored):
         raise OtherDecoderError(f"its tensors are others, {different[0]} among them")
 
 
 def _read(config: dict[str, Any]) -> DenseConfig:
     """Raises KeyError or ValueError for numbers left to a default, or that the kernels do not take."""
     head_dim, form = _head_dim(config), KINDS[config["model_type"]]
+    if (key := form.head_norms_key) is not None:
+        form = replace(form, has_head_norms=bool(config[key]))
     num_turned = num_turned_of(config, form, head_dim)
     if not isinstance(config[form.epsilon_key], float):
         raise ValueError(f"its {form.epsilon_key} is {config[form.epsilon_key]!r}")
@@ -131,6 +163,7 @@ def _read(config: dict[str, Any]) -> DenseConfig:
         window_rotary=window_rotary(config, head_dim) if form.has_window_angles else None,
         windowed_layers=frozenset(_windowed_layers(config, form)),
         scales={what: number_of(config, key) for what, key in form.scales.items()},
+        experts=None if form.experts is None else read_experts(config, form.experts),
     )
 
 
@@ -167,6 +200,7 @@ def _parts(config: dict[str, Any], form: Form) -> list[str]:
     names = form.linears
     parts = [f"{part}.weight" for part in (*form.norms.values(), *dict.fromkeys(names.values()))]
     parts += dict.fromkeys(f"{names[role]}.bias" for role in _biased(config, form) if role in names)
+    parts += [SINKS] if form.has_sinks else []
     return parts + [f"{part}.weight" for part in form.head_norms.values()]
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from swiftbatch.worker.kernels.forms import Activation, NormForm
+from swiftbatch.worker.model.expert_forms import ExpertForm
 from swiftbatch.worker.model.layer_windows import WindowForm
 
 ALWAYS = "always"  # in place of a key that says whether there are biases
@@ -39,6 +40,7 @@ class Form:
     output_bias: str | None = None
     mlp_bias: str | None = None
     has_head_norms: bool = False
+    head_norms_key: str | None = None  # that says whether they are there
     joins_heads: bool = False  # norms of queries and keys go over all heads of a row together
     norms_turned: bool = False  # they stand behind the rotation of each head
     norms: Mapping[str, str] = field(default_factory=lambda: IN_FRONT)  # their names, by what they norm
@@ -56,7 +58,9 @@ class Form:
     has_long_angles: bool = False  # longrope was tried on it
     windows: WindowForm | None = None  # None: all layers see all positions
     has_window_angles: bool = False  # layers with windows turn heads by angles of their own
+    has_sinks: bool = False
     is_parallel: bool = False  # products read what attention reads
+    experts: ExpertForm | None = None
     intermediate_key: str = "intermediate_size"
     epsilon_key: str = "rms_norm_eps"
     one_meaning: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # beside `ONE_MEANING`

@@ -13,12 +13,18 @@ from swiftbatch.worker.model.kinds import KERNELS_LACK
 from swiftbatch.worker.model.layer_windows import (
     IS_WINDOWED,
     by_layer_types,
+    by_layer_types_if_said,
     by_layer_types_or_pattern,
     where_switched_on,
 )
 
 WINDOW_ANGLE_KEYS = {"rope_local_base_freq", "sliding_window_pattern", "_sliding_window_pattern"}
-BY_LAYER = (by_layer_types, by_layer_types_or_pattern, where_switched_on)  # which look at `layer_types`
+BY_LAYER = (
+    by_layer_types,
+    by_layer_types_if_said,
+    by_layer_types_or_pattern,
+    where_switched_on,
+)  # which look at `layer_types`
 SIZES = {
     "num_hidden_layers",
     "hidden_size",
@@ -89,6 +95,7 @@ def what_is_not_understood(config: dict[str, Any]) -> str | None:
     if others := set(map(str, config.get("layer_types") or ())) - known:
         return f"its layers have {', '.join(sorted(others))}"
     one_meaning = ONE_MEANING | dict(form.one_meaning) | ({} if form.windows else NO_WINDOWS)
+    one_meaning |= {} if form.experts is None else dict(form.experts.one_meaning)
     for key, value in config.items():
         if key in one_meaning and value not in one_meaning[key]:
             return f"its {key} is {value!r}"
@@ -110,6 +117,7 @@ def _may_matter(key: str, value: Any, form: Form) -> bool:
     """
     known = SIZES | set(ONE_MEANING | NO_WINDOWS) | SAID_ELSEWHERE
     known |= {form.intermediate_key, form.epsilon_key, *form.one_meaning, *form.scales.values()}
+    known |= set() if form.experts is None else form.experts.known_keys()
     known |= STILL_KEYS if form.has_still_layers else set()
     known |= WINDOW_ANGLE_KEYS if form.has_window_angles else set()
     if key in known or key.endswith(("_token_id", "_token_ids")) or key.startswith(form.unused or ("\0",)):

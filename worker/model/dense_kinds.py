@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from swiftbatch.worker.kernels.forms import Activation, NormForm
 from swiftbatch.worker.model.dense_forms import ACTIVATIONS, ALWAYS, AROUND, AROUND_PARTS, BEHIND, Form
+from swiftbatch.worker.model.expert_kinds import EXPERT_KINDS
 from swiftbatch.worker.model.layer_windows import (
     by_layer_types,
     by_layer_types_or_pattern,
@@ -23,7 +24,7 @@ HUNYUAN_UNUSED = (
     *("mask_init_id", "moe_", "num_experts", "num_media_embeds", "num_shared_expert", "org_vocab_size", "pad_id"),
     *("routed_scaling_factor", "sep_id", "text_", "video_", "vit_"),
 )
-KINDS = {
+KINDS: dict[str, Form] = {
     "arcee": Form(*IN_ALL, has_gates=False),
     "cohere": Form(
         "attention_bias",
@@ -105,4 +106,4 @@ KINDS = {
     "qwen3": Form("attention_bias", "attention_bias", has_head_norms=True, windows=where_switched_on),
     "seed_oss": Form("attention_bias", "attention_out_bias", "mlp_bias"),
     "smollm3": Form(*IN_ALL, has_still_layers=True),
-}
+} | EXPERT_KINDS

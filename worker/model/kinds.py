@@ -68,16 +68,14 @@ KERNELS_LACK = {  # what keeps kinds that run here from our kernels, which then 
     "gemma2": "its scores have soft caps, and its layers norms behind them",
     "glm4_moe_lite": "its layers have experts, and latent keys and values",
     "gpt_neox": "its norms subtract means, and its layers attend and feed forward side by side",
-    "gpt_oss": "its layers have experts and sinks",
     "llama4_text": "its layers have experts and chunks",
     "ministral3": "its queries are scaled by their positions",
     "olmo": "its norms have no weights, and subtract means",
     "olmo3": "its norms stand behind its layers",
+    "phimoe": "its router is a sparse mixer, and its norms subtract means",
     "phi": "its norms subtract means, and its layers attend and feed forward side by side",
     "starcoder2": "its norms subtract means",
 }
-EXPERTS = ("dots1", "ernie4_5_moe", "glm4_moe", "granitemoe", "minimax_m2", "mixtral", "olmoe", "phimoe")
-KERNELS_LACK |= dict.fromkeys((*EXPERTS, "qwen2_moe", "qwen3_moe"), "its layers have experts")
 RECURRENT_KINDS = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")  # whose gated delta nets run here
 KERNELS_LACK |= dict.fromkeys(RECURRENT_KINDS, "three of four layers are gated delta nets")
 RECURRENT = "linear_attention"  # what configs call layers with a state in place of keys and values

@@ -26,12 +26,29 @@ def in_all_layers_if_said(config: dict[str, Any]) -> Windows:
     return in_all_layers({"sliding_window": None} | config)
 
 
+def never(config: dict[str, Any]) -> Windows:
+    """None of the layers has one: `sliding_window` counts for nothing unless it is switched on, which is refused."""
+    if config.get("use_sliding_window", False) is not False:
+        raise ValueError(f"its use_sliding_window is {config['use_sliding_window']!r}")
+    return (None,) * int(config["num_hidden_layers"])
+
+
 def by_layer_types(config: dict[str, Any]) -> Windows:
     """`layer_types` say which layers have the window."""
     types = config["layer_types"]
     if not isinstance(types, list) or len(types) != config["num_hidden_layers"] or set(types) - set(IS_WINDOWED):
         raise ValueError("its layer_types do not tell of each layer")
     return tuple(_size(config["sliding_window"]) if IS_WINDOWED[each] else None for each in types)
+
+
+def by_layer_types_if_said(config: dict[str, Any]) -> Windows:
+    """As above; without types, all layers from `max_window_layers` on have the window, if there is one."""
+    if config.get("layer_types") is not None:
+        return by_layer_types(config)
+    if config.get("sliding_window") is None:
+        return (None,) * int(config["num_hidden_layers"])
+    size = _size(config["sliding_window"])
+    return tuple(size if each >= config["max_window_layers"] else None for each in range(config["num_hidden_layers"]))
 
 
 def by_layer_types_or_pattern(config: dict[str, Any]) -> Windows:

@@ -29,6 +29,7 @@ SAME_AS = {  # kinds whose text model is that of another kind, in layers and nam
 }
 LEFT_OUT: dict[str, dict[str, Any]] = {  # what published configs leave to the class of their kind
     "cohere": {"tie_word_embeddings": True, "use_qk_norm": False},
+    "ernie4_5_moe": {"moe_layer_end_index": -1, "moe_norm_min": 1e-12, "tie_word_embeddings": True},
     "gemma": {"tie_word_embeddings": True},
     "gemma3_text": {
         "head_dim": 256,
@@ -42,6 +43,8 @@ LEFT_OUT: dict[str, dict[str, Any]] = {  # what published configs leave to the c
         "tie_word_embeddings": True,
         "vocab_size": 262_208,
     },
+    "gpt_oss": {"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+    "qwen2_moe": {"qkv_bias": True},
 }
 OF_THE_WHOLE = ("quantization_config", "compression_config", "eos_token_id", "tie_word_embeddings")
 OF_IMAGES = ("mrope_interleaved", "mrope_section")  # positions of texts are the same in all three directions
