@@ -30,8 +30,8 @@ class ComputePath:
 def path_on(device: Literal["cpu", "cuda"], config: dict[str, Any], stored: set[str] | None = None) -> ComputePath:
     """Tell the path of a text model that runs here. `stored` are the names of its tensors, where they are known."""
     try:
+        refuse_experts_on(device, config)
         dense = read_dense(config)
-        refuse_experts_on(device, dense)
         if stored is not None:
             refuse_other_tensors(dense, stored)
         return ComputePath("kernels")

@@ -34,8 +34,8 @@ def dense_weights(files: ModelFiles, dtype: torch.dtype, device: torch.device = 
     """
     config = read_config(files.name, files.path)
     try:
+        refuse_experts_on(device.type, config)
         dense = read_dense(config)
-        refuse_experts_on(device.type, dense)
         refuse_other_tensors(dense, stored_names(files, config))
     except OtherDecoderError:
         return None

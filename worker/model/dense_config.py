@@ -105,9 +105,10 @@ class OtherDecoderError(ValueError):
     """A decoder that the kernels do not take; its text says why, in words for the user."""
 
 
-def refuse_experts_on(device_type: str, dense: DenseConfig) -> None:
-    """Raise OtherDecoderError for experts on a device whose kernels have none."""
-    if dense.experts is not None and dense.experts.layers and device_type != "cpu":
+def refuse_experts_on(device_type: str, config: Mapping[str, Any]) -> None:
+    """Raise OtherDecoderError for a kind with experts on a device whose kernels have none."""
+    form = KINDS.get(str(config.get("model_type")))
+    if form is not None and form.experts is not None and device_type != "cpu":
         raise OtherDecoderError("its layers have experts, which our kernels multiply on CPUs alone")
 
 

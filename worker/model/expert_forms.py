@@ -91,9 +91,9 @@ def behind_the_first(config: Mapping[str, Any]) -> frozenset[int]:
 
 
 def between(config: Mapping[str, Any]) -> frozenset[int]:
-    """Every so-manieth layer from one to another has them; -1 is the last."""
+    """Every so-manieth layer from one to another has them; -1, or none, is the last."""
     step, first = _whole(config, "moe_layer_interval"), _whole(config, "moe_layer_start_index", least=0)
-    last = _whole(config, "moe_layer_end_index", least=-1)
+    last = _whole({"moe_layer_end_index": -1} | dict(config), "moe_layer_end_index", least=-1)
     last = config["num_hidden_layers"] - 1 if last == -1 else last
     return frozenset(each for each in range(first, last + 1) if (each + 1) % step == 0) & in_all_layers(config)
 

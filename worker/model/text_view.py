@@ -29,7 +29,7 @@ SAME_AS = {  # kinds whose text model is that of another kind, in layers and nam
 }
 LEFT_OUT: dict[str, dict[str, Any]] = {  # what published configs leave to the class of their kind
     "cohere": {"tie_word_embeddings": True, "use_qk_norm": False},
-    "ernie4_5_moe": {"moe_layer_end_index": -1, "moe_norm_min": 1e-12, "tie_word_embeddings": True},
+    "ernie4_5_moe": {"moe_norm_min": 1e-12, "tie_word_embeddings": True},
     "gemma": {"tie_word_embeddings": True},
     "gemma3_text": {
         "head_dim": 256,
