@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn.functional import softplus
 
 from swiftbatch.worker.kernels.decoder_weights import AnyLinear, DecoderSizes, DecoderWeights, LayerWeights, linear_from
 from swiftbatch.worker.kernels.packed import PackedMatrix, Weight, plain
@@ -44,7 +46,8 @@ def dense_weights(files: ModelFiles, dtype: torch.dtype, device: torch.device = 
     embedding = plain(tensors[EMBEDDING])
     layers = [_layer(tensors, number, dense, dtype) for number in range(dense.num_layers)]
     head = linear_from(tensors[EMBEDDING if dense.is_tied else HEAD])
-    return DecoderWeights(_sizes(dense, dtype), embedding, layers, plain(tensors[FINAL_NORM]), head, dense.rotary)
+    final_norm = _norm(tensors, FINAL_NORM, dense)
+    return DecoderWeights(_sizes(dense, dtype), embedding, layers, final_norm, head, dense.rotary)
 
 
 def _sizes(dense: DenseConfig, dtype: torch.dtype) -> DecoderSizes:
@@ -68,6 +71,9 @@ def _sizes(dense: DenseConfig, dtype: torch.dtype) -> DecoderSizes:
         joins_heads=dense.form.joins_heads,
         norms_turned=dense.form.norms_turned,
         is_parallel=dense.form.is_parallel,
+        head_norms_differ=dense.form.head_norms_differ,
+        score_cap=dense.caps.get("scores", 0.0),
+        logit_cap=dense.caps.get("logits", 0.0),
     )
 
 
@@ -105,20 +111,41 @@ def _layer(tensors: Mapping[str, Weight], number: int, dense: DenseConfig, dtype
     prefix = f"model.layers.{number}."
     parts = _parts(dense.linears(number))
     linears = {role: each for part in parts.items() for role, each in _linears(tensors, prefix, part, dense)}
-    names = {**dense.form.norms, **dense.form.head_norms}
-    norms = {role: plain(tensors[f"{prefix}{part}.weight"]) for role, part in names.items()}
+    norms = {role: _norm(tensors, prefix + part, dense) for role, part in dense.form.norms.items()}
+    norms |= {role: _head_norm(tensors, prefix + part, dense) for role, part in dense.head_norms.items()}
     if (order := dense.head_order) is not None:
         linears |= {role: _reordered(linears[role], order) for role in ("query", "key")}
-        norms |= {
-            role: norms[role].unflatten(0, (-1, len(order)))[:, order].flatten() for role in dense.form.head_norms
-        }
     view: dict[str, Any] = {"is_still": number in dense.still_layers, "window": dense.windows[number]}
     view["rotary"] = dense.window_rotary if number in dense.windowed_layers else None
+    view["curve"] = _curve([plain(tensors[prefix + part]) for part in dense.form.curve])
     if dense.form.has_sinks:
         view["sinks"] = plain(tensors[prefix + SINKS]).float()
     if dense.experts is not None and number in dense.experts.layers:
         view["experts"] = expert_weights(tensors, prefix, dense.experts, dtype)
     return LayerWeights(**{"up": None, "down": None, **linears}, **norms, **view)  # type: ignore[arg-type]
+
+
+def _norm(tensors: Mapping[str, Weight], part: str, dense: DenseConfig) -> Tensor:
+    """The weights of a norm of rows, and behind them its biases."""
+    found = [plain(tensors[name]) for name in dense.form.norm_tensors(part)]
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _head_norm(tensors: Mapping[str, Weight], part: str, dense: DenseConfig) -> Tensor:
+    """The weights of a norm of heads, in the kernels' order of a head's dimensions."""
+    weight = plain(tensors[f"{part}.weight"]).flatten()
+    if (order := dense.head_order) is None:
+        return weight
+    return weight.view(-1, dense.head_dim)[:, order].flatten()
+
+
+def _curve(trained: list[Tensor]) -> Tensor | None:
+    """The numbers of XIELU from what is stored of it; None for another activation."""
+    if not trained:
+        return None
+    squares, exponentials, share, bound = (number.flatten() for number in trained)
+    found: list[Tensor] = [softplus(squares), share + softplus(exponentials), share, bound]
+    return torch.cat(found).float()
 
 
 def _parts(names: Mapping[str, str]) -> dict[str, list[str]]:
@@ -142,12 +169,6 @@ def _linears(
     widths = [dense.widths[role] for role in roles]
     biases = [None] * len(roles) if bias is None else bias.split(widths)
     yield from zip(roles, map(linear_from, weight.split(widths), biases), strict=True)
-
-
-def _reordered_norm(weight: torch.Tensor, order: list[int]) -> torch.Tensor:
-    """Weights of a norm of one head, or of all together, in that order."""
-    heads: torch.Tensor = weight.unflatten(0, (-1, len(order)))
-    return heads[:, order].flatten()
 
 
 def _reordered(linear: AnyLinear, order: list[int]) -> AnyLinear:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from swiftbatch.worker.kernels.forms import Activation
@@ -19,11 +19,11 @@ from swiftbatch.worker.model.dense_forms import ALWAYS, Form
 from swiftbatch.worker.model.dense_keys import what_is_not_understood
 from swiftbatch.worker.model.dense_kinds import KINDS
 from swiftbatch.worker.model.expert_config import ExpertConfig, read_experts
-from swiftbatch.worker.model.layer_angles import num_turned_of, own_rotary, still_layers, window_rotary
+from swiftbatch.worker.model.layer_angles import num_turned_of, own_rotary, window_rotary
 from swiftbatch.worker.model.layer_windows import Windows
 from swiftbatch.worker.model.text_view import EMBEDDING, HEAD
 
-FINAL_NORM = "model.norm.weight"
+FINAL_NORM = "model.norm"
 SINKS = "self_attn.sinks"
 PRODUCTS = ("gate", "up", "down")  # the roles of a layer's products behind its attention
 
@@ -51,6 +51,8 @@ class DenseConfig:
     window_rotary: Rotary | None  # of layers that have windows, where these have one of their own
     windowed_layers: frozenset[int]  # also those whose windows hide nothing
     scales: Mapping[str, float]  # of `Form.scales`; of scores, 1 is none
+    caps: Mapping[str, float]  # of `Form.caps`; 0 is none
+    head_norms: Mapping[str, str]  # their names by their roles
     experts: ExpertConfig | None
 
     @property
@@ -87,7 +89,7 @@ class DenseConfig:
     def tensor_names(self, stored: set[str]) -> set[str]:
         """The names of all tensors, where some of them may be stored in more than one way."""
         names = {name for number in range(self.num_layers) for name in self._layer_names(number, stored)}
-        return names | {EMBEDDING, FINAL_NORM, *(() if self.is_tied else (HEAD,))}
+        return names | {EMBEDDING, *self.form.norm_tensors(FINAL_NORM), *(() if self.is_tied else (HEAD,))}
 
     def _layer_names(self, number: int, stored: set[str]) -> Iterator[str]:
         prefix, linears, own = f"model.layers.{number}.", self.form.linears, self.linears(number)
@@ -133,39 +135,46 @@ def refuse_other_tensors(dense: DenseConfig, stored: set[str]) -> None:
 
 def _read(config: dict[str, Any]) -> DenseConfig:
     """Raises KeyError or ValueError for numbers left to a default, or that the kernels do not take."""
-    head_dim, form = _head_dim(config), KINDS[config["model_type"]]
-    if (key := form.head_norms_key) is not None:
-        form = replace(form, has_head_norms=bool(config[key]))
+    form, sizes = KINDS[config["model_type"]], _sizes(config)
+    head_dim = sizes["head_dim"]
     num_turned = num_turned_of(config, form, head_dim)
     if not isinstance(config[form.epsilon_key], float):
         raise ValueError(f"its {form.epsilon_key} is {config[form.epsilon_key]!r}")
-    sizes = {
-        "num_layers": config["num_hidden_layers"],
-        "hidden": config["hidden_size"],
-        "num_heads": config["num_attention_heads"],
-        "num_kv_heads": config["num_key_value_heads"],
-        "head_dim": head_dim,
-        "intermediate": config[form.intermediate_key],
-        "vocab": config["vocab_size"],
-    }
-    if fault := sizes_fault(**sizes):
-        raise ValueError(fault)
+    windows = form.windows(config) if form.windows else (None,) * sizes["num_layers"]
     return DenseConfig(
         **sizes,
         epsilon=config[form.epsilon_key],
-        rotary=replace(own_rotary(config, head_dim, num_turned), is_rounded=form.rounds_angles),
+        rotary=own_rotary(config, form, head_dim, num_turned),
         is_tied=_is_tied(config),
         form=form,
         parts=tuple(_parts(config, form)),
         activation=form.activations[config[form.activation_key]],
         num_turned=num_turned,
-        still_layers=still_layers(config) if form.has_still_layers else frozenset(),
-        windows=_windows(config, form),
-        window_rotary=window_rotary(config, head_dim) if form.has_window_angles else None,
-        windowed_layers=frozenset(_windowed_layers(config, form)),
+        still_layers=form.still(config, windows) if form.still else frozenset(),
+        windows=_that_hide(windows, config),
+        window_rotary=window_rotary(config, form, head_dim),
+        windowed_layers=frozenset(number for number, size in enumerate(windows) if size is not None),
         scales={what: number_of(config, key) for what, key in form.scales.items()},
+        caps={what: 0.0 if config[key] is None else number_of(config, key) for what, key in form.caps.items()},
+        head_norms=form.head_norms(config),
         experts=None if form.experts is None else read_experts(config, form.experts),
     )
+
+
+def _sizes(config: dict[str, Any]) -> dict[str, int]:
+    """Raises KeyError, TypeError or ValueError for sizes that the kernels do not take."""
+    sizes = {
+        "num_layers": config["num_hidden_layers"],
+        "hidden": config["hidden_size"],
+        "num_heads": config["num_attention_heads"],
+        "num_kv_heads": config["num_key_value_heads"],
+        "head_dim": _head_dim(config),
+        "intermediate": config[KINDS[config["model_type"]].intermediate_key],
+        "vocab": config["vocab_size"],
+    }
+    if fault := sizes_fault(**sizes):
+        raise ValueError(fault)
+    return sizes
 
 
 def _is_tied(config: dict[str, Any]) -> bool:
@@ -182,27 +191,20 @@ def _head_dim(config: dict[str, Any]) -> int:
     return head_dim
 
 
-def _windowed_layers(config: dict[str, Any], form: Form) -> Iterator[int]:
-    """The layers that have a window. Raises KeyError or ValueError."""
-    if form.windows is not None:
-        yield from (number for number, size in enumerate(form.windows(config)) if size is not None)
-
-
-def _windows(config: dict[str, Any], form: Form) -> Windows:
-    """The layers' windows, but for those that hide nothing of the longest text. Raises KeyError or ValueError."""
-    if form.windows is None:
-        return (None,) * int(config["num_hidden_layers"])
+def _that_hide(windows: Windows, config: dict[str, Any]) -> Windows:
+    """The layers' windows, but for those that hide nothing of the longest text."""
     longest = config.get("max_position_embeddings") or math.inf
-    return tuple(None if size is None or size >= longest else size for size in form.windows(config))
+    return tuple(None if size is None or size >= longest else size for size in windows)
 
 
 def _parts(config: dict[str, Any], form: Form) -> list[str]:
     """The tensors of a layer."""
     names = form.linears
-    parts = [f"{part}.weight" for part in (*form.norms.values(), *dict.fromkeys(names.values()))]
+    parts = [tensor for part in form.norms.values() for tensor in form.norm_tensors(part)]
+    parts += [f"{part}.weight" for part in dict.fromkeys(names.values())] + list(form.curve)
     parts += dict.fromkeys(f"{names[role]}.bias" for role in _biased(config, form) if role in names)
     parts += [SINKS] if form.has_sinks else []
-    return parts + [f"{part}.weight" for part in form.head_norms.values()]
+    return parts + [f"{part}.weight" for part in form.head_norms(config).values()]
 
 
 def _biased(config: dict[str, Any], form: Form) -> list[str]:

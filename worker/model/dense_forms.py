@@ -8,7 +8,8 @@ from typing import Any
 
 from swiftbatch.worker.kernels.forms import Activation, NormForm
 from swiftbatch.worker.model.expert_forms import ExpertForm
-from swiftbatch.worker.model.layer_windows import WindowForm
+from swiftbatch.worker.model.layer_windows import IS_WINDOWED, WindowForm
+from swiftbatch.worker.model.still_layers import StillForm
 
 ALWAYS = "always"  # in place of a key that says whether there are biases
 IN_FRONT = {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
@@ -33,6 +34,18 @@ HEAD_NORMS = {"query_norm": "self_attn.q_norm", "key_norm": "self_attn.k_norm"}
 
 
 @dataclass(frozen=True)
+class WindowAngles:
+    """The bases of a kind's two types of layers where its config says none, and the key of those with windows."""
+
+    full: float
+    windowed: float
+    windowed_key: str | None = None
+
+    def theta(self, layers: str) -> float:
+        return self.windowed if IS_WINDOWED[layers] else self.full
+
+
+@dataclass(frozen=True)
 class Form:
     """How a kind writes what all dense decoders have. Biases are there where the key that is named here says so."""
 
@@ -41,6 +54,7 @@ class Form:
     mlp_bias: str | None = None
     has_head_norms: bool = False
     head_norms_key: str | None = None  # that says whether they are there
+    head_norms_differ: bool = False  # each head has weights of its own
     joins_heads: bool = False  # norms of queries and keys go over all heads of a row together
     norms_turned: bool = False  # they stand behind the rotation of each head
     norms: Mapping[str, str] = field(default_factory=lambda: IN_FRONT)  # their names, by what they norm
@@ -50,14 +64,17 @@ class Form:
     rounds_angles: bool = True  # cosines and sines, to the model's dtype
     activation_key: str = "hidden_act"
     scales_by_width: bool = False  # embeddings, by the root of their width, which is rounded to the model's dtype
-    is_interleaved: bool = False  # neighbours are turned, in place of dimensions half a head apart; no head norms
+    is_interleaved: bool = False  # neighbours are turned, in place of dimensions half a head apart
     turned_share: float | None = None  # of a head, where the config does not say it; None: all of it, always
     names: Mapping[str, str] = field(default_factory=dict)  # that differ from those below; roles with one name are one
     scales: Mapping[str, str] = field(default_factory=dict)  # keys of numbers that multiply, by what they multiply
-    has_still_layers: bool = False
+    caps: Mapping[str, str] = field(default_factory=dict)  # keys of soft caps, or null, by what they cap
+    curve: tuple[str, ...] = ()  # tensors of XIELU: as `LayerWeights.curve`, the first two as they are trained
+    still: StillForm | None = None  # None: all layers turn heads
     has_long_angles: bool = False  # longrope was tried on it
     windows: WindowForm | None = None  # None: all layers see all positions
-    has_window_angles: bool = False  # layers with windows turn heads by angles of their own
+    window_angles: WindowAngles | None = None  # layers with windows turn heads by angles of their own
+    growth_key: str | None = None  # among the angles: how queries grow with their positions
     has_sinks: bool = False
     is_parallel: bool = False  # products read what attention reads
     experts: ExpertForm | None = None
@@ -72,7 +89,11 @@ class Form:
         roles = (role for role in LINEARS if role != "gate" or self.has_gates)
         return {role: self.names.get(role, LINEARS[role]) for role in roles}
 
-    @property
-    def head_norms(self) -> dict[str, str]:
-        """The names of norms of queries and keys by their roles."""
-        return {role: self.names.get(role, part) for role, part in HEAD_NORMS.items() if self.has_head_norms}
+    def norm_tensors(self, part: str) -> list[str]:
+        """The tensors of a norm of rows."""
+        return [f"{part}.weight", *([f"{part}.bias"] if self.norm_form == NormForm.SHIFTED else [])]
+
+    def head_norms(self, config: Mapping[str, Any]) -> dict[str, str]:
+        """The names of norms of queries and keys by their roles. Raises KeyError where the config does not say them."""
+        has_norms = config[self.head_norms_key] if self.head_norms_key else self.has_head_norms
+        return {role: self.names.get(role, part) for role, part in HEAD_NORMS.items() if has_norms}

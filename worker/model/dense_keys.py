@@ -10,21 +10,9 @@ from typing import Any
 from swiftbatch.worker.model.dense_forms import Form
 from swiftbatch.worker.model.dense_kinds import KINDS
 from swiftbatch.worker.model.kinds import KERNELS_LACK
-from swiftbatch.worker.model.layer_windows import (
-    IS_WINDOWED,
-    by_layer_types,
-    by_layer_types_if_said,
-    by_layer_types_or_pattern,
-    where_switched_on,
-)
+from swiftbatch.worker.model.layer_windows import IS_WINDOWED, TypesOrPattern, looks_at_types
+from swiftbatch.worker.model.still_layers import by_no_rope_layers
 
-WINDOW_ANGLE_KEYS = {"rope_local_base_freq", "sliding_window_pattern", "_sliding_window_pattern"}
-BY_LAYER = (
-    by_layer_types,
-    by_layer_types_if_said,
-    by_layer_types_or_pattern,
-    where_switched_on,
-)  # which look at `layer_types`
 SIZES = {
     "num_hidden_layers",
     "hidden_size",
@@ -47,6 +35,7 @@ ONE_MEANING: dict[str, tuple[Any, ...]] = {  # a key that changes the forward, a
     "attn_logit_softcapping": (None,),
     "final_logit_softcapping": (None,),
     "is_causal": (True,),
+    "rotary_pct": (1.0,),
 }
 NO_WINDOWS: dict[str, tuple[Any, ...]] = {"sliding_window": (None,), "use_sliding_window": (False,)}  # as above
 STILL_KEYS = {"no_rope_layers", "no_rope_layer_interval"}  # the latter is used where the former is not said
@@ -72,6 +61,8 @@ SAID_ELSEWHERE = {  # numbers of training, of generation, of towers beside the t
     "attention_out_bias",
     "chunk_size_feed_forward",
     "embd_pdrop",
+    "embedding_dropout",
+    "hidden_dropout",
     "initializer_range",
     "layer_types",
     "max_position_embeddings",
@@ -91,13 +82,13 @@ def what_is_not_understood(config: dict[str, Any]) -> str | None:
     if kind not in KINDS:
         return KERNELS_LACK.get(str(kind), "its layers are of another form")
     form = KINDS[str(kind)]
-    known = {name for name, is_windowed in IS_WINDOWED.items() if form.windows in BY_LAYER or not is_windowed}
+    known = {name for name, is_windowed in IS_WINDOWED.items() if looks_at_types(form.windows) or not is_windowed}
     if others := set(map(str, config.get("layer_types") or ())) - known:
         return f"its layers have {', '.join(sorted(others))}"
     one_meaning = ONE_MEANING | dict(form.one_meaning) | ({} if form.windows else NO_WINDOWS)
     one_meaning |= {} if form.experts is None else dict(form.experts.one_meaning)
     for key, value in config.items():
-        if key in one_meaning and value not in one_meaning[key]:
+        if key in one_meaning and value not in one_meaning[key] and key not in form.caps.values():
             return f"its {key} is {value!r}"
     if unsaid := sorted(key for key in form.one_meaning if key not in config):
         return f"its {unsaid[0]} is left to a default"
@@ -116,10 +107,11 @@ def _may_matter(key: str, value: Any, form: Form) -> bool:
     tools.
     """
     known = SIZES | set(ONE_MEANING | NO_WINDOWS) | SAID_ELSEWHERE
-    known |= {form.intermediate_key, form.epsilon_key, *form.one_meaning, *form.scales.values()}
+    known |= {form.intermediate_key, form.epsilon_key, *form.one_meaning, *form.scales.values(), *form.caps.values()}
     known |= set() if form.experts is None else form.experts.known_keys()
-    known |= STILL_KEYS if form.has_still_layers else set()
-    known |= WINDOW_ANGLE_KEYS if form.has_window_angles else set()
+    known |= STILL_KEYS if form.still is by_no_rope_layers else set()
+    known |= {form.windows.key or ""} if isinstance(form.windows, TypesOrPattern) else set()
+    known |= {form.window_angles.windowed_key or ""} if form.window_angles else set()
     if key in known or key.endswith(("_token_id", "_token_ids")) or key.startswith(form.unused or ("\0",)):
         return False
     numbers = value if isinstance(value, list) else [value]

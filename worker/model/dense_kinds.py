@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from swiftbatch.worker.kernels.forms import Activation, NormForm
-from swiftbatch.worker.model.dense_forms import ACTIVATIONS, ALWAYS, AROUND, AROUND_PARTS, BEHIND, Form
+from swiftbatch.worker.model.dense_forms import ACTIVATIONS, ALWAYS, AROUND, AROUND_PARTS, BEHIND, Form, WindowAngles
 from swiftbatch.worker.model.expert_kinds import EXPERT_KINDS
 from swiftbatch.worker.model.layer_windows import (
+    TypesOrPattern,
     by_layer_types,
-    by_layer_types_or_pattern,
     in_all_layers,
     in_all_layers_if_said,
     where_switched_on,
 )
+from swiftbatch.worker.model.still_layers import by_no_rope_layers, without_windows, without_windows_if_said
 
 FUSED_QUERIES = dict.fromkeys(("query", "key", "value"), "self_attn.qkv_proj")
 FUSED_GATES = dict.fromkeys(("gate", "up"), "mlp.gate_up_proj")
@@ -24,24 +27,47 @@ HUNYUAN_UNUSED = (
     *("mask_init_id", "moe_", "num_experts", "num_media_embeds", "num_shared_expert", "org_vocab_size", "pad_id"),
     *("routed_scaling_factor", "sep_id", "text_", "video_", "vit_"),
 )
+GEMMA_CAPS = {"scores": "attn_logit_softcapping", "logits": "final_logit_softcapping"}
+OLMO2 = Form(
+    "attention_bias",
+    "attention_bias",
+    has_head_norms=True,
+    joins_heads=True,
+    norms=BEHIND,
+    norm_form=NormForm.ONCE,
+    rounds_angles=False,
+)
+COHERE = Form(
+    "attention_bias",
+    "attention_bias",
+    is_interleaved=True,
+    norms={"input_norm": "input_layernorm"},
+    norm_form=NormForm.CENTRED,
+    is_parallel=True,
+    epsilon_key="layer_norm_eps",
+    scales={"logits_factor": "logit_scale"},
+)
 KINDS: dict[str, Form] = {
-    "arcee": Form(*IN_ALL, has_gates=False),
-    "cohere": Form(
+    "apertus": Form(
         "attention_bias",
         "attention_bias",
-        is_interleaved=True,
-        norms={"input_norm": "input_layernorm"},
-        norm_form=NormForm.CENTRED,
-        is_parallel=True,
-        epsilon_key="layer_norm_eps",
-        scales={"logits_factor": "logit_scale"},
-        one_meaning={"use_qk_norm": (False, None)},
-        unused=("model_max_length",),
+        has_head_norms=True,
+        norms={"input_norm": "attention_layernorm", "mlp_norm": "feedforward_layernorm"},
+        activations={"xielu": Activation.XIELU},
+        has_gates=False,
+        curve=tuple(f"mlp.act_fn.{name}" for name in ("alpha_p", "alpha_n", "beta", "eps")),
     ),
+    "arcee": Form(*IN_ALL, has_gates=False),
+    "cohere": replace(COHERE, head_norms_key="use_qk_norm", head_norms_differ=True, unused=("model_max_length",)),
+    "cohere2": replace(COHERE, windows=TypesOrPattern(4), still=without_windows, unused=("layer_switch",)),
     "ernie4_5": Form("use_bias", "use_bias", "use_bias", is_interleaved=True),
     "cwm": Form(mlp_bias="mlp_bias", windows=by_layer_types),
     "exaone4": Form(
-        has_head_norms=True, norms=BEHIND, one_meaning={"sliding_window": (None,)}, unused=("sliding_window_pattern",)
+        has_head_norms=True,
+        norms=BEHIND,
+        windows=by_layer_types,
+        still=without_windows_if_said,
+        unused=("sliding_window_pattern",),
     ),
     "gemma": Form(
         "attention_bias",
@@ -49,6 +75,18 @@ KINDS: dict[str, Form] = {
         norm_form=NormForm.ONE_MORE,
         activations={**ACTIVATIONS, "gelu": Activation.GELU_TANH},
         scales_by_width=True,
+    ),
+    "gemma2": Form(
+        "attention_bias",
+        "attention_bias",
+        norms=AROUND_PARTS,
+        norm_form=NormForm.ONE_MORE,
+        activation_key="hidden_activation",
+        scales_by_width=True,
+        scales={"score_width": "query_pre_attn_scalar"},
+        caps=GEMMA_CAPS,
+        windows=TypesOrPattern(2, None),
+        unused=("sliding_window_size",),
     ),
     "gemma3_text": Form(
         "attention_bias",
@@ -59,8 +97,10 @@ KINDS: dict[str, Form] = {
         activation_key="hidden_activation",
         scales_by_width=True,
         scales={"score_width": "query_pre_attn_scalar"},
-        windows=by_layer_types_or_pattern,
-        has_window_angles=True,
+        caps=GEMMA_CAPS,
+        windows=TypesOrPattern(6),
+        window_angles=WindowAngles(1e6, 1e4, "rope_local_base_freq"),
+        unused=("_sliding_window_pattern",),
     ),
     "glm": Form("attention_bias", is_interleaved=True, turned_share=0.5, names=FUSED_GATES),
     "glm4": Form("attention_bias", is_interleaved=True, turned_share=0.5, names=FUSED_GATES, norms=AROUND),
@@ -85,16 +125,10 @@ KINDS: dict[str, Form] = {
     ),
     "llama": Form(*IN_ALL),
     "ministral": Form(windows=by_layer_types),
+    "ministral3": Form(windows=in_all_layers_if_said, growth_key="llama_4_scaling_beta"),
     "mistral": Form(windows=in_all_layers),
-    "olmo2": Form(
-        "attention_bias",
-        "attention_bias",
-        has_head_norms=True,
-        joins_heads=True,
-        norms=BEHIND,
-        norm_form=NormForm.ONCE,
-        rounds_angles=False,
-    ),
+    "olmo2": OLMO2,
+    "olmo3": replace(OLMO2, windows=TypesOrPattern(4, None), window_angles=WindowAngles(5e5, 5e5)),
     "phi3": Form(
         turned_share=1.0,
         names=FUSED_QUERIES | FUSED_GATES,
@@ -105,5 +139,16 @@ KINDS: dict[str, Form] = {
     "qwen2": Form(ALWAYS, windows=where_switched_on),
     "qwen3": Form("attention_bias", "attention_bias", has_head_norms=True, windows=where_switched_on),
     "seed_oss": Form("attention_bias", "attention_out_bias", "mlp_bias"),
-    "smollm3": Form(*IN_ALL, has_still_layers=True),
+    "starcoder2": Form(
+        "use_bias",
+        "use_bias",
+        "use_bias",
+        names={"up": "mlp.c_fc", "down": "mlp.c_proj"},
+        norm_form=NormForm.SHIFTED,
+        has_gates=False,
+        windows=in_all_layers_if_said,
+        epsilon_key="norm_epsilon",
+        unused=("layer_norm_epsilon",),
+    ),
+    "smollm3": Form(*IN_ALL, still=by_no_rope_layers),
 } | EXPERT_KINDS

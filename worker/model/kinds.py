@@ -61,20 +61,14 @@ SUPPORTED_KINDS = (
 )
 
 KERNELS_LACK = {  # what keeps kinds that run here from our kernels, which then attend at most
-    "apertus": "its activation is xIELU",
-    "cohere2": "its norms subtract means",
     "deepseek_v2": "its layers have experts, and latent keys and values",
     "deepseek_v3": "its layers have experts, and latent keys and values",
-    "gemma2": "its scores have soft caps, and its layers norms behind them",
     "glm4_moe_lite": "its layers have experts, and latent keys and values",
     "gpt_neox": "its norms subtract means, and its layers attend and feed forward side by side",
     "llama4_text": "its layers have experts and chunks",
-    "ministral3": "its queries are scaled by their positions",
     "olmo": "its norms have no weights, and subtract means",
-    "olmo3": "its norms stand behind its layers",
     "phimoe": "its router is a sparse mixer, and its norms subtract means",
     "phi": "its norms subtract means, and its layers attend and feed forward side by side",
-    "starcoder2": "its norms subtract means",
 }
 RECURRENT_KINDS = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")  # whose gated delta nets run here
 KERNELS_LACK |= dict.fromkeys(RECURRENT_KINDS, "three of four layers are gated delta nets")

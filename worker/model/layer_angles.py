@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from swiftbatch.worker.kernels.frequencies import Rotary, rotary_of
+from swiftbatch.worker.kernels.frequencies import QueryGrowth, Rotary, rotary_of
 from swiftbatch.worker.model.config_numbers import number_of
-from swiftbatch.worker.model.dense_forms import Form
+from swiftbatch.worker.model.dense_forms import Form, WindowAngles
 from swiftbatch.worker.model.dense_kinds import KINDS
-
-THETAS = {"full_attention": 1e6, "sliding_attention": 1e4}  # where a config of Gemma 3 says none
 
 
 def num_turned_of(config: dict[str, Any], form: Form, head_dim: int) -> int:
@@ -26,38 +25,54 @@ def num_turned_of(config: dict[str, Any], form: Form, head_dim: int) -> int:
 
 def _angles(config: dict[str, Any], layers: str = "full_attention") -> dict[str, Any]:
     """The config's words about the angles of some layers, with their base."""
-    if KINDS[config["model_type"]].has_window_angles:
-        return _angles_by_type(config, layers)
+    if own := KINDS[config["model_type"]].window_angles:
+        return _angles_by_type(config, own, layers)
     said = config.get("rope_scaling") or config.get("rope_parameters") or {"rope_type": "default"}
     return {"rope_theta": config["rope_theta"]} | said if "rope_theta" in config else dict(said)
 
 
-def _angles_by_type(config: dict[str, Any], layers: str) -> dict[str, Any]:
+def _angles_by_type(config: dict[str, Any], own: WindowAngles, layers: str) -> dict[str, Any]:
     """The words about one type of layers: named by it, or in keys of their own. Only layers without windows stretch."""
     parameters = config.get("rope_parameters") or {}
     if isinstance(parameters.get(layers), dict):
-        own: dict[str, Any] = parameters[layers]
-        return {"rope_theta": THETAS[layers]} | own
+        words: dict[str, Any] = parameters[layers]
+        return {"rope_theta": own.theta(layers)} | words
     if parameters:
         raise ValueError("its rope_parameters do not tell of each type of layers")
     if layers == "sliding_attention":
-        return {"rope_type": "default", "rope_theta": config.get("rope_local_base_freq", THETAS[layers])}
+        return {"rope_type": "default", "rope_theta": config.get(own.windowed_key or "", own.windowed)}
     said: dict[str, Any] = config.get("rope_scaling") or {"rope_type": "default"}
-    return {"rope_theta": config.get("rope_theta", THETAS[layers])} | said
+    return {"rope_theta": config.get("rope_theta", own.full)} | said
 
 
-def window_rotary(config: dict[str, Any], head_dim: int) -> Rotary:
-    """Read the angles of layers that have windows. Raises KeyError, TypeError or ValueError as `own_rotary` does."""
-    return rotary_of(_angles(config, "sliding_attention"), head_dim, is_strict=True)
+def window_rotary(config: dict[str, Any], form: Form, head_dim: int) -> Rotary | None:
+    """Read the angles of layers that have windows; None where all layers turn alike. Raises as `own_rotary` does."""
+    if form.window_angles is None:
+        return None
+    rotary = rotary_of(_angles(config, "sliding_attention"), head_dim, is_strict=True)
+    return replace(rotary, is_rounded=form.rounds_angles)
 
 
-def own_rotary(config: dict[str, Any], head_dim: int, num_turned: int) -> Rotary:
+def own_rotary(config: dict[str, Any], form: Form, head_dim: int, num_turned: int) -> Rotary:
     """Read the angles. Raises KeyError, TypeError or ValueError for those left to a default, or none of ours."""
-    said = {name: value for name, value in _angles(config).items() if name != "partial_rotary_factor"}
+    beside = {"partial_rotary_factor", form.growth_key, "max_position_embeddings" if form.growth_key else None}
+    said = {name: value for name, value in _angles(config).items() if name not in beside}
     if "longrope" in (said.get("rope_type"), said.get("type")):
         said = _long_angles(said, config)
     rotary = rotary_of(said, num_turned, is_strict=True)
+    rotary = replace(rotary, is_rounded=form.rounds_angles, growth=_growth(config, form))
     return rotary if num_turned == head_dim else rotary.beside_still(head_dim // 2)
+
+
+def _growth(config: dict[str, Any], form: Form) -> QueryGrowth | None:
+    """How queries grow. Raises KeyError or ValueError."""
+    if form.growth_key is None:
+        return None
+    said = _angles(config)
+    length = number_of(said, "original_max_position_embeddings")
+    if not length.is_integer():
+        raise ValueError(f"its original_max_position_embeddings is {length}")
+    return QueryGrowth(number_of(said, form.growth_key), int(length))
 
 
 def _long_angles(said: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
@@ -68,11 +83,3 @@ def _long_angles(said: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]
     said = {"factor": most / original} | {name: value for name, value in said.items() if name != "type"}
     # what stands beside the angles counts before what stands among them
     return said | {"rope_type": "longrope", "original_max_position_embeddings": original}
-
-
-def still_layers(config: dict[str, Any]) -> frozenset[int]:
-    """The layers that turn no heads. Raises KeyError or ValueError where the config does not tell them one by one."""
-    turns = config["no_rope_layers"]
-    if not isinstance(turns, list) or len(turns) != config["num_hidden_layers"] or set(turns) - {0, 1}:
-        raise ValueError("its no_rope_layers do not tell of each layer")
-    return frozenset(number for number, is_turned in enumerate(turns) if not is_turned)

@@ -159,7 +159,7 @@ static vec least(vec a, vec b) {
 }
 
 static vec gated(const grouped_job *job, vec gate, vec up) {
-    if (job->gate_limit == 0.0f) return vec_mul(rounded(job->rounds, activated(job->activation, gate)), up);
+    if (job->gate_limit == 0.0f) return vec_mul(rounded(job->rounds, activated(job->activation, NULL, gate)), up);
     vec limit = vec_set(job->gate_limit);
     gate = least(gate, limit);
     up = vec_max(least(up, limit), vec_set(-job->gate_limit));
