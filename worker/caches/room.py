@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from swiftbatch.jobs.errors import UserError
+from swiftbatch.worker.kernels.sizes import BLOCK
 from swiftbatch.worker.model.kinds import RECURRENT
 
 MEMORY = "the memory of this machine"
 GB = 1e9
 MAX_TREE_NODES = 127  # which every full cache has room for behind its positions
+NUM_STEPS = 2 * BLOCK + MAX_TREE_NODES + 1  # of a layer with a state, behind a boundary: two blocks, a root, a tree
 OWN_GROUP = Path("/sys/fs/cgroup")  # a container's own, as it sees it
 ITEM_SIZES = {"bfloat16": 2, "float32": 4}
 

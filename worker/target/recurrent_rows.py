@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn.functional import pad, silu, softplus
 
 from swiftbatch.worker.caches.full import RecurrentShape
-from swiftbatch.worker.caches.recurrent import RecurrentCache, RecurrentLayer
+from swiftbatch.worker.caches.recurrent import RecurrentCache
+from swiftbatch.worker.caches.recurrent_layer import RecurrentLayer
 from swiftbatch.worker.kernels.sizes import TILE_ROWS
 from swiftbatch.worker.model.causal_lm import decoder_of
 from swiftbatch.worker.model.layer_needs import recurrent_layers
