@@ -21,7 +21,7 @@ from swiftbatch.scheduler.runs.job_files import read_job_files
 from swiftbatch.scheduler.runs.job_records import make_records
 from swiftbatch.scheduler.runs.manifest import computation_of, kept_or_new_manifest, with_markers, with_model
 from swiftbatch.scheduler.runs.settings import Settings
-from swiftbatch.worker.caches.room import KVRoom, bytes_per_position, check_folder, place_of_caches
+from swiftbatch.worker.caches.room import KVRoom, bytes_per_position, check_folder, place_of_caches, state_bytes
 from swiftbatch.worker.model.files import ModelFiles, locate_model, read_config
 from swiftbatch.worker.model.text import TextCodec
 
@@ -108,8 +108,11 @@ def kv_room(manifest: RunManifest, files: ModelFiles, settings: Settings) -> KVR
     kv_offload = computation_of(manifest, settings).kv_offload
     check_folder(kv_offload)
     place = place_of_caches(manifest.device, kv_offload)
-    num_bytes = bytes_per_position(read_config(files.name, files.path), manifest.dtype)
-    return None if place is None or num_bytes is None else KVRoom(place, num_bytes)
+    config = read_config(files.name, files.path)
+    num_bytes = bytes_per_position(config, manifest.dtype)
+    if place is None or num_bytes is None:
+        return None
+    return KVRoom(place, num_bytes, state_bytes(config, manifest.dtype))
 
 
 def _without_changed(run: Run, records: list[JobRecord]) -> tuple[list[JobRecord], list[Reject]]:

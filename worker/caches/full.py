@@ -15,31 +15,9 @@ from numpy.typing import NDArray
 from swiftbatch.jobs.checkpoints.state_file import LayerStates
 from swiftbatch.worker.caches.huge_pages import ask_for_huge_pages
 from swiftbatch.worker.caches.room import MAX_TREE_NODES as MAX_TREE_NODES
-from swiftbatch.worker.caches.room import NUM_STEPS
+from swiftbatch.worker.caches.room import state_bytes_of
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights
-
-
-@dataclass(frozen=True)
-class RecurrentShape:
-    """Sizes of the recurrent layers of a model; without heads they are convolutions alone."""
-
-    num_layers: int
-    num_heads: int  # of values
-    num_key_heads: int
-    key_dim: int
-    value_dim: int
-    num_channels: int  # of the convolution in front
-    conv_width: int
-
-    @property
-    def state_bytes(self) -> int:
-        """The bytes of all layers' states, in float32."""
-        return 4 * self.num_layers * self.num_heads * self.key_dim * self.value_dim
-
-    def step_bytes(self, item_size: int) -> int:
-        """The bytes that a position leaves in all layers until it is behind the boundary."""
-        numbers = self.num_key_heads * self.key_dim + self.num_heads * (self.value_dim + 1)
-        return self.num_layers * (4 * numbers + item_size * self.num_channels)
+from swiftbatch.worker.model.recurrent_sizes import RecurrentShape
 
 
 @dataclass(frozen=True)
@@ -66,17 +44,13 @@ class CacheShape:
 
     def state_bytes(self) -> int:
         """The bytes of a sequence whatever its length: of layers that have a state in place of keys and values."""
-        if self.recurrent is None:
-            return 0
-        return 2 * self.recurrent.state_bytes + NUM_STEPS * self.recurrent.step_bytes(self.dtype.itemsize)
+        return 0 if self.recurrent is None else state_bytes_of(self.recurrent, self.dtype.itemsize)
 
     def checkpointed_state_bytes(self) -> int:
         """The bytes of the states that a checkpoint holds."""
         if self.recurrent is None:
             return 0
-        num_before = self.recurrent.conv_width - 1
-        inputs = num_before * self.recurrent.num_channels * self.dtype.itemsize * self.recurrent.num_layers
-        return self.recurrent.state_bytes + inputs
+        return self.recurrent.checkpoint_bytes(self.dtype.itemsize)
 
     def bytes_per_position(self) -> int:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize

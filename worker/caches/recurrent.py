@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from swiftbatch.jobs.checkpoints.state_file import LayerStates
-from swiftbatch.worker.caches.full import CacheShape, CacheSource, FullKVCache, RecurrentShape
+from swiftbatch.worker.caches.full import CacheShape, CacheSource, FullKVCache
 from swiftbatch.worker.caches.kept_states import KeptStates
 from swiftbatch.worker.caches.recurrent_layer import LayerState, RecurrentLayer
 from swiftbatch.worker.caches.room import NUM_STEPS as NUM_STEPS
 from swiftbatch.worker.kernels.sizes import BLOCK
+from swiftbatch.worker.model.recurrent_sizes import RecurrentShape
 
 
 class RecurrentCache(FullKVCache):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from swiftbatch.jobs.checkpoints.state_file import State
-from swiftbatch.worker.caches.full import RecurrentShape
 from swiftbatch.worker.caches.room import NUM_STEPS
+from swiftbatch.worker.model.recurrent_sizes import RecurrentShape
 
 
 @dataclass(frozen=True)

@@ -35,11 +35,11 @@ pytestmark = pytest.mark.long
 
 BOOK = "the quick brown fox jumps over the lazy dog. " * 16
 JOB = record("fox", 60, prompt=BOOK)
-LOOPING = {  # a loop of 70 tokens, which begins in front of the last boundary but one
+LOOPING = {  # a loop of 90 tokens, which begins in front of the boundary of the cache
     "repetition_penalty": 1.0,
-    "logit_bias": {"17": 13},
-    "seed": 3,
-    "repetition_detection": {"max_pattern_size": 1, "min_count": 70, "action": "rewind", "max_rewinds": 2},
+    "logit_bias": {"17": 16},
+    "seed": 2,
+    "repetition_detection": {"max_pattern_size": 1, "min_count": 90, "action": "rewind", "max_rewinds": 2},
 }
 
 
@@ -79,6 +79,17 @@ def test_a_job_goes_on_from_the_states_at_a_boundary_and_reads_only_what_lies_be
     assert resume["num_loaded_positions"] % 64 == 0
     assert resume["num_loaded_positions"] >= 64
     assert worker.engine.counters.num_read_tokens < 2 * 64 + 1
+
+
+@pytest.mark.parametrize("kind", ["lfm2", "nemotron_h"])
+def test_states_of_other_forms_are_loaded_as_well(tmp_path: Path, kind: str) -> None:
+    model = save_recurrent_model(tmp_path / "model", kind)
+    undisturbed = undisturbed_digest(tmp_path / "undisturbed", model, JOB)
+    run = preempted(tmp_path / "run", model)
+    worker = session(run, model)
+    to_the_end(worker, claimed(run, JOB))
+    assert digest(run, JOB) == undisturbed
+    assert worker.engine.counters.num_resumes == {"kv": 1}
 
 
 @pytest.mark.parametrize("name", ["states-*.arrow", "kv-0-*.arrow"])
