@@ -10,6 +10,7 @@ from torch import Tensor
 
 from swiftbatch.jobs.checkpoints.state_file import State
 from swiftbatch.worker.caches.room import NUM_STEPS
+from swiftbatch.worker.kernels.recurrence import are_known_states, folding_team, native_fold
 from swiftbatch.worker.model.recurrent_sizes import RecurrentShape
 
 
@@ -29,6 +30,8 @@ class RecurrentLayer:
     """
 
     def __init__(self, shape: RecurrentShape, dtype: torch.dtype, device: torch.device) -> None:
+        is_known = device.type == "cpu" and are_known_states(shape.num_heads, shape.value_dim)
+        self._team = folding_team() if is_known else None
         self._group = shape.num_heads // max(1, shape.num_key_heads)
         self._num_before = shape.conv_width - 1  # inputs in front of the boundary
         state = (shape.num_heads, shape.key_dim, shape.value_dim)
@@ -47,9 +50,9 @@ class RecurrentLayer:
         start = first + self._num_before
         self.inputs[start : start + len(inputs)] = inputs
 
-    def write(self, step: int, key: Tensor, update: Tensor, decay: Tensor) -> None:
-        """Keep a step: `[num_key_heads, key_dim]`, `[num_heads, value_dim]`, `[num_heads]`, all float32."""
-        self.keys[step], self.updates[step], self.decays[step] = key, update, decay
+    def write(self, steps: list[int], keys: Tensor, updates: Tensor, decays: Tensor) -> None:
+        """Keep steps: `[n, num_key_heads, key_dim]`, `[n, num_heads, value_dim]`, `[n, num_heads]`, all float32."""
+        self.keys[steps], self.updates[steps], self.decays[steps] = keys, updates, decays
 
     def heads_of(self, keys: Tensor) -> Tensor:
         """Keys of the value heads, `[num_heads, key_dim]`."""
@@ -57,6 +60,8 @@ class RecurrentLayer:
 
     def folded(self, state: Tensor, steps: list[int]) -> Tensor:
         """A state behind some more steps, in memory of its own if there are any."""
+        if steps and self._team is not None:
+            return native_fold(self._team, state, self.keys[steps], self.updates[steps], self.decays[steps])
         for step in steps:
             state = state * self.decays[step][:, None, None]
             state = state + self.heads_of(self.keys[step])[:, :, None] * self.updates[step][:, None]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
+from swiftbatch.worker.kernels.recurrence import Steps
 from swiftbatch.worker.model.recurrent_sizes import RecurrentShape
 from swiftbatch.worker.target.mixers import Projected, StateWalk, in_whole_tiles
 
@@ -57,12 +57,8 @@ class DeltaNet:
         (normed_queries,) = in_whole_tiles(_of_length_one, queries.unflatten(-1, (-1, net.head_k_dim)))
         (normed_keys,) = in_whole_tiles(_of_length_one, keys.unflatten(-1, (-1, net.head_k_dim)))
         heads = values.float().unflatten(-1, (-1, net.head_v_dim))
-        rows = zip(normed_queries / net.head_k_dim**0.5, normed_keys, heads, betas, decays, strict=True)
-        found = [
-            walk.step(query, key, decay, functools.partial(_corrected, value, beta))
-            for query, key, value, beta, decay in rows
-        ]
-        return torch.stack(found).to(projected.inputs.dtype)
+        found = walk.take(Steps(normed_queries / net.head_k_dim**0.5, normed_keys, heads, decays, betas))
+        return found.to(projected.inputs.dtype)
 
     def output(self, mixed: Tensor, gates: Tensor) -> Tensor:
         normed = self._net.norm(mixed.flatten(0, 1), gates.flatten(0, 1))
@@ -72,11 +68,6 @@ class DeltaNet:
     def _betas_and_decays(self, b: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
         rate = -self._net.A_log.float().exp() * softplus(a.float() + self._net.dt_bias)
         return b.sigmoid().float(), rate.exp()
-
-
-def _corrected(value: Tensor, beta: Tensor, state: Tensor, keys: Tensor) -> Tensor:
-    """The delta rule: a share of what the state lacks of a value."""
-    return (value - (state * keys).sum(dim=1)) * beta[:, None]
 
 
 def _of_length_one(heads: Tensor) -> tuple[Tensor]:

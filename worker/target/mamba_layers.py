@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
+from swiftbatch.worker.kernels.recurrence import Steps
 from swiftbatch.worker.model.recurrent_sizes import RecurrentShape
 from swiftbatch.worker.target.mixers import Projected, StateWalk, in_whole_tiles
 
@@ -46,10 +46,9 @@ class MambaLayer:
         width = net.n_groups * net.ssm_state_size
         values, keys, queries = convolved.split([net.intermediate_size, width, width], dim=-1)
         heads = values.unflatten(-1, (-1, net.head_dim))
-        groups = (each.unflatten(-1, (-1, net.ssm_state_size)) for each in (queries, keys))
-        rows = zip(*groups, heads * steps[..., None], decays, strict=True)
-        found = [walk.step(query, key, decay, lambda *_, u=update: u) for query, key, update, decay in rows]
-        mixed: Tensor = torch.stack(found) + net.D.float()[:, None] * heads
+        queries, keys = (each.unflatten(-1, (-1, net.ssm_state_size)) for each in (queries, keys))
+        found = walk.take(Steps(queries, keys, heads * steps[..., None], decays))
+        mixed: Tensor = found + net.D.float()[:, None] * heads
         return mixed.flatten(1)
 
     def output(self, mixed: Tensor, gates: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -11,7 +12,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from swiftbatch.worker.caches.recurrent_layer import RecurrentLayer
+from swiftbatch.worker.kernels.recurrence import Steps, native_steps
 from swiftbatch.worker.kernels.sizes import TILE_ROWS
+from swiftbatch.worker.kernels.team import Team
 from swiftbatch.worker.model.recurrent_sizes import RecurrentShape
 
 
@@ -47,25 +50,47 @@ class Mixer(Protocol):
 class StateWalk:
     """Goes through the rows of a sequence in order; the states of those that others may follow are at hand."""
 
-    def __init__(self, layer: RecurrentLayer, paths: list[list[int]], root: int, first: int) -> None:
-        """`root` is the step behind the committed ones, `first` that of the first row."""
-        self._layer, self._paths, self._root, self._first = layer, paths, root, first
-        self._states: list[Tensor] = []
+    def __init__(
+        self, layer: RecurrentLayer, paths: list[list[int]], root: int, first: int, team: Team | None = None
+    ) -> None:
+        """`root` is the step behind the committed ones, `first` that of the first row; `team` runs the kernels."""
+        self._layer, self._paths, self._root, self._first, self._team = layer, paths, root, first, team
 
-    def step(self, query: Tensor, key: Tensor, decay: Tensor, update_of: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """Take the next row's step, keep it, and read what its query finds: `[num_heads, value_dim]` float32.
-
-        `update_of` gives the update from the decayed state and the keys of its heads, `[num_heads, key_dim, 1]`.
-        """
-        path = self._paths[len(self._states)]
-        keys = self._layer.heads_of(key)[:, :, None]
-        state = self._before(path) * decay[:, None, None]
-        update = update_of(state, keys)
-        state = state + keys * update[:, None]
-        self._layer.write(path[-1], key, update, decay)
-        self._states.append(state)
-        found: Tensor = (state * self._layer.heads_of(query)[:, :, None]).sum(dim=1)
+    def take(self, steps: Steps) -> Tensor:
+        """Take the rows' steps, keep them, and read what queries find: `[num_rows, num_heads, value_dim]` float32."""
+        states, parents = self._beginnings()
+        run = self._in_torch if self._team is None else functools.partial(native_steps, self._team)
+        updates, found = run(steps, states, parents)
+        self._layer.write([path[-1] for path in self._paths], steps.keys, updates, steps.decays)
         return found
+
+    def _beginnings(self) -> tuple[list[Tensor], list[int]]:
+        """The states that rows go on from, and for each row one of them, `-1 - number`, or an earlier row."""
+        states, parents = [self._layer.state], []
+        for path in self._paths:
+            open_steps = [step for step in path[:-1] if step >= self._root]
+            if not open_steps:
+                parents.append(-1)
+            elif open_steps[-1] >= self._first:
+                parents.append(open_steps[-1] - self._first)
+            else:  # an earlier forward had the parent
+                states.append(self._layer.folded(self._layer.state, open_steps))
+                parents.append(-len(states))
+        return states, parents
+
+    def _in_torch(self, steps: Steps, states: list[Tensor], parents: list[int]) -> tuple[Tensor, Tensor]:
+        own: list[Tensor] = []
+        updates, found = [], []
+        for row, parent in enumerate(parents):
+            before = own[parent] if parent >= 0 else states[-1 - parent]
+            state = before * steps.decays[row][:, None, None]
+            keys, update = self._layer.heads_of(steps.keys[row])[:, :, None], steps.values[row]
+            if steps.betas is not None:  # the delta rule: a share of what the state lacks of a value
+                update = (update - (state * keys).sum(dim=1)) * steps.betas[row][:, None]
+            own.append(state + keys * update[:, None])
+            updates.append(update)
+            found.append((own[row] * self._layer.heads_of(steps.queries[row])[:, :, None]).sum(dim=1))
+        return torch.stack(updates), torch.stack(found)
 
     def convolved(
         self, convolution: Any, dtype: torch.dtype, activation: Callable[[Tensor], Tensor] | None = None
@@ -86,15 +111,6 @@ class StateWalk:
             return (rounded if activation is None else activation(rounded),)
 
         return in_whole_tiles(convolve, self._layer.convolved(steps).float())[0]
-
-    def _before(self, path: list[int]) -> Tensor:
-        """The state that a row starts from: its parent's."""
-        open_steps = [step for step in path[:-1] if step >= self._root]
-        if not open_steps:
-            return self._layer.state
-        if open_steps[-1] >= self._first:
-            return self._states[open_steps[-1] - self._first]
-        return self._layer.folded(self._layer.state, open_steps)  # an earlier forward had the parent
 
 
 def in_whole_tiles(function: Any, *rows: Tensor) -> tuple[Tensor, ...]:

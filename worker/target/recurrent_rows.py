@@ -15,6 +15,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from swiftbatch.worker.caches.recurrent import RecurrentCache
+from swiftbatch.worker.kernels.instruction_sets import load_library
+from swiftbatch.worker.kernels.recurrence import are_known_states
+from swiftbatch.worker.kernels.team import Team, shared_team
 from swiftbatch.worker.model.causal_lm import decoder_of
 from swiftbatch.worker.model.layer_needs import attention_of, form_of, recurrent_layers
 from swiftbatch.worker.model.recurrent_sizes import RecurrentShape
@@ -32,22 +35,33 @@ MIXERS: dict[str, Callable[[Any], Mixer]] = {
 }
 
 
-def take_over_recurrent_layers(model: Any) -> RecurrentShape | None:
-    """Let the recurrent layers of a model run rows of caches; None where it has none."""
+def take_over_recurrent_layers(model: Any, variant: str | None = None) -> RecurrentShape | None:
+    """Let the recurrent layers of a model run rows of caches; None where it has none.
+
+    States that the kernels know run in those of an instruction set.
+    """
     nets = list(recurrent_layers(model).values())
     if not nets:
         return None
     mixers = [MIXERS[form_of(net)](net) for net in nets]
+    shape = mixers[0].shape(len(nets))
+    team = shared_team(load_library(variant), torch.get_num_threads()) if variant and runs_in_kernels(shape) else None
     for number, (net, mixer) in enumerate(zip(nets, mixers, strict=True)):
-        net.forward = functools.partial(_forward, mixer, number, net.forward)
+        net.forward = functools.partial(_forward, mixer, team, number, net.forward)
     attending = [part for layer in decoder_of(model).layers if (part := attention_of(layer)) is not None]
     for number, attention in enumerate(attending):
         attention.layer_idx = number  # of the layers that have keys and values
-    return mixers[0].shape(len(nets))
+    return shape
+
+
+def runs_in_kernels(shape: RecurrentShape) -> bool:
+    """Tell whether the kernels take a model's states."""
+    return are_known_states(shape.num_heads, shape.value_dim)
 
 
 def _forward(
     mixer: Mixer,
+    team: Team | None,
     number: int,
     otherwise: Callable[..., Tensor],
     hidden_states: Tensor,
@@ -65,7 +79,7 @@ def _forward(
     mixed, start = [], 0
     for group in row_groups:
         rows = slice(start, start + len(group))
-        mixed.append(_run_group(mixer, number, group.rows, projected.part(rows)))
+        mixed.append(_run_group(mixer, team, number, group.rows, projected.part(rows)))
         start = rows.stop
     whole = torch.cat(mixed)
     padding = hidden_states.shape[1] - len(whole)
@@ -73,14 +87,14 @@ def _forward(
     return mixer.output(whole, projected.gates)[None]
 
 
-def _run_group(mixer: Mixer, number: int, rows: SequenceRows, projected: Projected) -> Tensor:
+def _run_group(mixer: Mixer, team: Team | None, number: int, rows: SequenceRows, projected: Projected) -> Tensor:
     """The rows of one sequence through its state."""
     cache = rows.cache
     assert isinstance(cache, RecurrentCache)
     layer, paths = cache.recurrent[number], paths_of(rows, cache.boundary)
     first = rows.first_entry - cache.boundary
     layer.write_inputs(first, projected.inputs)
-    return mixer.mix(StateWalk(layer, paths, cache.length - cache.boundary, first), projected)
+    return mixer.mix(StateWalk(layer, paths, cache.length - cache.boundary, first, team), projected)
 
 
 def paths_of(rows: SequenceRows, boundary: int) -> list[list[int]]:

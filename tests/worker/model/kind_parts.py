@@ -84,7 +84,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "qwen3": ALL_WINDOWED,
     **{kind: RECURRENT for kind, form in RECURRENT_KINDS.items() if form == "gated delta nets"},
     "bamba": {**MAMBA, "attn_layer_indices": [1, 3]},
-    "falcon_h1": {**MAMBA, "mamba_d_ssm": 96, "ssm_multipliers": [0.9, 1.1, 1.2, 0.8, 0.7]},
+    "falcon_h1": {**MAMBA, "mamba_d_ssm": 192, "ssm_multipliers": [0.9, 1.1, 1.2, 0.8, 0.7]},
     "granitemoehybrid": {**MAMBA, "layer_types": ["mamba", "attention"] * 2, "shared_intermediate_size": 96},
     "lfm2": CONVOLUTIONS | {"block_ff_dim": 96, "block_auto_adjust_ff_dim": False},
     "lfm2_moe": CONVOLUTIONS | {"num_dense_layers": 1, "routed_scaling_factor": 1.0},
@@ -216,8 +216,8 @@ no place for, are refused, because `transformers` would fill gaps with random nu
 
 Gated delta nets (Qwen3-Next, Qwen3.5), Mamba-2 (Bamba, Falcon-H1, Granite 4 h, Nemotron-H) and short convolutions
 (LFM2) have one state per job in place of keys and values per position. Their rows are exact under drafts and in
-batches, too. They run in torch beside our attention, and engines with trained parts are refused. A Granite 4 without
-Mamba-2 layers runs in our kernels.
+batches, too. On a CPU our kernels take the steps of states, and torch convolves and multiplies; on a GPU all is in
+torch. Engines with trained parts are refused. A Granite 4 without Mamba-2 layers runs in our kernels.
 
 A job keeps its state in float32 at the end of its text and at a boundary of 64 positions one or two blocks back, with
 what each position since then has done to it. `swiftbatch inspect` says what that takes, and how many jobs fit: 959 MB

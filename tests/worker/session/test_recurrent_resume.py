@@ -35,11 +35,11 @@ pytestmark = pytest.mark.long
 
 BOOK = "the quick brown fox jumps over the lazy dog. " * 16
 JOB = record("fox", 60, prompt=BOOK)
-LOOPING = {  # a loop of 90 tokens, which begins in front of the boundary of the cache
+LOOPING = {  # loops of 80 tokens, the first of which begins in front of the boundary of the cache
     "repetition_penalty": 1.0,
     "logit_bias": {"17": 16},
-    "seed": 2,
-    "repetition_detection": {"max_pattern_size": 1, "min_count": 90, "action": "rewind", "max_rewinds": 2},
+    "seed": 3,
+    "repetition_detection": {"max_pattern_size": 1, "min_count": 80, "action": "rewind", "max_rewinds": 2},
 }
 
 

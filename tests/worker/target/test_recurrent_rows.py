@@ -16,6 +16,7 @@ from swiftbatch.worker.caches.recurrent import NUM_STEPS, RecurrentCache
 from swiftbatch.worker.drafters.catalogue import create_drafter
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 from swiftbatch.worker.exactness.probe import random_tree
+from swiftbatch.worker.kernels.instruction_sets import chosen_variant
 from swiftbatch.worker.kernels.sizes import BLOCK
 from swiftbatch.worker.model.kinds import RECURRENT_KINDS
 from swiftbatch.worker.target.step_costs import measure_step_costs
@@ -75,7 +76,21 @@ def path_to(tree: DraftTree, node: int) -> list[int]:
 @pytest.mark.long
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=() if kind in OFTEN else SLOW) for kind in RECURRENT_KINDS])
 def test_accepted_paths_of_trees_leave_the_states_of_plain_decoding(kind: str) -> None:
-    target, rng = tiny_target(kind), random.Random(1)
+    check_accepted_paths(tiny_target(kind))
+
+
+@pytest.mark.long
+@pytest.mark.skipif(chosen_variant() is None, reason="no kernels run here")
+@pytest.mark.parametrize("kind", ["falcon_h1", "qwen3_5_text"])
+def test_accepted_paths_leave_the_states_of_plain_decoding_in_our_kernels_too(kind: str) -> None:
+    torch.set_num_threads(1)
+    target = tiny_target(kind, torch.bfloat16, variant=chosen_variant())
+    assert target.forwards.numerics.endswith(" attention, native f32 1 states")
+    check_accepted_paths(target)
+
+
+def check_accepted_paths(target: TargetModel) -> None:
+    rng = random.Random(1)
     ours, plain = caches(target)
     for cache in (ours, plain):
         while cache.length < 2 * BLOCK - 20:
