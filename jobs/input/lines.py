@@ -25,8 +25,8 @@ from swiftbatch.jobs.input.forms import (
 from swiftbatch.jobs.input.reasons import reasons, shown
 from swiftbatch.jobs.input.request_fields import taken_apart
 from swiftbatch.jobs.job import CHAT, COMPLETIONS, Job, JobUrl
-from swiftbatch.jobs.repetition import RepetitionDetection
-from swiftbatch.jobs.sampling import SamplingParams, derive_seed
+from swiftbatch.jobs.repetition import RepetitionDetection, without_closing
+from swiftbatch.jobs.sampling import SamplingParams, ThinkingEnd, derive_seed
 
 Form = TypeVar("Form", bound=BaseModel)
 
@@ -51,16 +51,27 @@ class JobLine:
         """The endpoint that the line would be sent to."""
         return COMPLETIONS if self.messages is None else CHAT
 
-    def jobs(self, max_tokens: Sequence[int], loop_guard: RepetitionDetection | None = None) -> list[Job]:
+    def jobs(
+        self,
+        max_tokens: Sequence[int],
+        loop_guard: RepetitionDetection | None = None,
+        thinking_end: ThinkingEnd | None = None,
+    ) -> list[Job]:
         """The jobs of the line: all choices of its first prompt, or of its messages, then those of the next prompt.
 
-        `max_tokens` are those behind each prompt, or behind the messages; `loop_guard` is for a line that says nothing.
+        `max_tokens` are those behind each prompt, or behind the messages; the others are for a line that says nothing.
+        They close no thought of a line that asks for log-probabilities: the marker would have none.
         """
         prompts: Sequence[LinePrompt | None] = self.prompts if self.messages is None else [None]
         limited = [each for each in zip(prompts, max_tokens, strict=True) for _ in range(self.num_choices)]
         said: RepetitionDetection | None = self.sampling.get("repetition_detection")
         detection = loop_guard if said is None else said if said.is_on else None
-        sampling = {**self.sampling, "repetition_detection": detection}
+        said_end: ThinkingEnd | None = self.sampling.get("thinking_end") or thinking_end
+        if self.sampling.get("logprobs") is not None:
+            said_end = self.sampling.get("thinking_end")
+            detection = detection if said is not None or detection is None else without_closing(detection)
+        kept = {"repetition_detection": detection, "thinking_end": said_end if said_end == "close" else None}
+        sampling = {**self.sampling, **kept}
         return [
             self._job(prompt, sampling | {"max_tokens": most}, number, len(limited))
             for number, (prompt, most) in enumerate(limited)

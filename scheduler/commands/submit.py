@@ -9,6 +9,7 @@ import click
 from swiftbatch.jobs.job import JobUrl
 from swiftbatch.jobs.repetition import LoopAction
 from swiftbatch.jobs.run.dtypes import LogprobsMode
+from swiftbatch.jobs.sampling import ThinkingEnd
 from swiftbatch.scheduler.commands.launch_options import ENGINE, launch_options, make_settings
 from swiftbatch.scheduler.commands.launching import end, launch_shown
 from swiftbatch.scheduler.commands.model_options import (
@@ -138,6 +139,11 @@ run_option, token_option = map(options_of, ("The run", "What decides the tokens;
     help="On loops, for lines without the field. [default: no detection]",
 )
 @token_option(
+    "--thinking-end",
+    type=click.Choice(get_args(ThinkingEnd)),
+    help="On an end within a thought, for lines without the field. [default: stop]",
+)
+@token_option(
     "--logprobs-mode",
     type=click.Choice(get_args(LogprobsMode)),
     metavar="MODE",
@@ -184,7 +190,7 @@ def submit(
         _tell_rejects(display, submitted.rejects)
         if submitted.without_effect:
             display.note(FieldsWithoutEffect(submitted.without_effect))
-        outcome = launch_shown(submitted.hold, len(submitted.records), settings, display)
+        outcome = launch_shown(submitted.hold, len(submitted.jobs), settings, display)
     end(submitted.run, outcome, len(submitted.rejects), display)
 
 

@@ -25,6 +25,17 @@ OPTIONS = {
 
 
 @dataclass(frozen=True)
+class QueryGrowth:
+    """Queries are longer at later positions: 1 + `beta` log(1 + position // `length`) times as long."""
+
+    beta: float
+    length: int
+
+    def scales(self, positions: NDArray[np.int64]) -> NDArray[np.float32]:
+        return (1 + self.beta * np.log1p(positions // self.length)).astype(np.float32)
+
+
+@dataclass(frozen=True)
 class Rotary:
     """The rotation of pairs of dimensions: `frequencies [head_dim / 2]` in radians, `scaling` of both tables.
 
@@ -40,6 +51,7 @@ class Rotary:
     long_frequencies: NDArray[np.float32] | None = None
     short_length: int | None = None
     is_rounded: bool = True
+    growth: QueryGrowth | None = None  # of queries that are turned
 
     def beside_still(self, num_pairs: int) -> Rotary:
         """The same turns in front of pairs that stand still, `num_pairs` together."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.kernels.angles import AngleTable
+from swiftbatch.worker.kernels.angles import AngleTable, QueryScaleTable
 from swiftbatch.worker.kernels.decoder_weights import (
     AnyLinear,
     DecoderSizes,
@@ -39,14 +39,15 @@ LAYER_ROLES = {  # in the order of `weight_role` in source/api.h
 STILL = 3 + len(LAYER_ROLES)
 WINDOW = STILL + 1
 OTHER_ANGLES = WINDOW + 1
+CURVE = OTHER_ANGLES + 1
 
 
 class CDecoderSizes(ctypes.Structure):
     """`decoder_sizes` of source/api.h."""
 
-    SCALES = ("epsilon", "scale", "embedding_scale", "residual_scale", "logit_scale")
+    SCALES = ("epsilon", "scale", "embedding_scale", "residual_scale", "logit_scale", "score_cap", "logit_cap")
     COUNTS = ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "intermediate", "vocab")
-    FORMS = ("norm_form", "activation", "has_gates", "joins_heads", "norms_turned", "is_parallel")
+    FORMS = ("norm_form", "activation", "has_gates", "joins_heads", "norms_turned", "is_parallel", "head_norms_differ")
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("element", *COUNTS, *FORMS)),
         *((name, ctypes.c_float) for name in SCALES),
@@ -57,7 +58,8 @@ class CForwardCall(ctypes.Structure):
     """`forward_call` of source/api.h."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("token_ids", "positions", "angles", "other_angles", "groups")),
+        *((name, ctypes.c_void_p) for name in ("token_ids", "positions", "angles", "other_angles", "query_scales")),
+        ("groups", ctypes.c_void_p),
         *((name, ctypes.c_int32) for name in ("num_rows", "num_groups", "first_layer", "end_layer")),
         *((name, ctypes.c_void_p) for name in ("state", "hidden", "logits", "queries")),
     )
@@ -81,6 +83,7 @@ class NativeLayers:
         self._angles = AngleTable(rotary, sizes.dtype)
         other = other_rotary(layers)
         self._other_angles = None if other is None else AngleTable(other, sizes.dtype)
+        self._query_scales = None if rotary.growth is None else QueryScaleTable(rotary.growth, sizes.dtype)
         self._places: weakref.WeakKeyDictionary[Any, dict[range, CachePlace]] = weakref.WeakKeyDictionary()
         names = (*CDecoderSizes.COUNTS, *CDecoderSizes.FORMS, *CDecoderSizes.SCALES)
         numbers = {name: getattr(sizes, name) for name in names}
@@ -140,6 +143,7 @@ class NativeLayers:
             positions=table.positions.ctypes.data,
             angles=self._angles.address(last_position),
             other_angles=None if self._other_angles is None else self._other_angles.address(last_position),
+            query_scales=None if self._query_scales is None else self._query_scales.address(last_position),
             groups=ctypes.addressof(table.groups),
             num_rows=table.num_rows,
             num_groups=table.num_groups,
@@ -173,6 +177,8 @@ class NativeLayers:
                 self._load_linear(number, role, part)
             elif part is not None:
                 self._load(number, role, part)
+        if layer.curve is not None:
+            self._load(number, CURVE, layer.curve)
         if layer.rotary is not None:
             self._library.decoder_load(self.handle, number, OTHER_ANGLES, None, None)
         if layer.is_still:

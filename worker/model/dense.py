@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn.functional import softplus
 
 from swiftbatch.worker.kernels.decoder_weights import AnyLinear, DecoderSizes, DecoderWeights, LayerWeights, linear_from
 from swiftbatch.worker.kernels.packed import PackedMatrix, Weight, plain
@@ -38,7 +40,8 @@ def dense_weights(files: ModelFiles, dtype: torch.dtype, device: torch.device = 
     embedding = plain(tensors[EMBEDDING])
     layers = [_layer(tensors, number, dense) for number in range(dense.num_layers)]
     head = linear_from(tensors[EMBEDDING if dense.is_tied else HEAD])
-    return DecoderWeights(_sizes(dense, dtype), embedding, layers, plain(tensors[FINAL_NORM]), head, dense.rotary)
+    final_norm = _norm(tensors, FINAL_NORM, dense)
+    return DecoderWeights(_sizes(dense, dtype), embedding, layers, final_norm, head, dense.rotary)
 
 
 def _sizes(dense: DenseConfig, dtype: torch.dtype) -> DecoderSizes:
@@ -62,6 +65,9 @@ def _sizes(dense: DenseConfig, dtype: torch.dtype) -> DecoderSizes:
         joins_heads=dense.form.joins_heads,
         norms_turned=dense.form.norms_turned,
         is_parallel=dense.form.is_parallel,
+        head_norms_differ=dense.form.head_norms_differ,
+        score_cap=dense.caps.get("scores", 0.0),
+        logit_cap=dense.caps.get("logits", 0.0),
     )
 
 
@@ -89,13 +95,37 @@ def stored_names(files: ModelFiles, config: dict[str, Any]) -> set[str]:
 def _layer(tensors: Mapping[str, Weight], number: int, dense: DenseConfig) -> LayerWeights:
     prefix = f"model.layers.{number}."
     linears = {role: linear for part in _parts(dense) for role, linear in _linears(tensors, prefix, part, dense)}
-    names = {**dense.form.norms, **dense.form.head_norms}
-    norms = {role: plain(tensors[f"{prefix}{part}.weight"]) for role, part in names.items()}
+    norms = {role: _norm(tensors, prefix + part, dense) for role, part in dense.form.norms.items()}
+    norms |= {role: _head_norm(tensors, prefix + part, dense) for role, part in dense.head_norms.items()}
     if (order := dense.head_order) is not None:
         linears |= {role: _reordered(linears[role], order) for role in ("query", "key")}
     view: dict[str, Any] = {"is_still": number in dense.still_layers, "window": dense.windows[number]}
     view["rotary"] = dense.window_rotary if number in dense.windowed_layers else None
+    view["curve"] = _curve([plain(tensors[prefix + part]) for part in dense.form.curve])
     return LayerWeights(**linears, **norms, **view)  # type: ignore[arg-type]
+
+
+def _norm(tensors: Mapping[str, Weight], part: str, dense: DenseConfig) -> Tensor:
+    """The weights of a norm of rows, and behind them its biases."""
+    found = [plain(tensors[name]) for name in dense.form.norm_tensors(part)]
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _head_norm(tensors: Mapping[str, Weight], part: str, dense: DenseConfig) -> Tensor:
+    """The weights of a norm of heads, in the kernels' order of a head's dimensions."""
+    weight = plain(tensors[f"{part}.weight"]).flatten()
+    if (order := dense.head_order) is None:
+        return weight
+    return weight.view(-1, dense.head_dim)[:, order].flatten()
+
+
+def _curve(trained: list[Tensor]) -> Tensor | None:
+    """The numbers of XIELU from what is stored of it; None for another activation."""
+    if not trained:
+        return None
+    squares, exponentials, share, bound = (number.flatten() for number in trained)
+    found: list[Tensor] = [softplus(squares), share + softplus(exponentials), share, bound]
+    return torch.cat(found).float()
 
 
 def _parts(dense: DenseConfig) -> dict[str, list[str]]:

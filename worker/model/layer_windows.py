@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 Windows = tuple[int | None, ...]
@@ -34,14 +35,20 @@ def by_layer_types(config: dict[str, Any]) -> Windows:
     return tuple(_size(config["sliding_window"]) if IS_WINDOWED[each] else None for each in types)
 
 
-def by_layer_types_or_pattern(config: dict[str, Any]) -> Windows:
-    """As above; without types, of each `sliding_window_pattern` layers, 6 if unsaid, all but the last have it."""
-    if config.get("layer_types") is not None:
-        return by_layer_types(config)
-    pattern, size = config.get("sliding_window_pattern", 6), _size(config["sliding_window"])
-    if isinstance(pattern, bool) or not isinstance(pattern, int) or pattern < 1:
-        raise ValueError(f"its sliding_window_pattern is {pattern!r}")
-    return tuple(None if (number + 1) % pattern == 0 else size for number in range(config["num_hidden_layers"]))
+@dataclass(frozen=True)
+class TypesOrPattern:
+    """As above; without types, of each `pattern` layers all but the last have the window."""
+
+    pattern: int
+    key: str | None = "sliding_window_pattern"  # of another pattern; None: none is looked at
+
+    def __call__(self, config: dict[str, Any]) -> Windows:
+        if config.get("layer_types") is not None:
+            return by_layer_types(config)
+        pattern, size = config.get(self.key or "", self.pattern), _size(config["sliding_window"])
+        if isinstance(pattern, bool) or not isinstance(pattern, int) or pattern < 1:
+            raise ValueError(f"its {self.key} is {pattern!r}")
+        return tuple(None if (number + 1) % pattern == 0 else size for number in range(config["num_hidden_layers"]))
 
 
 def where_switched_on(config: dict[str, Any]) -> Windows:
@@ -60,6 +67,11 @@ def where_switched_on(config: dict[str, Any]) -> Windows:
         return (None,) * num_layers
     size = _size(config["sliding_window"])
     return tuple(size if number >= config["max_window_layers"] else None for number in range(num_layers))
+
+
+def looks_at_types(form: WindowForm | None) -> bool:
+    """Tell whether the layers' types say which of them have windows."""
+    return form in (by_layer_types, where_switched_on) or isinstance(form, TypesOrPattern)
 
 
 def _size(found: Any) -> int:

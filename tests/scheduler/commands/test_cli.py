@@ -25,7 +25,7 @@ def test_all_commands_are_there() -> None:
     ablations = {"bench ablation tokenswift", "bench ablation triforce", "bench ablation griffin"}
     benches = {
         f"bench {name}"
-        for name in ("decode", "auto", "fields", "kernels", "agreement", "checkpoints", "long", "gpu", "all")
+        for name in ("decode", "auto", "fields", "kernels", "agreement", "checkpoints", "long", "gpu", "scale", "all")
     } | ablations
     trainings = {"train all", "train target", "train tokenswift", "train draft", "train griffin"}
     assert names == runs | benches | trainings | {"inspect", "quantize", "doctor", "chaos"}

@@ -32,15 +32,16 @@ class StackedLayer:
     output: AnyLinear
     gate_up: AnyLinear  # or ups alone
     down: AnyLinear
-    input_norm: Tensor | None  # [hidden], as those that follow
+    input_norm: Tensor | None  # [hidden], twice as wide with biases, as those that follow
     output_norm: Tensor | None
     mlp_norm: Tensor | None
     down_norm: Tensor | None
-    head_norms: tuple[Tensor, Tensor] | None  # [head_dim] of queries and of keys
+    head_norms: tuple[Tensor, Tensor] | None  # of queries and of keys: [head_dim], or of each head its own
     joint_norms: Tensor | None  # of all queries of a row, behind them of all its keys
     is_still: bool = False
     rotary: Rotary | None = None
     window: int | None = None
+    curve: Tensor | None = None
 
     @property
     def products(self) -> tuple[AnyLinear, ...]:
@@ -117,6 +118,7 @@ def stacked_layer(layer: LayerWeights, device: torch.device, joins_heads: bool =
         is_still=layer.is_still,
         rotary=layer.rotary,
         window=layer.window,
+        curve=None if layer.curve is None else _moved(layer.curve, device),
     )
 
 

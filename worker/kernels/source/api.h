@@ -118,9 +118,10 @@ typedef struct {
 typedef enum {
     ROUNDED_TWICE, ROUNDED_ONCE,  // before the weight and after it; after it alone
     ONE_MORE,                     // as the latter, with one added to the weight
-    CENTRED                       // as ROUNDED_ONCE, of the distances from the mean
+    CENTRED,                      // as ROUNDED_ONCE, of the distances from the mean
+    SHIFTED                       // as CENTRED, with biases, which lie behind the weights
 } norm_form;
-typedef enum { SILU, GELU_TANH, RELU2 } activation;
+typedef enum { SILU, GELU_TANH, RELU2, XIELU } activation;
 
 typedef struct {
     int32_t element, num_layers, hidden, num_heads, num_kv_heads, head_dim, intermediate, vocab;
@@ -128,8 +129,10 @@ typedef struct {
     int32_t joins_heads;   // norms of queries and keys go over all heads of a row together
     int32_t norms_turned;  // they stand behind the rotation of each head
     int32_t is_parallel;   // the products of a layer read what its attention reads
+    int32_t head_norms_differ;  // each head of a layer has weights of its own in its norm
     float epsilon, scale;  // of the norms; of the scores
     float embedding_scale, residual_scale, logit_scale;  // of embeddings, of what layers add, of logits; mostly 1
+    float score_cap, logit_cap;  // as `attention_view.softcap`: of all layers; of logits, behind their scale
 } decoder_sizes;
 
 typedef enum {
@@ -137,7 +140,8 @@ typedef enum {
     INPUT_NORM, QUERY, KEY, VALUE, QUERY_NORM, KEY_NORM, OUTPUT, OUTPUT_NORM, MLP_NORM, GATE, UP, DOWN, DOWN_NORM,
     STILL,  // no weight: the layer turns no heads by their positions
     WINDOW,  // an int32: `attention_view.window` of the layer
-    OTHER_ANGLES  // no weight: the layer turns heads by `forward_call.other_angles`
+    OTHER_ANGLES,  // no weight: the layer turns heads by `forward_call.other_angles`
+    CURVE  // four floats: what XIELU has of this layer
 } weight_role;
 
 typedef struct decoder decoder;
@@ -152,6 +156,7 @@ typedef struct {
     const int32_t *token_ids, *positions;  // [num_rows]; token_ids NULL where the call begins behind the embedding
     const float *angles;                   // [rows, head_dim] cosines of the first half, then sines; rows by `positions`
     const float *other_angles;             // as `angles`, of layers that turn otherwise, or NULL where none does
+    const float *query_scales;             // [rows by `positions`] of turned queries, or NULL
     const row_group *groups;
     int32_t num_rows, num_groups, first_layer, end_layer;
     float *state;   // [num_rows, hidden] what goes from layer to layer, for calls over some of the layers

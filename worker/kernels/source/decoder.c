@@ -4,12 +4,14 @@
 #include <stdlib.h>
 
 #include "attention.h"
+#include "elementary.h"
 #include "elementwise.h"
 #include "linear.h"
 
 typedef struct {
     matrix qkv, output, gate_up, down;  // gates and ups in turns, sixteen columns each; or ups alone
     float *input_norm, *output_norm, *mlp_norm, *down_norm, *query_norm, *key_norm;  // NULL: none
+    float *curve;  // of XIELU, or NULL
     bool is_still;  // its heads are not turned
     bool has_other_angles;
     attention_view view;
@@ -45,6 +47,7 @@ decoder *decoder_new(const decoder_sizes *sizes) {
         layer->output = matrix_new((element)sizes->element, query_columns, sizes->hidden);
         layer->gate_up = matrix_new((element)sizes->element, sizes->hidden, (1 + sizes->has_gates) * sizes->intermediate);
         layer->down = matrix_new((element)sizes->element, sizes->intermediate, sizes->hidden);
+        layer->view.softcap = sizes->score_cap;
     }
     return fresh;
 }
@@ -62,6 +65,7 @@ void decoder_free(decoder *decoder) {
         free(layer->down_norm);
         free(layer->query_norm);
         free(layer->key_norm);
+        free(layer->curve);
     }
     matrix_free(&decoder->head);
     free(decoder->final_norm);
@@ -97,7 +101,7 @@ static columns_of_role role_columns(decoder *decoder, int layer, weight_role rol
 }
 
 static void norm_load(const decoder_sizes *sizes, float **norm, int count, const void *weight) {
-    vector_load(norm, sizes->element, count, weight);
+    vector_load(norm, sizes->element, sizes->norm_form == SHIFTED ? 2 * count : count, weight);
     if (sizes->norm_form != ONE_MORE) return;
     for (int i = 0; i < count; i++) (*norm)[i] += 1.0f;
 }
@@ -111,8 +115,9 @@ void decoder_load(decoder *decoder, int layer, int role, const void *weight, con
         return;
     }
     int hidden = sizes->hidden;
-    int query_width = sizes->head_dim * (sizes->joins_heads ? sizes->num_heads : 1);
-    int key_width = sizes->head_dim * (sizes->joins_heads ? sizes->num_kv_heads : 1);
+    bool has_all = sizes->joins_heads || sizes->head_norms_differ;
+    int query_width = sizes->head_dim * (has_all ? sizes->num_heads : 1);
+    int key_width = sizes->head_dim * (has_all ? sizes->num_kv_heads : 1);
     switch ((weight_role)role) {
         case EMBEDDING: decoder->embedding = weight; break;
         case FINAL_NORM: norm_load(sizes, &decoder->final_norm, hidden, weight); break;
@@ -125,6 +130,7 @@ void decoder_load(decoder *decoder, int layer, int role, const void *weight, con
         case STILL: to->is_still = true; break;
         case OTHER_ANGLES: to->has_other_angles = true; break;
         case WINDOW: to->view.window = *(const int32_t *)weight; break;
+        case CURVE: to->curve = memcpy(realloc(to->curve, 4 * sizeof(float)), weight, 4 * sizeof(float)); break;
         default: break;
     }
 }
@@ -142,10 +148,11 @@ static float mean_of(const float *row, int count) {
     return vec_sum(sum) / (float)count;
 }
 
-// Root mean square norm, of distances from the mean or from zero. It may write where it reads.
+// Root mean square norm, of distances from the mean or from zero, with biases or none. It may write where it reads.
 static void norm(const decoder_sizes *sizes, const float *row, const float *weight, int count, float *out) {
     bool rounds = sizes->element == BF16, rounds_twice = rounds && sizes->norm_form == ROUNDED_TWICE;
-    vec squares = vec_set(0.0f), centre = vec_set(sizes->norm_form == CENTRED ? mean_of(row, count) : 0.0f);
+    const float *shift = sizes->norm_form == SHIFTED ? weight + count : NULL;
+    vec squares = vec_set(0.0f), centre = vec_set(sizes->norm_form == CENTRED || shift ? mean_of(row, count) : 0.0f);
     for (int i = 0; i < count; i += LANES) {
         vec a = vec_sub(vec_load(row + i), centre);
         squares = vec_fma(a, a, squares);
@@ -153,7 +160,8 @@ static void norm(const decoder_sizes *sizes, const float *row, const float *weig
     vec scale = vec_set(1.0f / __builtin_sqrtf(vec_sum(squares) / (float)count + sizes->epsilon));
     for (int i = 0; i < count; i += LANES) {
         vec a = rounded(rounds_twice, vec_mul(vec_sub(vec_load(row + i), centre), scale));
-        vec_store(out + i, rounded(rounds, vec_mul(a, vec_load(weight + i))));
+        a = vec_mul(a, vec_load(weight + i));
+        vec_store(out + i, rounded(rounds, shift ? vec_add(a, vec_load(shift + i)) : a));
     }
 }
 
@@ -174,11 +182,12 @@ static void rotate(const float *head, const float *angles, int head_dim, bool ro
 }
 
 // From rows of gates and ups to activated gates times ups; from rows of ups alone to activated ups.
-static void activate_rows(const decoder_sizes *sizes, const float *rows, int num_rows, bool rounds, float *out) {
+static void activate_rows(const decoder_sizes *sizes, const float *curve, const float *rows, int num_rows, bool rounds,
+                          float *out) {
     long count = (long)num_rows * sizes->intermediate;
     for (long i = 0; i < count; i += LANES) {
         const float *place = rows + (1 + sizes->has_gates) * i;
-        vec a = rounded(rounds, activated((activation)sizes->activation, vec_load(place)));
+        vec a = rounded(rounds, activated((activation)sizes->activation, curve, vec_load(place)));
         vec_store(out + i, sizes->has_gates ? rounded(rounds, vec_mul(a, vec_load(place + LANES))) : a);
     }
 }
@@ -207,35 +216,60 @@ static void norm_heads(const decoder_sizes *sizes, const layer_weights *weights,
     norm(sizes, qkv + query_columns, weights->key_norm, key_columns, qkv + query_columns);
 }
 
-// One row's queries and keys are normed and turned; keys and values go to the cache, queries to who asked for them.
-static void keep_row(const pass *pass, int layer, int group, int row, const float *qkv, const float *angles, char *queries) {
+typedef struct {
+    const float *angles;
+    float query_scale;
+} position_numbers;
+
+// A head of queries or keys, normed, turned and scaled: where it is, or in one of two places.
+static const float *ready_head(const pass *pass, const layer_weights *weights, const float *head, const float *head_norm,
+                               position_numbers at, float (*places)[256 + LANES]) {
+    const decoder_sizes *sizes = &pass->decoder->sizes;
+    if (head_norm && !sizes->norms_turned) {
+        norm(sizes, head, head_norm, sizes->head_dim, places[0]);
+        head = places[0];
+    }
+    if (!weights->is_still) {
+        rotate(head, at.angles, sizes->head_dim, pass->rounds, places[1]);
+        head = places[1];
+    }
+    if (head_norm && sizes->norms_turned) {
+        norm(sizes, head, head_norm, sizes->head_dim, places[0]);
+        head = places[0];
+    }
+    if (at.query_scale == 1.0f) return head;
+    if (head != places[0]) memcpy(places[0], head, sizeof(float) * (size_t)sizes->head_dim);
+    scale_numbers(places[0], sizes->head_dim, at.query_scale, pass->rounds);
+    return places[0];
+}
+
+// The weights of a head's norm; NULL where it has none of its own.
+static const float *norm_of_head(const decoder_sizes *sizes, const float *norms, int head) {
+    if (!norms || sizes->joins_heads) return NULL;
+    return norms + (sizes->head_norms_differ ? (long)head * sizes->head_dim : 0);
+}
+
+// One row's queries and keys are made ready; keys and values go to the cache, queries to who asked for them.
+static void keep_row(const pass *pass, int layer, int group, int row, const float *qkv, position_numbers at, char *queries) {
     const decoder_sizes *sizes = &pass->decoder->sizes;
     const layer_weights *weights = &pass->decoder->layers[layer];
     int num_heads = sizes->num_heads, num_kv_heads = sizes->num_kv_heads, head_dim = sizes->head_dim;
     int element_bytes = sizes->element == BF16 ? 2 : 4;
     for (int head = 0; head < num_heads + 2 * num_kv_heads; head++, qkv += head_dim) {
-        float normed[256 + LANES], turned[256 + LANES];
-        const float *from = qkv, *head_norm = head < num_heads ? weights->query_norm : weights->key_norm;
+        float places[2][256 + LANES];
+        const float *from = qkv;
         int kv_head = (head - num_heads) % num_kv_heads;
-        bool is_value = head >= num_heads + num_kv_heads, is_normed = head_norm && !is_value && !sizes->joins_heads;
-        if (is_normed && !sizes->norms_turned) {
-            norm(sizes, from, head_norm, head_dim, normed);
-            from = normed;
-        }
-        if (!is_value && !weights->is_still) {
-            rotate(from, angles, head_dim, pass->rounds, turned);
-            from = turned;
-        }
-        if (is_normed && sizes->norms_turned) {
-            norm(sizes, from, head_norm, head_dim, normed);
-            from = normed;
-        }
+        bool is_value = head >= num_heads + num_kv_heads;
         if (head < num_heads) {
+            from = ready_head(pass, weights, qkv, norm_of_head(sizes, weights->query_norm, head), at, places);
             attention_query(pass->attention, group, row, head, from);
             if (queries) store((element)sizes->element, from, head_dim, queries + (long)head * head_dim * element_bytes);
-        } else
-            store((element)sizes->element, from, head_dim,
-                  attention_slot(pass->attention, layer - pass->call->first_layer, group, row, kv_head, is_value));
+            continue;
+        }
+        position_numbers of_key = {at.angles, 1.0f};
+        if (!is_value) from = ready_head(pass, weights, qkv, norm_of_head(sizes, weights->key_norm, kv_head), of_key, places);
+        store((element)sizes->element, from, head_dim,
+              attention_slot(pass->attention, layer - pass->call->first_layer, group, row, kv_head, is_value));
     }
 }
 
@@ -249,11 +283,13 @@ static void keep_rows(const pass *pass, int layer) {
     if (queries) queries += (layer - call->first_layer) * call->num_rows * row_bytes;
     for (int group = 0; group < call->num_groups; group++)
         for (int row = 0; row < call->groups[group].num_rows; row++, number++) {
-            const float *angles = table + (long)call->positions[number] * sizes->head_dim;
+            int position = call->positions[number];
+            position_numbers at = {table + (long)position * sizes->head_dim,
+                                   call->query_scales ? call->query_scales[position] : 1.0f};
             char *own = queries ? queries + number * row_bytes : NULL;
             float *heads = pass->wide + number * qkv->columns;
             if (sizes->joins_heads) norm_heads(sizes, &pass->decoder->layers[layer], heads);
-            keep_row(pass, layer, group, row, heads, angles, own);
+            keep_row(pass, layer, group, row, heads, at, own);
         }
 }
 
@@ -278,7 +314,7 @@ static void run_layer(const pass *pass, int layer) {
     add_part(pass, weights->output_norm, count);
     if (!sizes->is_parallel) front_rows(pass, weights->mlp_norm);
     linear(pass->frame, &weights->gate_up, num_rows, pass->normed, pass->wide, weights->gate_up.columns, pass->rounds);
-    activate_rows(sizes, pass->wide, num_rows, pass->rounds, pass->mixed);
+    activate_rows(sizes, weights->curve, pass->wide, num_rows, pass->rounds, pass->mixed);
     linear(pass->frame, &weights->down, num_rows, pass->mixed, pass->wide, sizes->hidden, pass->rounds);
     add_part(pass, weights->down_norm, count);
 }
@@ -311,12 +347,26 @@ static void multiply_head(frame *frame, const decoder *decoder, int num_rows, co
     for (long row = 0; row < num_rows; row++) memcpy(logits + row * vocab, wide + row * columns, sizeof(float) * (size_t)vocab);
 }
 
+// Soft caps of numbers, of which the last ones fill no vector.
+static void cap_numbers(float *numbers, long count, float cap) {
+    vec share = vec_set(1.0f / cap), most = vec_set(cap);
+    for (long i = 0; i < count; i += LANES) {
+        float some[LANES] = {0};
+        size_t num_bytes = sizeof(float) * (size_t)(count - i < LANES ? count - i : LANES);
+        memcpy(some, numbers + i, num_bytes);
+        vec_store(some, vec_mul(vec_tanh(vec_mul(vec_load(some), share)), most));
+        memcpy(numbers + i, some, num_bytes);
+    }
+}
+
 // Logits are not rounded.
 static void apply_head(frame *frame, const decoder *decoder, int num_rows, const float *normed, float *logits) {
-    float scale = decoder->sizes.logit_scale;
+    float scale = decoder->sizes.logit_scale, cap = decoder->sizes.logit_cap;
+    long count = (long)num_rows * decoder->sizes.vocab;
     multiply_head(frame, decoder, num_rows, normed, logits);
-    if (scale == 1.0f) return;
-    for (long i = 0; i < (long)num_rows * decoder->sizes.vocab; i++) logits[i] *= scale;
+    if (scale != 1.0f)
+        for (long i = 0; i < count; i++) logits[i] *= scale;
+    if (cap != 0.0f) cap_numbers(logits, count, cap);
 }
 
 static int most(int a, int b) { return a > b ? a : b; }
