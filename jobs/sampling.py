@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 from collections.abc import Mapping
@@ -196,8 +197,14 @@ class SamplingParams(Strict):
 
     def identity(self) -> dict[str, Any]:
         """The parameters that tell a job from another, as JSON: the same as before later fields were known."""
-        unset = {name for name in LATER_FIELDS if getattr(self, name) == SamplingParams.model_fields[name].default}
+        unset = {name for name, default in _later_defaults().items() if getattr(self, name) == default}
         return self.model_dump(mode="json", exclude=unset)
+
+
+@functools.cache
+def _later_defaults() -> dict[str, Any]:
+    fields = SamplingParams.model_fields  # looking one up costs more than a comparison
+    return {name: fields[name].default for name in LATER_FIELDS}
 
 
 def derive_seed(run_seed: int, custom_id: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -153,11 +154,20 @@ def _request(form: type[Form], values: dict[str, Any], url: JobUrl, prefix: str 
 
 def _validated(form: type[Form], values: dict[str, Any], prefix: str = "") -> Form:
     """Check one object. Raises `LineError`. As in OpenAI's API, null stands for the default of a field that has one."""
-    optional = {name for name, field in form.model_fields.items() if not field.is_required()}
+    optional = _optional(form)
     try:
         return form.model_validate({k: v for k, v in values.items() if v is not None or k not in optional})
     except ValidationError as error:
         raise LineError(reasons(error, form, prefix)) from None
+
+
+@functools.cache
+def _optional(form: type[BaseModel]) -> frozenset[str]:
+    """The names of the fields that have a default."""
+    return frozenset(name for name, field in form.model_fields.items() if not field.is_required())
+
+
+SAMPLING_FIELDS = tuple(name for name in SamplingParams.model_fields if name != "max_tokens")
 
 
 def _job_line(
@@ -168,7 +178,7 @@ def _job_line(
     without_effect: tuple[str, ...],
     run_seed: int,
 ) -> JobLine:
-    sampling = {name: getattr(fields, name) for name in SamplingParams.model_fields if name != "max_tokens"}
+    sampling = {name: getattr(fields, name) for name in SAMPLING_FIELDS}
     sampling["logprobs"] = asked_logprobs(fields, is_chat=messages is not None)
     sampling["structured_outputs"] = fields.structure
     if fields.seed is None:

@@ -136,12 +136,14 @@ run_option, token_option = map(options_of, ("The run", "What decides the tokens;
 @token_option(
     "--loop-guard",
     type=click.Choice(get_args(LoopAction)),
-    help="On loops, for lines without the field. [default: no detection]",
+    metavar="ACTION",
+    help="On loops: stop, rewind or close. [default: no detection]",
 )
 @token_option(
     "--thinking-end",
     type=click.Choice(get_args(ThinkingEnd)),
-    help="On an end within a thought, for lines without the field. [default: stop]",
+    metavar="ACTION",
+    help="On ends in thoughts: stop or close. [default: text ends]",
 )
 @token_option(
     "--logprobs-mode",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
@@ -111,12 +112,10 @@ class Dispatcher:
         """Have jobs claimed for a worker, until it has its share of the jobs or no room for more."""
         numerics = worker.info.numerics if worker.info else ""
         held = self._queue.held_by(worker.id)
-        while len(held) < share and (entry := self._queue.first_for(worker.id, now)) is not None:
-            if not self._slots.has_room(worker, held, entry):
-                break
-            self._queue.take(worker.id, now)
+        has_room = partial(self._slots.has_room, worker, held)
+        while len(held) < share and (entry := self._queue.take(worker.id, now, has_room)) is not None:
             self._claims.ask(entry.job_id, worker.id, numerics)
-            held = self._queue.held_by(worker.id)
+            held.append(entry)
 
     def _begin_slice(self, worker: Worker) -> None:
         """Have a worker go on with its jobs, and with those that are claimed by now."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,10 @@ from swiftbatch.scheduler.driver.waiting_jobs import WaitingJobs
 RETRIES = Backoff(first=0.5, longest=60.0)
 NUM_GROUPS = 8  # of prompts, those that a worker had last: it may still have keys and values of them
 PROGRESS_SHARE = 0.01  # an attempt that adds less than this share of max_tokens has made no progress
+
+
+def _always(_entry: JobEntry) -> bool:
+    return True
 
 
 class JobQueue:
@@ -54,24 +58,18 @@ class JobQueue:
         self._num_ended[state] += num_jobs
         self.num_generated_tokens += num_generated_tokens
 
-    def first_for(self, worker_id: str, now: float) -> JobEntry | None:
-        """The job that `take` would give a worker, or None."""
-        if self._has_loner(worker_id):
-            return None
-        job = self._waiting.first(bool(self._held[worker_id]), now, self._groups[worker_id])
-        return None if job is None else job.entry
-
-    def take(self, worker_id: str, now: float) -> JobEntry | None:
-        """Give a worker the first job that may run now beside those it has, or None.
+    def take(self, worker_id: str, now: float, has_room: Callable[[JobEntry], bool] = _always) -> JobEntry | None:
+        """Give a worker the first job that may run now beside those it has, if it `has_room` for it, else None.
 
         Of equal priority and about as long, one comes first whose prompt is like those that the worker has read.
         """
         if self._has_loner(worker_id):
             return None
         held, groups = self._held[worker_id], self._groups[worker_id]
-        job = self._waiting.take(bool(held), now, groups)
-        if job is None:
+        job = self._waiting.first(bool(held), now, groups)
+        if job is None or not has_room(job.entry):
             return None
+        self._waiting.take(job)
         if job.prompt.group is not None and job.prompt.group not in groups:
             groups.append(job.prompt.group)
         job.worker_id = worker_id

@@ -60,15 +60,11 @@ class WaitingJobs:
         better = [job for job in (_first(own), _first(fresh)) if job and job.may_precede(first)]
         return better[0] if better else first
 
-    def take(self, has_neighbours: bool, now: float, groups: Iterable[int] = ()) -> UnfinishedJob | None:
-        """Return the job that `first` returns; it waits no longer."""
-        job = self.first(has_neighbours, now, groups)
-        if job is None:
-            return None
+    def take(self, job: UnfinishedJob) -> None:
+        """Have the job that `first` returned wait no longer: a worker begins with it, and with its group."""
         self.drop(job)
         if job.prompt.group is not None:
             self._begun.add(job.prompt.group)
-        return job
 
     def _admit(self, now: float) -> None:
         """Let the jobs whose time has come into the order."""

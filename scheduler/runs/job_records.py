@@ -17,6 +17,8 @@ from swiftbatch.worker.constraints.definitions import StructureError
 from swiftbatch.worker.model.files import ModelFiles
 from swiftbatch.worker.model.text import TextCodec
 
+RULED = ("thinking_token_budget", "thinking_end", "structured_outputs")  # fields that a model may not be able to follow
+
 
 @dataclass(frozen=True)
 class LineNotes:
@@ -123,7 +125,8 @@ def _refuse_unfit_sampling(line: JobLine, limit: int, codec: TextCodec, vocab_si
         )
     codec.bad_word_ids(sampling["bad_words"])
     try:
-        codec.rules(SamplingParams(**sampling, max_tokens=limit))
+        if any(sampling.get(name) is not None for name in RULED):
+            codec.rules(SamplingParams(**sampling, max_tokens=limit))
     except StructureError as error:
         raise (ValueError(f"field '{line.format_field}': {error.reason}") if line.format_field else error) from None
     named = {"logit_bias": [token for token, _ in sampling["logit_bias"]], "stop_token_ids": sampling["stop_token_ids"]}

@@ -94,17 +94,16 @@ KERNELS_LACK = {  # what keeps kinds that run here from our kernels, which then 
     "deepseek_v3": "its layers have experts, and latent keys and values",
     "glm4_moe_lite": "its layers have experts, and latent keys and values",
     "gpt_neox": "its norms subtract means, and its layers attend and feed forward side by side",
-    "gpt_oss": "its layers have experts and sinks",
     "granite_swa": "its layers have sinks, and angles of their own",
     "granitemoe_swa": "its layers have experts and sinks",
     "llama4_text": "its layers have experts and chunks",
     "olmo": "its norms have no weights, and subtract means",
+    "phimoe": "its router is a sparse mixer, and its norms subtract means",
     "phi": "its norms subtract means, and its layers attend and feed forward side by side",
 }
 EXPERTS = (
-    *("afmoe", "cohere2_moe", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe", "granitemoe"),
-    *("granitemoeshared", "hunyuan_v1_moe", "hy_v3", "laguna", "mellum", "minimax_m2", "mixtral", "olmoe", "phimoe"),
-    *("qwen2_moe", "qwen3_moe", "solar_open"),
+    *("afmoe", "cohere2_moe", "exaone_moe", "flex_olmo", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "laguna"),
+    *("mellum", "solar_open"),
 )
 KERNELS_LACK |= dict.fromkeys(EXPERTS, "its layers have experts")
 RECURRENT_KINDS = {  # that have layers with states, and the form of these

@@ -40,13 +40,10 @@ def test_the_lowest_priority_is_taken_before_any_longer_job_also_after_it_was_pu
         [("later", 900, 7), ("longest", 500, 0), ("plain", 50, 0), ("soon", 10, -1), ("first", 20, -(2**63))], start=1
     ):
         queue.add(entry(name, max_tokens, line_number), priority=priority)
-    first = queue.first_for("w1", 0.0)
-    assert first is not None
-    assert first.job_id == "first"
+    assert queue.take("w1", 0.0, lambda first: first.job_id != "first") is None  # it alone is asked about, and stays
     assert [take(queue, "w1", 0.0) for _ in range(2)] == ["first", "soon"]
     queue.release("soon")
     assert [take(queue, "w1", 0.0) for _ in range(5)] == ["soon", "longest", "plain", "later", None]
-    assert queue.first_for("w1", 0.0) is None
 
 
 def test_a_lost_job_waits_longer_each_time_and_has_its_attempts() -> None:

@@ -26,6 +26,7 @@ from swiftbatch.worker.papers.griffin.native_griffin import GriffinWeights
 from swiftbatch.worker.target.partial_rows import PartialRows, partial_rows
 from swiftbatch.worker.target.tiles import SequenceRows, max_tree_depth, tree_rows
 from tests.worker.caches.cache_parts import everything_of
+from tests.worker.kernels.expert_parts import EXPERT_SHAPES, ExpertShape, random_experts
 
 VARIANTS = runnable_variants()
 F32_VARIANTS = [name for name in VARIANTS if not name.endswith("bf16")]
@@ -62,6 +63,7 @@ class Shape:
     head_norms_differ: bool = False
     caps: tuple[float, float] = (0.0, 0.0)  # of scores and of logits
     growth: QueryGrowth | None = None
+    experts: ExpertShape | None = None  # in its second layer alone, whose heads then have sinks, too
 
 
 BEHIND = ("output_norm", "down_norm")
@@ -117,6 +119,11 @@ OTHER_FORMS = {  # by what has them
     "arcee": Shape(activation=Activation.RELU2, has_gates=False, has_bias=True),
     "arcee in float32": Shape(activation=Activation.RELU2, has_gates=False, dtype=FLOAT32),
 }
+WITH_EXPERTS = {
+    f"{name}{words}": Shape(experts=experts, dtype=dtype)
+    for name, experts in EXPERT_SHAPES.items()
+    for words, dtype in {"": BF16, " in float32": FLOAT32}.items()
+}
 SHAPES = (
     Shape(),
     Shape(num_kv_heads=2, group=1, has_bias=True, is_tied=False, dtype=FLOAT32),
@@ -128,6 +135,7 @@ SHAPES = (
     *OTHER_FORMS.values(),
     Shape(windows=(40, None), has_other_angles=True),
     Shape(num_kv_heads=2, group=3, dtype=FLOAT32, windows=(300, 2100)),
+    *WITH_EXPERTS.values(),
 )
 
 
@@ -181,6 +189,9 @@ def _random_layer(
         has_all = shape.joins_heads or shape.head_norms_differ
         return normal(width if has_all else shape.head_dim) if shape.has_head_norm else None
 
+    experts = None if number == 0 else shape.experts
+    width = shape.intermediate if experts is None else experts.shared_intermediate
+
     return LayerWeights(
         input_norm=norm("input_norm"),
         query=linear(query, shape.hidden),
@@ -188,9 +199,9 @@ def _random_layer(
         value=linear(key, shape.hidden),
         output=linear(shape.hidden, query),
         mlp_norm=norm("mlp_norm"),
-        gate=linear(shape.intermediate, shape.hidden) if shape.has_gates else None,
-        up=linear(shape.intermediate, shape.hidden),
-        down=linear(shape.hidden, shape.intermediate),
+        gate=linear(width, shape.hidden) if shape.has_gates and width else None,
+        up=linear(width, shape.hidden) if width else None,
+        down=linear(shape.hidden, width) if width else None,
         query_norm=head_norm(query),
         key_norm=head_norm(key),
         output_norm=norm("output_norm"),
@@ -199,6 +210,8 @@ def _random_layer(
         window=shape.windows[number],
         curve=torch.tensor([0.9, 1.2, 0.5, -1e-6]) if shape.activation == Activation.XIELU else None,
         rotary=other_rotation(shape.head_dim) if shape.has_other_angles and number == 0 else None,
+        experts=None if experts is None else random_experts(experts, shape.hidden, normal),
+        sinks=None if experts is None else normal(shape.num_kv_heads * shape.group).float(),
     )
 
 

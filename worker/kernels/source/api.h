@@ -136,13 +136,36 @@ typedef struct {
 } decoder_sizes;
 
 typedef enum {
+    SOFTMAX_OF_ALL, SIGMOID,  // of the logits of all experts
+    SOFTMAX_OF_CHOSEN         // experts are chosen by their logits
+} router_score;
+
+enum { MOST_EXPERTS = 1024 };  // of a layer
+
+typedef struct {
+    int32_t num_experts, num_chosen, intermediate;  // of a layer; of a row; columns of an expert
+    int32_t shared_intermediate;                    // columns of the part that all rows meet; 0 for none
+    int32_t score, num_groups, num_chosen_groups;   // experts are chosen from the groups whose two best are the best
+    int32_t is_normalised;                          // weights are divided by their sum
+    int32_t rounds_logits, rounds_weights;          // to bf16, in models of it
+    float least_sum, scale;                         // that weights are divided by; that multiplies them
+    float gate_limit, gate_slope;  // gates and ups stay within the limit, and a gate's share is of the slope; 0 for neither
+} expert_sizes;
+
+typedef enum {
     EMBEDDING, FINAL_NORM, HEAD,  // of the model: their layer is 0
     INPUT_NORM, QUERY, KEY, VALUE, QUERY_NORM, KEY_NORM, OUTPUT, OUTPUT_NORM, MLP_NORM, GATE, UP, DOWN, DOWN_NORM,
     STILL,  // no weight: the layer turns no heads by their positions
     WINDOW,  // an int32: `attention_view.window` of the layer
     OTHER_ANGLES,  // no weight: the layer turns heads by `forward_call.other_angles`
-    CURVE  // four floats: what XIELU has of this layer
+    CURVE,  // four floats: what XIELU has of this layer
+    SINKS   // floats: `attention_view.sinks` of the layer
 } weight_role;
+
+typedef enum {
+    ROUTER, CHOICE_BIAS, SHARED_GATE,    // floats, whatever the element
+    EXPERT_GATE, EXPERT_UP, EXPERT_DOWN  // of one expert
+} expert_role;
 
 typedef struct decoder decoder;
 EXPORT decoder *decoder_new(const decoder_sizes *sizes);
@@ -150,6 +173,12 @@ EXPORT decoder *decoder_new(const decoder_sizes *sizes);
 EXPORT void decoder_load(decoder *decoder, int layer, int role, const void *weight, const void *bias);
 // The same for a matrix of 8 or 4 bits, which stays so.
 EXPORT void decoder_load_quantized(decoder *decoder, int layer, int role, const quantized_rows *weight, const void *bias);
+// Makes a layer one with experts. Its gates, ups and downs, if it has any, are then the part that all rows meet.
+EXPORT void decoder_experts(decoder *decoder, int layer, const expert_sizes *sizes);
+// As `decoder_load`; the number of the expert counts where the role is of one.
+EXPORT void decoder_load_expert(decoder *decoder, int layer, int role, int expert, const void *weight, const void *bias);
+EXPORT void decoder_load_quantized_expert(decoder *decoder, int layer, int role, int expert,
+                                          const quantized_rows *weight, const void *bias);
 EXPORT void decoder_free(decoder *decoder);
 
 typedef struct {
