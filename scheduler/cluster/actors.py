@@ -1,4 +1,4 @@
-"""A worker's session, as its process has it: started, then told what to do."""
+"""The Ray actor of a worker: starts its session, passes orders on, and turns SIGTERM and SIGINT into a drain."""
 
 from __future__ import annotations
 
