@@ -119,10 +119,9 @@ OTHER_FORMS = {  # by what has them
     "arcee": Shape(activation=Activation.RELU2, has_gates=False, has_bias=True),
     "arcee in float32": Shape(activation=Activation.RELU2, has_gates=False, dtype=FLOAT32),
 }
-WITH_EXPERTS = {
-    f"{name}{words}": Shape(experts=experts, dtype=dtype)
-    for name, experts in EXPERT_SHAPES.items()
-    for words, dtype in {"": BF16, " in float32": FLOAT32}.items()
+WITH_EXPERTS = {name: Shape(experts=experts) for name, experts in EXPERT_SHAPES.items()}
+WITH_EXPERTS |= {
+    f"{name} in float32": Shape(experts=EXPERT_SHAPES[name], dtype=FLOAT32) for name in ("glm4_moe", "gpt_oss")
 }
 SHAPES = (
     Shape(),
