@@ -108,7 +108,7 @@ def kv_room(manifest: RunManifest, files: ModelFiles, settings: Settings) -> KVR
     kv_offload = computation_of(manifest, settings).kv_offload
     check_folder(kv_offload)
     place = place_of_caches(manifest.device, kv_offload)
-    num_bytes = bytes_per_position(read_config(files.name, files.path), manifest.dtype)
+    num_bytes = bytes_per_position(read_config(files.name, files.path), manifest.dtype, manifest.kv_dtype)
     return None if place is None or num_bytes is None else KVRoom(place, num_bytes)
 
 

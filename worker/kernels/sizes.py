@@ -9,6 +9,7 @@ NUM_ROWS = 64  # rows of every forward on a GPU, padding included
 MOST_SLOTS = 32  # twice as many bring a fifth more tokens up to here (docs/speed.md), and each job takes longer
 RING_LAYERS = 2  # layers of offloaded caches that are on a GPU at a time: one is used while the next comes
 LANES = 16  # numbers that the kernels multiply at once: widths are multiples of it
+KV_SCALE_BYTES = 4  # behind the codes of a key or a value in 8 bits
 HEAD_DIMS = range(64, 257, LANES)
 
 

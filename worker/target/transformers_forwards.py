@@ -11,10 +11,12 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from swiftbatch.jobs.run.dtypes import KVDtype
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
 from swiftbatch.worker.caches.partial import Entries, NewEntries, PartialCacheFactory
 from swiftbatch.worker.drawing.drawing import Drawing, create_drawing
 from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.kernels.kv_dtypes import with_kv
 from swiftbatch.worker.kernels.sizes import TILE_ROWS
 from swiftbatch.worker.model.causal_lm import Head, decoder_of
 from swiftbatch.worker.model.files import ModelFiles
@@ -45,7 +47,9 @@ class TransformersForwards:
     team = None
     draw_chains = None
 
-    def __init__(self, model: Any, files: ModelFiles, variant: str | None = None) -> None:
+    def __init__(
+        self, model: Any, files: ModelFiles, variant: str | None = None, kv_dtype: KVDtype | None = None
+    ) -> None:
         """Layers attend in the kernels of an instruction set; those with chunks and, for None, all in torch.
 
         Raises ModelError for a model that asks for what is not known here.
@@ -61,7 +65,8 @@ class TransformersForwards:
         self.hidden_size: int = model.config.hidden_size
         self.eos_token_ids = _eos_token_ids(model)
         head_dim = max(layers[0].key_dim, layers[0].value_dim)  # the smaller ones are padded with zeros
-        self.cache_shape = CacheShape(len(layers), layers[0].num_kv_heads, head_dim, self.dtype, self.device, recurrent)
+        sizes = (len(layers), layers[0].num_kv_heads, head_dim)
+        self.cache_shape = CacheShape(*sizes, self.dtype, self.device, recurrent, kv_dtype=kv_dtype)
         self.spans = [needs.span for needs in layers]
         self.has_windows = set(self.spans) != {FULL}
         self._attends, self._variant = attends_of(layers, self.dtype, variant), variant
@@ -79,7 +84,8 @@ class TransformersForwards:
         library = f"{torch.get_num_threads()} threads, torch {torch.__version__}"
         attention = attention_numerics(self._attends, device, self.dtype, self._variant)
         states = "" if self.cache_shape.recurrent is None else ", states in torch"
-        return f"{device} {hardware_of(device)}, {dtype}, {library}, {attention}{states}"
+        computed = f"{device} {hardware_of(device)}, {dtype}, {library}, {attention}{states}"
+        return with_kv(computed, self.cache_shape.kv_dtype)
 
     def run(self, groups: list[SequenceRows]) -> tuple[torch.Tensor, torch.Tensor]:
         hidden, logits = [], []

@@ -234,8 +234,7 @@ static void keep_row(const pass *pass, int layer, int group, int row, const floa
             attention_query(pass->attention, group, row, head, from);
             if (queries) store((element)sizes->element, from, head_dim, queries + (long)head * head_dim * element_bytes);
         } else
-            store((element)sizes->element, from, head_dim,
-                  attention_slot(pass->attention, layer - pass->call->first_layer, group, row, kv_head, is_value));
+            attention_keep(pass->attention, layer - pass->call->first_layer, group, row, kv_head, is_value, from);
     }
 }
 
