@@ -35,10 +35,11 @@ def dense_weights(files: ModelFiles, dtype: torch.dtype, device: torch.device = 
     except OtherDecoderError:
         return None
     tensors = read_tensors(files, dtype, lambda weight: _placed(weight, device, dtype))
-    embedding = plain(tensors[EMBEDDING])
     layers = [_layer(tensors, number, dense) for number in range(dense.num_layers)]
     head = linear_from(tensors[EMBEDDING if dense.is_tied else HEAD])
-    return DecoderWeights(_sizes(dense, dtype), embedding, layers, plain(tensors[FINAL_NORM]), head, dense.rotary)
+    return DecoderWeights(
+        _sizes(dense, dtype), tensors[EMBEDDING], layers, plain(tensors[FINAL_NORM]), head, dense.rotary
+    )
 
 
 def _sizes(dense: DenseConfig, dtype: torch.dtype) -> DecoderSizes:

@@ -84,7 +84,7 @@ class NativeForwards:
         return queries.view(sizes.num_layers, sizes.num_kv_heads, -1, sizes.head_dim)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return self._decoder.embedding[token_ids]
+        return self._decoder.embed(token_ids)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = self._decoder.logits(hidden.flatten(0, -2))

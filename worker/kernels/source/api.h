@@ -126,7 +126,7 @@ typedef enum {
 
 typedef struct decoder decoder;
 EXPORT decoder *decoder_new(const decoder_sizes *sizes);
-// Takes a weight in, row by row as torch has it, and a bias or NULL. All are copied but for the embedding.
+// Takes a weight in, row by row as torch has it, and a bias or NULL. All are copied but for the embedding, packed or not.
 EXPORT void decoder_load(decoder *decoder, int layer, int role, const void *weight, const void *bias);
 // The same for a matrix of 8 or 4 bits, which stays so.
 EXPORT void decoder_load_quantized(decoder *decoder, int layer, int role, const quantized_rows *weight, const void *bias);

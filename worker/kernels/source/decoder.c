@@ -6,6 +6,7 @@
 #include "attention.h"
 #include "elementwise.h"
 #include "linear.h"
+#include "quantized.h"
 
 typedef struct {
     matrix qkv, output, gate_up, down;  // gates and ups in turns, sixteen columns each; or ups alone
@@ -17,7 +18,8 @@ typedef struct {
 
 struct decoder {
     decoder_sizes sizes;
-    const void *embedding;  // [vocab, hidden]
+    const void *embedding;             // [vocab, hidden], or
+    quantized_rows packed_embedding;  // the same, of 8 or 4 bits
     float *final_norm;
     matrix head;
     layer_weights *layers;
@@ -130,6 +132,10 @@ void decoder_load(decoder *decoder, int layer, int role, const void *weight, con
 }
 
 void decoder_load_quantized(decoder *decoder, int layer, int role, const quantized_rows *weight, const void *bias) {
+    if (role == EMBEDDING) {
+        decoder->packed_embedding = *weight;
+        return;
+    }
     columns_of_role to = role_columns(decoder, layer, (weight_role)role);
     matrix_load_quantized(to.matrix, to.first_block, to.stride, to.num_columns, weight, bias);
 }
@@ -288,6 +294,10 @@ static void embed(const pass *pass) {
     const decoder_sizes *sizes = &pass->decoder->sizes;
     for (long row = 0; row < pass->call->num_rows; row++) {
         long first = (long)pass->call->token_ids[row] * sizes->hidden;
+        if (!pass->decoder->embedding) {
+            quantized_read(&pass->decoder->packed_embedding, first, sizes->hidden, pass->rounds, pass->call->state + row * sizes->hidden);
+            continue;
+        }
         for (int i = 0; i < sizes->hidden; i += LANES) {
             vec a = pass->rounds ? vec_load_bf16((const bf16 *)pass->decoder->embedding + first + i)
                                  : vec_load((const float *)pass->decoder->embedding + first + i);
