@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
-from swiftbatch.jobs.job import JobRecord
+from swiftbatch.jobs.run.job_index import JobEntry
 from swiftbatch.scheduler.display.job_events import JobStarted
+from swiftbatch.scheduler.driver.claims import Claims
 from swiftbatch.scheduler.driver.context import DriverContext
 from swiftbatch.scheduler.driver.fleet import Worker
 from swiftbatch.worker.kernels.sizes import MOST_SLOTS
@@ -31,16 +33,16 @@ class Slots:
         self._num_slots = num_slots
         self._fleet = fleet
 
-    def has_room(self, worker: Worker, held: list[JobRecord], record: JobRecord) -> bool:
+    def has_room(self, worker: Worker, held: list[JobEntry], entry: JobEntry) -> bool:
         """Tell whether a worker with the jobs `held` takes another one, and has room for one as long as any of them."""
         most = worker.info.num_slots if worker.info else None  # a GPU's, made when it started
         if self._num_slots is not None or most is not None:
             return len(held) < min(number for number in (self._num_slots, most) if number is not None)
-        return not held or (len(held) < MOST_SLOTS and self._fits_one_more(worker, held, record))
+        return not held or (len(held) < MOST_SLOTS and self._fits_one_more(worker, held, entry))
 
-    def _fits_one_more(self, worker: Worker, held: list[JobRecord], record: JobRecord) -> bool:
+    def _fits_one_more(self, worker: Worker, held: list[JobEntry], entry: JobEntry) -> bool:
         lengths = [each.max_length for each in held]
-        return sum(lengths) + max(record.max_length, *lengths) <= self._num_positions(worker)
+        return sum(lengths) + max(entry.max_length, *lengths) <= self._num_positions(worker)
 
     def _num_positions(self, worker: Worker) -> float:
         """The worker's share of its machine's memory; who is still to start may come to the same machine."""
@@ -56,8 +58,9 @@ class Dispatcher:
     def __init__(self, context: DriverContext) -> None:
         self._context = context
         self._queue, self._fleet = context.queue, context.fleet
-        self._checkpoints = CheckpointStore.of(context.run)
+        self._claims = Claims(CheckpointStore.of(context.run))
         self._slots = Slots(context.num_slots, context.fleet)
+        self._bodies = context.run.job_bodies(self._queue.places())
 
     def hand_out(self, now: float) -> None:
         """Start a call on every idle worker that has something to do; those with the fewest jobs get theirs first."""
@@ -65,14 +68,17 @@ class Dispatcher:
         idle = [worker for worker in self._fleet.workers if worker.is_idle]
         for worker in sorted(idle, key=lambda worker: len(self._queue.held_by(worker.id))):
             if worker.state == "draining":
-                if self._queue.held_by(worker.id):
-                    self._fleet.drain(worker)
-                else:
-                    self._fleet.retire(worker)
-                continue
-            assignments = self._assignments(worker, share, now)
-            if self._queue.held_by(worker.id) or worker.orders.cancelled:
-                self._fleet.work(worker, replace(worker.orders, assignments=assignments), SLICE_SECONDS)
+                self._end(worker)
+            else:
+                self._take_jobs(worker, share, now)
+        self._claims.wait()
+        for worker in idle:
+            if worker.state != "draining":
+                self._begin_slice(worker)
+
+    def stop(self) -> None:
+        """Claim nothing more."""
+        self._claims.stop()
 
     def order_move(self, now: float) -> None:
         """Let a worker with several jobs hand one over to a worker without any, once no job waits any more."""
@@ -81,42 +87,55 @@ class Dispatcher:
             return
         ready = [worker for worker in self._fleet.workers if worker.state == "ready"]
         held = [(worker, self._queue.held_by(worker.id)) for worker in ready]
-        if all(records for _, records in held) or any(worker.orders.released for worker in ready):
+        if all(entries for _, entries in held) or any(worker.orders.released for worker in ready):
             return  # nobody is without, or one is on its way
         job_speed = self._fleet.speed.tokens_per_second(now) / counts["running"]
         movable = [
-            (num_left, worker, record.job_id)
-            for worker, records in held
-            if len(records) > 1
-            for record in records
-            if (num_left := self._num_left_to_move(record)) > job_speed * MIN_MOVE_SECONDS > 0
+            (num_left, worker, entry.job_id)
+            for worker, entries in held
+            if len(entries) > 1
+            for entry in entries
+            if (num_left := self._num_left_to_move(entry)) > job_speed * MIN_MOVE_SECONDS > 0
         ]
         if movable:
             _, worker, job_id = max(movable, key=lambda entry: entry[0])
             worker.ask_back(job_id)
 
-    def _assignments(self, worker: Worker, share: int, now: float) -> tuple[Assignment, ...]:
-        """New jobs for a worker, until it has its share of the jobs or no room for more."""
-        assignments: list[Assignment] = []
-        held = self._queue.held_by(worker.id)
-        while len(held) < share and (record := self._queue.first_for(worker.id, now)) is not None:
-            if not self._slots.has_room(worker, held, record):
-                break
-            self._queue.take(worker.id, now)
-            assignments.append(self._assignment(record, worker))
-            held = self._queue.held_by(worker.id)
-        return tuple(assignments)
+    def _end(self, worker: Worker) -> None:
+        if self._queue.held_by(worker.id):
+            self._fleet.drain(worker)
+        else:
+            self._fleet.retire(worker)
 
-    def _assignment(self, record: JobRecord, worker: Worker) -> Assignment:
-        """Claim the next attempt at a job: whoever had it before can't touch the new attempt's files."""
+    def _take_jobs(self, worker: Worker, share: int, now: float) -> None:
+        """Have jobs claimed for a worker, until it has its share of the jobs or no room for more."""
         numerics = worker.info.numerics if worker.info else ""
-        attempt = self._checkpoints.claim(record.job_id, worker.id, numerics)
-        num_tokens = self._queue.num_reported_tokens(record.job_id)
-        self._context.display.note(JobStarted(record.job.name, worker.id, attempt, num_tokens))
-        return Assignment(record, attempt, num_tokens, self._queue.num_shared_tokens(record.job_id))
+        held = self._queue.held_by(worker.id)
+        has_room = partial(self._slots.has_room, worker, held)
+        while len(held) < share and (entry := self._queue.take(worker.id, now, has_room)) is not None:
+            self._claims.ask(entry.job_id, worker.id, numerics)
+            held.append(entry)
 
-    def _num_left_to_move(self, record: JobRecord) -> int:
+    def _begin_slice(self, worker: Worker) -> None:
+        """Have a worker go on with its jobs, and with those that are claimed by now."""
+        held = {entry.job_id: entry for entry in self._queue.held_by(worker.id)}
+        made = self._claims.made(worker.id)
+        assignments = [
+            self._assignment(held[job_id], worker, attempt) for job_id, attempt in made.items() if job_id in held
+        ]
+        has_jobs = bool(held.keys() - self._claims.under_way(worker.id))
+        if has_jobs or worker.orders.cancelled:
+            self._fleet.work(worker, replace(worker.orders, assignments=tuple(assignments)), SLICE_SECONDS)
+
+    def _assignment(self, entry: JobEntry, worker: Worker, attempt: int) -> Assignment:
+        """A claimed attempt at a job: whoever had it before can't touch the new attempt's files."""
+        num_tokens = self._queue.num_reported_tokens(entry.job_id)
+        self._context.display.note(JobStarted(entry.name, worker.id, attempt, num_tokens))
+        record, num_shared = self._bodies.record(entry), self._queue.num_shared_tokens(entry.job_id)
+        return Assignment(record, attempt, num_tokens, num_shared)
+
+    def _num_left_to_move(self, entry: JobEntry) -> int:
         """Tokens that a job has left, 0 where that is too few for the move to pay."""
-        num_done = self._queue.num_reported_tokens(record.job_id)
-        num_left = record.job.sampling.max_tokens - num_done
-        return num_left if num_left >= MIN_SHARE_LEFT * (record.num_prompt_tokens + num_done) else 0
+        num_done = self._queue.num_reported_tokens(entry.job_id)
+        num_left = entry.max_tokens - num_done
+        return num_left if num_left >= MIN_SHARE_LEFT * (entry.num_prompt_tokens + num_done) else 0

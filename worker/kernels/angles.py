@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from swiftbatch.worker.kernels.frequencies import Rotary
+from swiftbatch.worker.kernels.frequencies import QueryGrowth, Rotary
 
 ROWS_AT_ONCE = 4096
 SLACK = 16  # floats that the kernels read beyond the last row
@@ -26,6 +26,26 @@ def angles(rotary: Rotary, rows: NDArray[np.int64], dtype: torch.dtype) -> torch
 def kept_as(rotary: Rotary, dtype: torch.dtype) -> torch.dtype:
     """The dtype that holds the angles of a model of this dtype."""
     return dtype if rotary.is_rounded else torch.float32
+
+
+def query_scales(growth: QueryGrowth, positions: NDArray[np.int64], dtype: torch.dtype) -> torch.Tensor:
+    """Factors of queries by their positions, `[num_positions] float32`, rounded to the dtype of the model."""
+    return torch.from_numpy(growth.scales(positions)).to(dtype).float()
+
+
+class QueryScaleTable:
+    """`query_scales` of positions from 0 on."""
+
+    def __init__(self, growth: QueryGrowth, dtype: torch.dtype) -> None:
+        self._growth, self._dtype = growth, dtype
+        self._table = torch.zeros(0)
+
+    def address(self, last_position: int) -> int:
+        """As `AngleTable.address`."""
+        if last_position >= len(self._table):
+            num_positions = ROWS_AT_ONCE + max(last_position, 2 * len(self._table))
+            self._table = query_scales(self._growth, np.arange(num_positions), self._dtype)
+        return self._table.data_ptr()
 
 
 class AngleTable:

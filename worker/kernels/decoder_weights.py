@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from swiftbatch.worker.kernels.expert_weights import ExpertWeights, expert_shapes
 from swiftbatch.worker.kernels.forms import Activation, NormForm
 from swiftbatch.worker.kernels.frequencies import Rotary, rotary_of
 from swiftbatch.worker.kernels.packed import PackedMatrix, Weight
@@ -24,8 +25,9 @@ class DecoderSizes:
     """Sizes of a dense decoder; `scale` multiplies the scores of its attention.
 
     The other scales multiply embeddings, what a layer adds to a row, and logits. With `joins_heads` norms of queries
-    and keys go over all heads of a row together; with `norms_turned` they stand behind the rotation of each.
-    Where a layer `is_parallel`, its products read what its attention reads.
+    and keys go over all heads of a row together; with `norms_turned` they stand behind the rotation of each; where they
+    differ, each head has weights of its own. Where a layer `is_parallel`, its products read what its attention reads.
+    The caps are soft ones, of scores and of logits; 0 for none.
     """
 
     num_layers: int
@@ -47,6 +49,9 @@ class DecoderSizes:
     joins_heads: bool = False
     norms_turned: bool = False
     is_parallel: bool = False
+    head_norms_differ: bool = False
+    score_cap: float = 0.0
+    logit_cap: float = 0.0
 
     def __post_init__(self) -> None:
         """Raises ValueError for sizes that the kernels do not take."""
@@ -63,6 +68,11 @@ class DecoderSizes:
         )
         if fault:
             raise ValueError(fault)
+
+    @property
+    def norm_width(self) -> int:
+        """Numbers of a norm of rows: its weights, and behind them its biases where it has some."""
+        return self.hidden * (2 if self.norm_form == NormForm.SHIFTED else 1)
 
 
 @dataclass(frozen=True)
@@ -100,20 +110,25 @@ def plain_linear(linear: AnyLinear) -> Linear:
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One layer. Norms are `[hidden]`: in front of attention and products, behind them, or both.
+    """One layer. Norms are `[hidden]`, twice as wide with biases: in front of attention and products, behind, or both.
 
     Those of queries and keys, only in some models, are `[head_dim]`, or as wide as all heads together. The heads of a
     layer that `is_still` are not turned by their positions. In one with a `window` a row sees so many positions, the
-    last of them its own.
+    last of them its own. The `curve` of XIELU, `[4] float32`, are its factors of squares and of exponentials, that of
+    the number itself, and the bound below 0 from which exponentials change. In one with `experts` its own products, if
+    there are any, are the part that all rows meet, of any width. `sinks [num_heads] float32` are scores that take a
+    share of attention and give nothing.
     """
 
     query: AnyLinear
     key: AnyLinear
     value: AnyLinear
     output: AnyLinear
-    up: AnyLinear
-    down: AnyLinear
+    up: AnyLinear | None
+    down: AnyLinear | None
     gate: AnyLinear | None = None
+    experts: ExpertWeights | None = None
+    sinks: Tensor | None = None
     input_norm: Tensor | None = None
     output_norm: Tensor | None = None  # behind attention, before its part is added to the row
     mlp_norm: Tensor | None = None
@@ -123,6 +138,12 @@ class LayerWeights:
     is_still: bool = False
     rotary: Rotary | None = None  # that it turns heads by; None: that of the model
     window: int | None = None
+    curve: Tensor | None = None
+
+    @property
+    def shared_intermediate(self) -> int:
+        """Columns of the products that all rows meet."""
+        return 0 if self.up is None else self.up.weight.shape[0]
 
 
 @dataclass(frozen=True)
@@ -239,29 +260,47 @@ def linear_of(module: Any) -> Linear:
 
 
 def shapes(sizes: DecoderSizes, layer: LayerWeights) -> Iterator[tuple[str, Weight | None, tuple[int, ...]]]:
-    """Every tensor of a layer with its name and the shape that it must have.
+    """Every tensor of the model's dtype in a layer, with its name and the shape that it must have.
 
-    Raises ValueError for gates amiss, and for no window at all.
+    Raises ValueError for gates or a curve amiss, and for no window at all.
     """
-    if layer.window is not None and layer.window < 1:
-        raise ValueError(f"found a window of {layer.window} positions, expected 1 or more")
-    if (layer.gate is not None) != sizes.has_gates:
-        raise ValueError(f"found a layer {'without' if sizes.has_gates else 'with'} gates, expected the other form")
+    _check_form(sizes, layer)
     query, key = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
+    width = sizes.intermediate if layer.experts is None else layer.shared_intermediate
     widths = {
         "query": (query, sizes.hidden),
         "key": (key, sizes.hidden),
         "value": (key, sizes.hidden),
         "output": (sizes.hidden, query),
-        "gate": (sizes.intermediate, sizes.hidden),
-        "up": (sizes.intermediate, sizes.hidden),
-        "down": (sizes.hidden, sizes.intermediate),
+        "gate": (width, sizes.hidden),
+        "up": (width, sizes.hidden),
+        "down": (sizes.hidden, width),
     }
     for name, shape in widths.items():
         if (linear := getattr(layer, name)) is not None:
             yield name, linear.weight, shape
             yield f"bias of {name}", linear.bias, shape[:1]
     for name in ("input_norm", "output_norm", "mlp_norm", "down_norm"):
-        yield name, getattr(layer, name), (sizes.hidden,)
+        yield name, getattr(layer, name), (sizes.norm_width,)
+    has_all = sizes.joins_heads or sizes.head_norms_differ
     for name, width in (("query_norm", query), ("key_norm", key)):
-        yield name, getattr(layer, name), (width if sizes.joins_heads else sizes.head_dim,)
+        yield name, getattr(layer, name), (width if has_all else sizes.head_dim,)
+    if layer.experts is not None:
+        yield from expert_shapes(layer.experts, sizes.hidden)
+
+
+def _check_form(sizes: DecoderSizes, layer: LayerWeights) -> None:
+    """Raises ValueError for what a layer of this form has not, or lacks."""
+    if layer.window is not None and layer.window < 1:
+        raise ValueError(f"found a window of {layer.window} positions, expected 1 or more")
+    if (layer.up is None) != (layer.down is None) or (layer.up is None and layer.experts is None):
+        raise ValueError("found a layer without products behind its attention")
+    if (layer.gate is not None) != (sizes.has_gates and layer.up is not None):
+        raise ValueError(f"found a layer {'without' if sizes.has_gates else 'with'} gates, expected the other form")
+    if layer.query_norm is not None and sizes.norm_form == NormForm.SHIFTED:
+        raise ValueError("found norms of heads, expected none beside norms with biases")
+    curve, has_curve = layer.curve, sizes.activation == Activation.XIELU
+    if (curve is not None) != has_curve or (curve is not None and (curve.shape, curve.dtype) != ((4,), torch.float32)):
+        raise ValueError(
+            f"found {'no' if curve is None else 'another'} curve, expected {'one' if has_curve else 'none'}"
+        )

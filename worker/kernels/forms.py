@@ -11,7 +11,8 @@ class NormForm(IntEnum):
     TWICE = 0  # rounded before the weight and after it, as Llama's
     ONCE = 1  # rounded after the weight alone
     ONE_MORE = 2  # the same with one added to the weight, as Gemma's
-    CENTRED = 3  # as `ONCE`, of the distances from the row's mean: a LayerNorm without bias; of rows, not of heads
+    CENTRED = 3  # as `ONCE`, of the distances from the mean: a LayerNorm without bias
+    SHIFTED = 4  # the same with a bias: weights `[2 * width]`, biases behind; of rows, not of heads
 
 
 class Activation(IntEnum):
@@ -20,3 +21,4 @@ class Activation(IntEnum):
     SILU = 0
     GELU_TANH = 1  # GELU in its approximation by a hyperbolic tangent
     RELU2 = 2  # the square of what is positive
+    XIELU = 3  # with four numbers of each layer, its curve

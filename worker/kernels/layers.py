@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.kernels.angles import AngleTable
+from swiftbatch.worker.kernels.angles import AngleTable, QueryScaleTable
 from swiftbatch.worker.kernels.decoder_weights import (
     AnyLinear,
     DecoderSizes,
@@ -21,6 +21,8 @@ from swiftbatch.worker.kernels.decoder_weights import (
     plain_linear,
     shapes,
 )
+from swiftbatch.worker.kernels.expert_loading import load_experts
+from swiftbatch.worker.kernels.expert_weights import float_shapes
 from swiftbatch.worker.kernels.frequencies import Rotary
 from swiftbatch.worker.kernels.packed import Weight
 from swiftbatch.worker.kernels.quantized_rows import quantized_rows
@@ -39,14 +41,16 @@ LAYER_ROLES = {  # in the order of `weight_role` in source/api.h
 STILL = 3 + len(LAYER_ROLES)
 WINDOW = STILL + 1
 OTHER_ANGLES = WINDOW + 1
+CURVE = OTHER_ANGLES + 1
+SINKS = CURVE + 1
 
 
 class CDecoderSizes(ctypes.Structure):
     """`decoder_sizes` of source/api.h."""
 
-    SCALES = ("epsilon", "scale", "embedding_scale", "residual_scale", "logit_scale")
+    SCALES = ("epsilon", "scale", "embedding_scale", "residual_scale", "logit_scale", "score_cap", "logit_cap")
     COUNTS = ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "intermediate", "vocab")
-    FORMS = ("norm_form", "activation", "has_gates", "joins_heads", "norms_turned", "is_parallel")
+    FORMS = ("norm_form", "activation", "has_gates", "joins_heads", "norms_turned", "is_parallel", "head_norms_differ")
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("element", *COUNTS, *FORMS)),
         *((name, ctypes.c_float) for name in SCALES),
@@ -57,7 +61,8 @@ class CForwardCall(ctypes.Structure):
     """`forward_call` of source/api.h."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("token_ids", "positions", "angles", "other_angles", "groups")),
+        *((name, ctypes.c_void_p) for name in ("token_ids", "positions", "angles", "other_angles", "query_scales")),
+        ("groups", ctypes.c_void_p),
         *((name, ctypes.c_int32) for name in ("num_rows", "num_groups", "first_layer", "end_layer")),
         *((name, ctypes.c_void_p) for name in ("state", "hidden", "logits", "queries")),
     )
@@ -74,6 +79,7 @@ class NativeLayers:
         if len(layers) != sizes.num_layers:
             raise ValueError(f"found {len(layers)} layers, expected {sizes.num_layers}")
         check_weights((each for layer in layers for each in shapes(sizes, layer)), sizes.dtype)
+        check_weights((each for layer in layers for each in _floats(sizes, layer)), torch.float32)
         self.sizes = sizes
         self.team = team
         self._library = team.library
@@ -81,6 +87,7 @@ class NativeLayers:
         self._angles = AngleTable(rotary, sizes.dtype)
         other = other_rotary(layers)
         self._other_angles = None if other is None else AngleTable(other, sizes.dtype)
+        self._query_scales = None if rotary.growth is None else QueryScaleTable(rotary.growth, sizes.dtype)
         self._places: weakref.WeakKeyDictionary[Any, dict[range, CachePlace]] = weakref.WeakKeyDictionary()
         names = (*CDecoderSizes.COUNTS, *CDecoderSizes.FORMS, *CDecoderSizes.SCALES)
         numbers = {name: getattr(sizes, name) for name in names}
@@ -140,6 +147,7 @@ class NativeLayers:
             positions=table.positions.ctypes.data,
             angles=self._angles.address(last_position),
             other_angles=None if self._other_angles is None else self._other_angles.address(last_position),
+            query_scales=None if self._query_scales is None else self._query_scales.address(last_position),
             groups=ctypes.addressof(table.groups),
             num_rows=table.num_rows,
             num_groups=table.num_groups,
@@ -167,12 +175,18 @@ class NativeLayers:
         return known[layers]
 
     def _load_layer(self, number: int, layer: LayerWeights) -> None:
+        if layer.experts is not None:
+            load_experts(self._library, self.handle, number, layer.experts, layer.shared_intermediate)
+        if layer.sinks is not None:
+            self._load(number, SINKS, layer.sinks)
         for name, role in LAYER_ROLES.items():
             part = getattr(layer, name)
             if isinstance(part, Linear | PackedLinear):
                 self._load_linear(number, role, part)
             elif part is not None:
                 self._load(number, role, part)
+        if layer.curve is not None:
+            self._load(number, CURVE, layer.curve)
         if layer.rotary is not None:
             self._library.decoder_load(self.handle, number, OTHER_ANGLES, None, None)
         if layer.is_still:
@@ -195,6 +209,13 @@ class NativeLayers:
         self._library.decoder_load(
             self.handle, layer, role, weight.data_ptr(), None if bias is None else bias.data_ptr()
         )
+
+
+def _floats(sizes: DecoderSizes, layer: LayerWeights) -> Iterator[tuple[str, Weight | None, tuple[int, ...]]]:
+    """Every tensor of a layer that is float32 in any model, as `shapes` has the others."""
+    yield "sinks", layer.sinks, (sizes.num_heads,)
+    if layer.experts is not None:
+        yield from float_shapes(layer.experts, sizes.hidden)
 
 
 def checked(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -165,6 +165,6 @@ def _check_ends(weights: DecoderWeights) -> None:
         ("head", weights.head.weight, table),
         ("bias of head", weights.head.bias, (sizes.vocab,)),
         ("embedding", weights.embedding, table),
-        ("final_norm", weights.final_norm, (sizes.hidden,)),
+        ("final_norm", weights.final_norm, (sizes.norm_width,)),
     ]
     check_weights(ends, sizes.dtype)

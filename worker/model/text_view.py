@@ -14,6 +14,7 @@ Config = Mapping[str, Any]
 
 NESTING = {  # kinds of whole models that were held against transformers' own, and the kind of text that they default to
     "gemma3": "gemma3_text",
+    "kimi_k25": "deepseek_v3",
     "llama4": "llama4_text",
     "mistral3": "mistral",
     "qwen3_5": "qwen3_5_text",
@@ -29,8 +30,13 @@ SAME_AS = {  # kinds whose text model is that of another kind, in layers and nam
 }
 LEFT_OUT: dict[str, dict[str, Any]] = {  # what published configs leave to the class of their kind
     "cohere": {"tie_word_embeddings": True, "use_qk_norm": False},
+    "cohere2": {"tie_word_embeddings": True},
+    "ernie4_5_moe": {"moe_norm_min": 1e-12, "tie_word_embeddings": True},
     "gemma": {"tie_word_embeddings": True},
+    "gemma2": {"tie_word_embeddings": True},
     "gemma3_text": {
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
         "head_dim": 256,
         "hidden_activation": "gelu_pytorch_tanh",
         "max_position_embeddings": 131_072,
@@ -42,11 +48,15 @@ LEFT_OUT: dict[str, dict[str, Any]] = {  # what published configs leave to the c
         "tie_word_embeddings": True,
         "vocab_size": 262_208,
     },
+    "starcoder2": {"tie_word_embeddings": True},
+    "gpt_oss": {"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+    "qwen2_moe": {"qkv_bias": True},
+    "vaultgemma": {"tie_word_embeddings": True},
 }
 OF_THE_WHOLE = ("quantization_config", "compression_config", "eos_token_id", "tie_word_embeddings")
 OF_IMAGES = ("mrope_interleaved", "mrope_section")  # positions of texts are the same in all three directions
 OTHER_TOWERS = re.compile(
-    r"^(?:model\.)?(?:visual|vision_\w+|multi_modal_projector|audio_\w+|embed_(?:vision|audio))\."
+    r"^(?:model\.)?(?:visual|vision_\w+|multi_modal_projector|mm_projector|audio_\w+|embed_(?:vision|audio))\."
 )
 PREDICTORS = re.compile(r"^(?:model\.)?(?:mtp|mtp_layers|nextn_predict_layers)\.")
 TURNED_EXPERTS = re.compile(r"\.mlp\.experts\.(gate_up|down)_proj$")

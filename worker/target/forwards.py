@@ -36,7 +36,10 @@ class Forwards(Protocol):
     """Forwards have multiples of so many rows, padding included; 1: every row takes time of its own."""
 
     has_windows: bool
-    """Some layers do not see all positions, so that drafts that scan all keys would be of another model."""
+    """Some layers do not see all positions as they are, so that drafts that scan all keys would be of another model.
+
+    So it is with soft caps of scores, too.
+    """
 
     @property
     def team(self) -> Team | None:

@@ -35,7 +35,7 @@ class NativeForwards:
     ) -> None:
         """Raises ValueError for weights that do not fit together."""
         self.sizes = sizes = weights.sizes
-        self.has_windows = any(layer.window for layer in weights.layers)
+        self.has_windows = bool(sizes.score_cap) or any(layer.window for layer in weights.layers)
         self._decoder = NativeDecoder(weights, torch.get_num_threads(), variant)
         self.team = self._decoder.team
         self.device, self.dtype = torch.device("cpu"), sizes.dtype

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from swiftbatch.jobs.job import Job, JobRecord
-from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.jobs.run.job_index import JobEntry
 from swiftbatch.scheduler.cluster.actors import WorkerInfo
 from swiftbatch.scheduler.driver.dispatch import MEMORY_SHARE, Slots
 from swiftbatch.scheduler.driver.fleet import Worker
@@ -19,17 +18,8 @@ def worker(num_free_positions: int, node: str = "node") -> Worker:
     return Worker("w", None, None, WorkerInfo("host", 1, None, node, "", num_free_positions))
 
 
-def jobs(*lengths: int) -> list[JobRecord]:
-    def record(number: int, length: int) -> JobRecord:
-        job = Job(
-            custom_id=str(number),
-            url="/v1/completions",
-            prompt="x",
-            sampling=SamplingParams(max_tokens=length - 10, seed=1),
-        )
-        return JobRecord(str(number), job, number, num_prompt_tokens=10)
-
-    return [record(*each) for each in enumerate(lengths)]
+def jobs(*lengths: int) -> list[JobEntry]:
+    return [JobEntry(str(number), str(number), number, 10, length - 10) for number, length in enumerate(lengths)]
 
 
 SHORT = jobs(20)[0]

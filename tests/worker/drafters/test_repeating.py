@@ -10,9 +10,10 @@ import pytest
 
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
+from swiftbatch.worker.drafters.base import DraftRequest
 from swiftbatch.worker.drafters.lookup.repeated_text import MOST_TOLD_APART, NGRAM, RepeatedText, RepeatShares
 from swiftbatch.worker.drafters.two_level.auto import auto
-from swiftbatch.worker.drafters.two_level.repeating import RepeatingDrafter
+from swiftbatch.worker.drafters.two_level.repeating import REFUSED_FOR, RepeatingDrafter
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.kernels.sizes import TILE_ROWS
@@ -83,11 +84,11 @@ def test_a_repeat_is_followed_as_it_goes_on() -> None:
     assert text.chain(sequence, 3) == [PHRASE[7], 11, 20]
 
 
-def test_another_n_gram_with_the_same_hash_is_no_repeat() -> None:
+def test_another_n_gram_in_the_same_bucket_is_no_repeat() -> None:
     tokens = [10, 11, 12, 13, 14, 15, 20, 21, 22, 14, 15]
     text = RepeatedText(sequence_of(tokens), RepeatShares())
     text._places[:] = 6  # behind 14, 15
-    text._begin(np.array(tokens))
+    text._begin(np.array(tokens), tokens[-4:], bucket=0)
     assert text.num_matched == 0
 
 
@@ -180,3 +181,24 @@ def test_where_rows_cost_as_much_as_steps_repeats_are_not_drafted(target: Target
     sequence = Sequence("a", [2, 7, 1, 8] * 12, params, target.vocab_size)
     run(Engine(target, drafter), [sequence])
     assert num_repeating[0] == 0
+
+
+def test_repeats_that_did_not_pay_are_planned_for_again_after_a_while(target: TargetModel) -> None:
+    dear = StepCosts((64, 8192), np.outer([1.0, 2.0], [1, 2, 4, 8, 16, 32]) * 4.0)
+    drafter = auto(target, lambda: dear, None)
+    assert isinstance(drafter, RepeatingDrafter)
+    num_plans, choose = 0, drafter._sizes_that_pay
+
+    def counting(requests: list[DraftRequest], repeated: set[str]) -> list[int] | None:
+        nonlocal num_plans
+        num_plans += 1
+        return choose(requests, repeated)
+
+    drafter._sizes_that_pay = counting  # type: ignore[method-assign]
+    sequence, phrase = sequence_of([2, 7, 1, 8] * 12), [2, 7, 1, 8]
+    drafter.start(sequence, target.new_cache(300))
+    for step in range(4 * REFUSED_FOR):
+        assert not any(map(len, drafter.propose([DraftRequest(sequence, 31, 31, 0.0)])))
+        sequence.extend([phrase[step % 4]])
+        drafter._texts["a"].catch_up(sequence)
+    assert 2 <= num_plans <= 5

@@ -19,7 +19,7 @@ from swiftbatch.worker.caches.scan_cache import ScannedKeys
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 from swiftbatch.worker.kernels.decoder_weights import DecoderSizes, DecoderWeights, LayerWeights, Linear
 from swiftbatch.worker.kernels.forms import Activation, NormForm
-from swiftbatch.worker.kernels.frequencies import Rotary, default_frequencies
+from swiftbatch.worker.kernels.frequencies import QueryGrowth, Rotary, default_frequencies
 from swiftbatch.worker.kernels.instruction_sets import runnable_variants
 from swiftbatch.worker.kernels.native import NativeDecoder
 from swiftbatch.worker.kernels.scan_coding import SCAN_CHUNK
@@ -27,6 +27,7 @@ from swiftbatch.worker.papers.griffin.native_griffin import GriffinWeights
 from swiftbatch.worker.target.partial_rows import PartialRows, partial_rows
 from swiftbatch.worker.target.tiles import SequenceRows, max_tree_depth, tree_rows
 from tests.worker.caches.cache_parts import everything_of
+from tests.worker.kernels.expert_parts import EXPERT_SHAPES, ExpertShape, random_experts
 
 VARIANTS = runnable_variants()
 F32_VARIANTS = [name for name in VARIANTS if not name.endswith("bf16")]
@@ -60,6 +61,10 @@ class Shape:
     norms_turned: bool = False
     is_parallel: bool = False
     rounds_angles: bool = True
+    head_norms_differ: bool = False
+    caps: tuple[float, float] = (0.0, 0.0)  # of scores and of logits
+    growth: QueryGrowth | None = None
+    experts: ExpertShape | None = None  # in its second layer alone, whose heads then have sinks, too
 
 
 BEHIND = ("output_norm", "down_norm")
@@ -72,6 +77,25 @@ JOINED = Shape(
     rounds_angles=False,
 )
 SCALED_BY_WIDTH = Shape(norm_form=NormForm.ONE_MORE, activation=Activation.GELU_TANH, is_scaled=True, head_dim=256)
+CAPPED = Shape(
+    norms=("input_norm", "mlp_norm", *BEHIND),
+    norm_form=NormForm.ONE_MORE,
+    activation=Activation.GELU_TANH,
+    windows=(40, None),
+    caps=(3.0, 20.0),
+)
+DIFFERING = Shape(
+    num_kv_heads=2,
+    group=3,
+    norms=("input_norm",),
+    norm_form=NormForm.CENTRED,
+    is_parallel=True,
+    has_head_norm=True,
+    head_norms_differ=True,
+)
+SHIFTED = Shape(norm_form=NormForm.SHIFTED, activation=Activation.GELU_TANH, has_gates=False, has_bias=True)
+BENT = Shape(activation=Activation.XIELU, has_gates=False, has_head_norm=True)
+GROWING = Shape(growth=QueryGrowth(0.1, 50))
 OTHER_FORMS = {  # by what has them
     "glm4": Shape(norms=("input_norm", "mlp_norm", *BEHIND)),
     "olmo2": JOINED,
@@ -83,8 +107,23 @@ OTHER_FORMS = {  # by what has them
     "cohere in float32": Shape(norms=("input_norm",), norm_form=NormForm.CENTRED, is_parallel=True, dtype=FLOAT32),
     "hunyuan": Shape(head_dim=80, group=3, has_head_norm=True, norms_turned=True),
     "hunyuan in float32": Shape(has_head_norm=True, norms_turned=True, dtype=FLOAT32),
+    "gemma2": CAPPED,
+    "gemma2 in float32": dataclasses.replace(CAPPED, dtype=FLOAT32),
+    "cohere with norms of heads": DIFFERING,
+    "cohere with norms of heads in float32": dataclasses.replace(DIFFERING, dtype=FLOAT32),
+    "starcoder2": SHIFTED,
+    "starcoder2 in float32": dataclasses.replace(SHIFTED, dtype=FLOAT32),
+    "apertus": BENT,
+    "apertus in float32": dataclasses.replace(BENT, dtype=FLOAT32),
+    "ministral3": GROWING,
+    "ministral3 in float32": dataclasses.replace(GROWING, dtype=FLOAT32),
     "arcee": Shape(activation=Activation.RELU2, has_gates=False, has_bias=True),
     "arcee in float32": Shape(activation=Activation.RELU2, has_gates=False, dtype=FLOAT32),
+}
+WITH_EXPERTS = {
+    f"{name}{words}": Shape(experts=experts, dtype=dtype)
+    for name, experts in EXPERT_SHAPES.items()
+    for words, dtype in {"": BF16, " in float32": FLOAT32}.items()
 }
 SHAPES = (
     Shape(),
@@ -97,6 +136,7 @@ SHAPES = (
     *OTHER_FORMS.values(),
     Shape(windows=(40, None), has_other_angles=True),
     Shape(num_kv_heads=2, group=3, dtype=FLOAT32, windows=(300, 2100)),
+    *WITH_EXPERTS.values(),
 )
 
 
@@ -121,12 +161,14 @@ def _random_weights(shape: Shape) -> DecoderWeights:
     scales = (12.0, 0.22, 1 / 16) if shape.is_scaled else (1.0, 1.0, 1.0)
     forms = (shape.norm_form, shape.activation, shape.has_gates, shape.joins_heads, shape.norms_turned)
     forms = (*forms, shape.is_parallel)
+    forms = (*forms, shape.head_norms_differ, *shape.caps)
     sizes = DecoderSizes(*counts, 1e-5, shape.head_dim**-0.5, shape.dtype, *scales, *forms)
     embedding = normal(shape.vocab, shape.hidden)
     head = Linear(embedding if shape.is_tied else normal(shape.vocab, shape.hidden))
-    rotary = Rotary(default_frequencies(10000.0, shape.head_dim), is_rounded=shape.rounds_angles)
+    frequencies = default_frequencies(10000.0, shape.head_dim)
+    rotary = Rotary(frequencies, is_rounded=shape.rounds_angles, growth=shape.growth)
     layers = [_random_layer(shape, number, normal, linear) for number in range(2)]
-    return DecoderWeights(sizes, embedding, layers, normal(shape.hidden), head, rotary)
+    return DecoderWeights(sizes, embedding, layers, normal(sizes.norm_width), head, rotary)
 
 
 @functools.cache
@@ -141,10 +183,15 @@ def _random_layer(
     query, key = shape.num_kv_heads * shape.group * shape.head_dim, shape.num_kv_heads * shape.head_dim
 
     def norm(name: str) -> Tensor | None:
-        return normal(shape.hidden) if name in shape.norms else None
+        width = shape.hidden * (2 if shape.norm_form == NormForm.SHIFTED else 1)
+        return normal(width) if name in shape.norms else None
 
     def head_norm(width: int) -> Tensor | None:
-        return normal(width if shape.joins_heads else shape.head_dim) if shape.has_head_norm else None
+        has_all = shape.joins_heads or shape.head_norms_differ
+        return normal(width if has_all else shape.head_dim) if shape.has_head_norm else None
+
+    experts = None if number == 0 else shape.experts
+    width = shape.intermediate if experts is None else experts.shared_intermediate
 
     return LayerWeights(
         input_norm=norm("input_norm"),
@@ -153,16 +200,19 @@ def _random_layer(
         value=linear(key, shape.hidden),
         output=linear(shape.hidden, query),
         mlp_norm=norm("mlp_norm"),
-        gate=linear(shape.intermediate, shape.hidden) if shape.has_gates else None,
-        up=linear(shape.intermediate, shape.hidden),
-        down=linear(shape.hidden, shape.intermediate),
+        gate=linear(width, shape.hidden) if shape.has_gates and width else None,
+        up=linear(width, shape.hidden) if width else None,
+        down=linear(shape.hidden, width) if width else None,
         query_norm=head_norm(query),
         key_norm=head_norm(key),
         output_norm=norm("output_norm"),
         down_norm=norm("down_norm"),
         is_still=shape.is_scaled and number == 1,
         window=shape.windows[number],
+        curve=torch.tensor([0.9, 1.2, 0.5, -1e-6]) if shape.activation == Activation.XIELU else None,
         rotary=other_rotation(shape.head_dim) if shape.has_other_angles and number == 0 else None,
+        experts=None if experts is None else random_experts(experts, shape.hidden, normal),
+        sinks=None if experts is None else normal(shape.num_kv_heads * shape.group).float(),
     )
 
 

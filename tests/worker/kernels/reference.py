@@ -11,17 +11,25 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, relu, silu
 
-from swiftbatch.worker.kernels.angles import angles
+from swiftbatch.worker.kernels.angles import angles, query_scales
 from swiftbatch.worker.kernels.attention_view import SEES_ALL, AttentionView
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights, LayerWeights, Linear
 from swiftbatch.worker.kernels.forms import Activation, NormForm
 from swiftbatch.worker.kernels.row_tables import Rows
+from tests.worker.kernels.reference_experts import reference_experts
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     Activation.SILU: silu,
     Activation.GELU_TANH: functools.partial(gelu, approximate="tanh"),
     Activation.RELU2: lambda rows: relu(rows).square(),
 }
+
+
+def xielu(rows: Tensor, curve: Tensor) -> Tensor:
+    """XIELU (Huang and Schlag 2024): a square above 0, an exponential below."""
+    squares, exponentials, share, bound = curve
+    bent = (torch.expm1(rows.minimum(bound)) - rows) * exponentials
+    return torch.where(rows > 0, squares * rows * rows, bent) + share * rows
 
 
 class ReferenceDecoder:
@@ -55,19 +63,33 @@ class ReferenceDecoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[num_rows, hidden]` to `[num_rows, vocab] float32`."""
-        return _product(hidden.float(), self._weights.head) * self.sizes.logit_scale
+        logits, cap = _product(hidden.float(), self._weights.head) * self.sizes.logit_scale, self.sizes.logit_cap
+        return cap * torch.tanh(logits / cap) if cap else logits
 
     def _layer(self, number: int, groups: Sequence[Rows], state: Tensor) -> None:
         weights = self._weights.layers[number]
         normed = self._norm(state, weights.input_norm)
         query, key, value = self._heads(normed, weights, groups)
-        mixed = reference_attention(groups, number, query, key, value, self.sizes.scale, AttentionView(weights.window))
+        view = AttentionView(weights.window, self.sizes.score_cap or None, weights.sinks)
+        mixed = reference_attention(groups, number, query, key, value, self.sizes.scale, view)
         self._add(state, self._linear(mixed.flatten(1).float(), weights.output), weights.output_norm)
-        active = self._activated(normed if self.sizes.is_parallel else self._norm(state, weights.mlp_norm), weights)
-        self._add(state, self._linear(active, weights.down), weights.down_norm)
+        normed = normed if self.sizes.is_parallel else self._norm(state, weights.mlp_norm)
+        self._add(state, self._fed_forward(normed, weights), weights.down_norm)
+
+    def _fed_forward(self, normed: Tensor, weights: LayerWeights) -> Tensor:
+        """The products that all rows meet, experts that each row chooses, or both."""
+        down = None if weights.down is None else self._linear(self._activated(normed, weights), weights.down)
+        if weights.experts is None:
+            assert down is not None
+            return down
+        return reference_experts(weights.experts, normed, ACTIVATIONS[self.sizes.activation], self._rounded, down)
 
     def _activated(self, normed: Tensor, weights: LayerWeights) -> Tensor:
-        up, activation = self._linear(normed, weights.up), ACTIVATIONS[self.sizes.activation]
+        assert weights.up is not None
+        up = self._linear(normed, weights.up)
+        if weights.curve is not None:
+            return self._rounded(xielu(up, weights.curve))
+        activation = ACTIVATIONS[self.sizes.activation]
         if weights.gate is None:
             return self._rounded(activation(up))
         return self._rounded(self._rounded(activation(self._linear(normed, weights.gate))) * up)
@@ -79,11 +101,12 @@ class ReferenceDecoder:
     def _heads(self, normed: Tensor, weights: LayerWeights, groups: Sequence[Rows]) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of the model's dtype, `[num_rows, heads, head_dim]`, turned by their positions."""
         positions = np.array([position for group in groups for position in group.positions])
-        positions = positions * (not weights.is_still)
         rotary = weights.rotary or self._weights.rotary
-        table = angles(rotary, positions, self.sizes.dtype).to(normed.device)
+        table = angles(rotary, positions * (not weights.is_still), self.sizes.dtype).to(normed.device)
         turns = [half.repeat(1, 2)[:, None] for half in table.chunk(2, dim=1)]
         query = self._turned(self._linear(normed, weights.query), weights.query_norm, turns)
+        if growth := self._weights.rotary.growth:
+            query = query * query_scales(growth, positions, self.sizes.dtype).to(query.device)[:, None, None]
         key = self._turned(self._linear(normed, weights.key), weights.key_norm, turns)
         value = self._linear(normed, weights.value).unflatten(1, (-1, self.sizes.head_dim))
         query, key, value = (each.to(self.sizes.dtype) for each in (query, key, value))
@@ -101,11 +124,16 @@ class ReferenceDecoder:
     def _norm(self, rows: Tensor, weight: Tensor | None) -> Tensor:
         if weight is None:
             return rows
-        if self.sizes.norm_form == NormForm.CENTRED:
+        if self.sizes.norm_form in (NormForm.CENTRED, NormForm.SHIFTED):
             rows = rows - rows.mean(-1, keepdim=True)
         scaled = rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + self.sizes.epsilon)
         if self.sizes.norm_form == NormForm.TWICE:
             scaled = self._rounded(scaled)
+        if self.sizes.norm_form == NormForm.SHIFTED:
+            weight, shift = weight.float().chunk(2)
+            return self._rounded(scaled * weight + shift)
+        if self.sizes.head_norms_differ and rows.ndim == 3:
+            weight = weight.unflatten(0, rows.shape[1:])
         return self._rounded(scaled * (weight.float() + (self.sizes.norm_form == NormForm.ONE_MORE)))
 
     def _linear(self, rows: Tensor, linear: Linear) -> Tensor:

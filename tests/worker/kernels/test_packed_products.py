@@ -25,6 +25,7 @@ from tests.worker.kernels.kernel_parts import (
     FLOAT32,
     SHAPES,
     VARIANTS,
+    WITH_EXPERTS,
     Shape,
     chain,
     needs_kernels,
@@ -35,6 +36,7 @@ from tests.worker.kernels.kernel_parts import (
 from tests.worker.kernels.quantized_parts import KINDS, dequantized, packed_weights, random_packed
 
 pytestmark = needs_kernels
+PACKED_EXPERTS = (WITH_EXPERTS["gpt_oss"], WITH_EXPERTS["glm4_moe in float32"])
 
 CODES = sorted(TABLES)
 COLUMNS = 200  # no multiple of 16 * 8, so that there is a panel with fewer blocks, and a block with fewer columns
@@ -118,7 +120,7 @@ def test_tiles_give_the_bits_of_the_matrix_of_numbers(emulated: Path, code: Code
         check_all(team, random_packed(code, (COLUMNS, depth), group_size, offsets=True))
 
 
-@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[1], SHAPES[4]], ids=str)
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[1], SHAPES[4], *PACKED_EXPERTS], ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_decoder_with_packed_layers_has_the_bits_of_its_twin(variant: str, shape: Shape) -> None:
     packed, twin = (

@@ -5,13 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from swiftbatch.worker.exactness.row_agreement import Agreement, compare
 from swiftbatch.worker.model.compute_path import path_on
-from swiftbatch.worker.model.dense_config import KINDS as DENSE_KINDS
+from swiftbatch.worker.model.dense_kinds import KINDS as DENSE_KINDS
 from swiftbatch.worker.model.digests import Digests
+from swiftbatch.worker.model.expert_kinds import EXPERT_KINDS
 from swiftbatch.worker.model.files import ModelFiles
 from swiftbatch.worker.model.gguf.architectures import ARCHITECTURES
 from swiftbatch.worker.model.gguf.tensor_types import READABLE
@@ -22,6 +24,11 @@ from swiftbatch.worker.target.transformers_forwards import TransformersForwards
 
 VOCAB_SIZE = 97
 NUM_POSITIONS = 1024
+LATER = (  # kinds whose parts others have as well: what a test asks of every kind is asked of them in slow tests
+    *("afmoe", "cohere2_moe", "exaone_moe", "flex_olmo", "granite_swa", "granitemoe_swa", "granitemoeshared"),
+    *("hunyuan_v1_moe", "hy_v3", "internlm3", "iquestcoder", "jais2", "laguna", "mellum", "solar_open", "vaultgemma"),
+)
+EACH_KIND = [pytest.param(kind, marks=pytest.mark.slow) if kind in LATER else kind for kind in SUPPORTED_KINDS]
 SIZES = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
@@ -63,12 +70,22 @@ RECURRENT = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
 }
 ALL_WINDOWED = {"use_sliding_window": True, "max_window_layers": 2, "layer_types": None}
+WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+OWN_THETAS = {"layer_types": ["full_attention", "sliding_attention"] * 2, "layer_rope_theta": [10000.0, 0.0, 5e5, 1e4]}
 OWN_SIZES: dict[str, dict[str, Any]] = {
+    "afmoe": {"mup_enabled": True, "num_dense_layers": 1, "num_shared_experts": 1},
+    "cohere2_moe": {"num_shared_experts": 1, "first_k_dense_replace": 1, "expert_selection_fn": "sigmoid"},
     "deepseek_v2": {**LATENT, "topk_method": "greedy"},
     "deepseek_v3": LATENT,
     "glm4_moe_lite": LATENT,
     "dots1": {"n_group": 1, "topk_group": 1, "n_shared_experts": 1},
     "granitemoehybrid": {"layer_types": ["attention"] * 4, "num_local_experts": 0, "shared_intermediate_size": 96},
+    "granite_swa": OWN_THETAS,
+    "granitemoe_swa": {**OWN_THETAS, "shared_intermediate_size": 48},
+    "granitemoeshared": {"shared_intermediate_size": 48},
+    "hunyuan_v1_moe": {"moe_topk": [1, 2, 1, 2]},
+    "laguna": {**WINDOWS, "num_attention_heads_per_layer": [4, 8, 4, 8], "shared_expert_intermediate_size": 48},
+    "mellum": WINDOWS,
     "helium": {"head_dim": 16},  # its heads are as wide together as a row
     "olmoe": {"hidden_size": 128},  # its norms span the heads together
     "qwen2": ALL_WINDOWED,
@@ -129,7 +146,7 @@ def asks_for(target: TargetModel) -> str:
 def where_it_runs(kind: str) -> tuple[str, str]:
     """The code that computes a kind as it is published, on a CPU and on a GPU."""
     if kind in DENSE_KINDS:
-        return "kernels", "kernels"
+        return "kernels", "transformers" if kind in EXPERT_KINDS else "kernels"
     config = text_view(tiny_config(kind, has_wide_heads=True).to_dict())
     return path_on("cpu", config).name, path_on("cuda", config).name
 

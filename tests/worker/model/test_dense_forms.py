@@ -17,6 +17,7 @@ from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.exactness.probe import probe_rows
 from swiftbatch.worker.exactness.row_agreement import _our_logits, compare
 from swiftbatch.worker.kernels.angles import angles
+from swiftbatch.worker.kernels.forms import Activation
 from swiftbatch.worker.model.causal_lm import load_causal_lm
 from swiftbatch.worker.model.dense import dense_weights
 from swiftbatch.worker.model.files import DRAFT_FOLDER, PARTS_FOLDER, locate_model
@@ -42,8 +43,17 @@ FORMS = {
     "cohere": "Command R",
     "hunyuan_v1_dense": "Hunyuan 7B, without its long positions",
     "helium": "Helium 1 2B",
+    "gemma2": "Gemma 2 27B",
+    "olmo3": "OLMo 3 7B",
+    "exaone4 with windows": "EXAONE 4.0 32B",
+    "cohere with norms of heads": "Command R+, which norms heads",
+    "cohere2": "Command R7B",
+    "apertus": "Apertus 8B",
+    "starcoder2": "StarCoder2 7B",
+    "ministral3": "Ministral 3 8B's text",
 }
-TREES = ("glm4", "olmo2", "gemma")
+TREES = ("glm4", "olmo2", "gemma", "gemma2")
+ACTIVATION_NAMES = {"glm4": "activation_fn", "starcoder2": "act"}  # in their classes
 ENGINES = ("auto", "griffin", "token-recycling", "triforce")
 NUM_PROMPT_TOKENS, NUM_TOKENS, NUM_RECOVERED = 50, 40, 23
 
@@ -102,12 +112,14 @@ def test_what_is_computed_number_by_number_is_rounded_to_bf16_where_transformers
     assert torch.equal(reference._rounded(weights.embedding.float() * sizes.embedding_scale), rows.float())
     assert torch.equal(reference._norm(rows.float(), weights.final_norm), theirs.norm(rows).float())
     wide, mlp = 4 * torch.randn(300, sizes.intermediate, dtype=torch.bfloat16), theirs.layers[0].mlp
-    activate = mlp.activation_fn if kind == "glm4" else mlp.act_fn
-    assert torch.equal(reference._rounded(ACTIVATIONS[sizes.activation](wide.float())), activate(wide).float())
-    cosines, _ = theirs.rotary_emb(rows[None], token_ids[None])
+    if sizes.activation != Activation.XIELU:  # there every operation is rounded, here the result alone
+        activate = getattr(mlp, ACTIVATION_NAMES.get(kind, "act_fn"))
+        assert torch.equal(reference._rounded(ACTIVATIONS[sizes.activation](wide.float())), activate(wide).float())
+    by_type = {"layer_type": "full_attention"} if kind == "olmo3" else {}
+    cosines, _ = theirs.rotary_emb(rows[None], token_ids[None], **by_type)
     num_turned = cosines.shape[-1] // 2
     found = angles(weights.rotary, token_ids.numpy(), torch.bfloat16)[:, :num_turned]
-    theirs = cosines[0, :, ::2] if kind == "cohere" else cosines[0, :, :num_turned]  # there neighbours are turned
+    theirs = cosines[0, :, ::2] if "cohere" in kind else cosines[0, :, :num_turned]  # there neighbours are turned
     assert (found - theirs.float()).abs().max() <= 1e-6
 
 

@@ -6,6 +6,7 @@ bring is known before one is drafted.
 
 from __future__ import annotations
 
+import operator
 from itertools import accumulate
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy as np
 from swiftbatch.worker.drawing.sequence import Sequence
 
 NGRAM = 4  # tokens that begin a repeat
-FACTORS = np.array([1_000_003, 1_618_033_989, 2_147_483_629, 1_414_213_573])  # sums of four stay below 2**63
+FACTORS = (1_000_003, 1_618_033_989, 2_147_483_629, 1_414_213_573)  # sums of four stay below 2**63
 MOST_TOLD_APART = 32  # matched tokens
 PRIORS = (0.5, 0.7, 0.85, 0.92)  # shares that go on behind 4, 8, 16 and 32 matched tokens, before any was seen
 LEARNING_RATE = 0.02
@@ -53,12 +54,19 @@ class RepeatedText:
     def __init__(self, sequence: Sequence, shares: RepeatShares) -> None:
         """Index what is there; `shares` may belong to several sequences."""
         self._shares = shares
-        self._places = np.zeros(2 * sequence.max_length + 1, dtype=np.int32)  # behind an n-gram, by its hash; 0: none
+        self._places = np.zeros(2 * sequence.max_length + 1, dtype=np.int32)  # behind an n-gram, by its bucket; 0: none
         self._num_tokens = len(sequence)
         self.num_matched = 0  # tokens that the end agrees with; 0: it repeats nothing
         self._source = 0  # the place that the next token would be repeated from
         self._index(sequence.token_ids)
-        self._begin(sequence.token_ids)
+        if len(sequence) > NGRAM:
+            ngram = sequence.token_ids[-NGRAM:].tolist()
+            self._begin(sequence.token_ids, ngram, self._bucket(ngram))
+
+    @property
+    def num_told_apart(self) -> int:
+        """The matched tokens as far as they make a difference."""
+        return min(self.num_matched, MOST_TOLD_APART)
 
     def catch_up(self, sequence: Sequence) -> None:
         """Follow the repeat over the tokens that came since the last call."""
@@ -66,10 +74,13 @@ class RepeatedText:
         for end in range(self._num_tokens + 1, len(sequence) + 1):
             if self.num_matched:
                 self._follow(bool(token_ids[self._source] == token_ids[end - 1]))
+            if end < NGRAM:
+                continue
+            ngram = token_ids[end - NGRAM : end].tolist()  # a step of every sequence waits: arrays would take longer
+            bucket = self._bucket(ngram)
             if not self.num_matched:
-                self._begin(token_ids[:end])
-            if end >= NGRAM:
-                self._places[self._hash(token_ids[end - NGRAM : end])] = end
+                self._begin(token_ids[:end], ngram, bucket)
+            self._places[bucket] = end
         self._num_tokens = len(sequence)
 
     def tokens(self, choices: tuple[int, ...]) -> list[float]:
@@ -90,25 +101,20 @@ class RepeatedText:
         else:
             self.num_matched = 0
 
-    def _begin(self, token_ids: np.ndarray) -> None:
-        """Look for the newest earlier place whose tokens the end agrees with."""
-        end = len(token_ids)
-        if end <= NGRAM:
-            return
-        place = int(self._places[self._hash(token_ids[-NGRAM:])])
-        if not NGRAM <= place < end:
-            return
+    def _begin(self, token_ids: np.ndarray, ngram: list[int], bucket: int) -> None:
+        """Look for the newest earlier place whose tokens the end, `ngram`, agrees with."""
+        end, place = len(token_ids), int(self._places[bucket])
+        if not NGRAM <= place < end or token_ids[place - NGRAM : place].tolist() != ngram:
+            return  # another n-gram may have the same bucket
         most = min(place, MOST_TOLD_APART)
         differ = np.flatnonzero(token_ids[place - most : place] != token_ids[end - most : end])
-        num_matched = most - 1 - int(differ[-1]) if len(differ) else most
-        if num_matched >= NGRAM:  # another n-gram may have the same hash
-            self._source, self.num_matched = place, num_matched
+        self._source, self.num_matched = place, most - 1 - int(differ[-1]) if len(differ) else most
 
     def _index(self, token_ids: np.ndarray) -> None:
         """Keep the newest place of every n-gram but that of the end, which `_begin` looks for first."""
         if len(token_ids) > NGRAM:
             ngrams = np.lib.stride_tricks.sliding_window_view(token_ids[:-1], NGRAM)
-            self._places[(ngrams @ FACTORS) % len(self._places)] = np.arange(NGRAM, len(token_ids))
+            self._places[(ngrams @ np.array(FACTORS)) % len(self._places)] = np.arange(NGRAM, len(token_ids))
 
-    def _hash(self, ngram: np.ndarray) -> int:
-        return int(ngram @ FACTORS) % len(self._places)
+    def _bucket(self, ngram: list[int]) -> int:
+        return sum(map(operator.mul, ngram, FACTORS)) % len(self._places)

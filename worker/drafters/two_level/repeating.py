@@ -19,6 +19,7 @@ from swiftbatch.worker.drawing.verification import Verification
 FEW_NODES = (7,)
 PROMISING = 1.3  # tokens a step of a chain that short: a repeat that promises less is not worth planning for
 BETTER = 1.05  # times the other drafter's rate
+REFUSED_FOR = 16  # steps until repeats as long are planned for again: to plan takes a tenth of a batch's step
 
 
 class RepeatingDrafter(Drafter):
@@ -40,6 +41,9 @@ class RepeatingDrafter(Drafter):
         self._texts: dict[str, RepeatedText] = {}
         self._repeated: set[str] = set()  # sequences that have chains in the newest step
         self._is_repeating = False  # in that step
+        self._refused: set[tuple[int, ...]] = set()  # lengths of repeats that did not pay beside the same sequences
+        self._num_since = 0  # steps since the first of them
+        self._names: list[str] = []  # of these sequences
 
     @property
     def draft_kind(self) -> str:
@@ -58,16 +62,21 @@ class RepeatingDrafter(Drafter):
         self._texts[sequence.sequence_id] = RepeatedText(sequence, self._shares)
 
     def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
-        repeated = {r.sequence.sequence_id for r in requests if self._text(r.sequence).tokens(FEW_NODES)[0] > PROMISING}
-        sizes = self._sizes_that_pay(requests, repeated) if repeated else None
+        promised = {
+            r.sequence.sequence_id: tokens
+            for r in requests
+            if (text := self._text(r.sequence)).num_matched and (tokens := text.tokens(FEW_NODES)[0]) > PROMISING
+        }
+        promises_more = bool(promised) and sum(promised.values()) - len(promised) > (BETTER - 1) * len(requests)
+        sizes = self._sizes(requests, set(promised)) if promises_more else None
         self._is_repeating = sizes is not None
         if sizes is None:
             return self.otherwise.propose(requests)
-        self._repeated = repeated
+        self._repeated = set(promised)
         self._budget.leave_out_step()
         trees = [self._tree(request, size) for request, size in zip(requests, sizes, strict=True)]
         self._recycling.is_drafting = any(
-            len(tree) and request.sequence.sequence_id not in repeated
+            len(tree) and request.sequence.sequence_id not in self._repeated
             for request, tree in zip(requests, trees, strict=True)
         )
         return trees
@@ -96,6 +105,21 @@ class RepeatingDrafter(Drafter):
 
     def _text(self, sequence: Sequence) -> RepeatedText:
         return self._texts[sequence.sequence_id]
+
+    def _sizes(self, requests: list[DraftRequest], repeated: set[str]) -> list[int] | None:
+        """The nodes of each sequence; None where repeats as long as those of `repeated` did not pay just before."""
+        names = [request.sequence.sequence_id for request in requests]
+        lengths = tuple(sorted(self._texts[name].num_told_apart for name in repeated))
+        self._num_since += 1
+        if names != self._names or self._num_since > REFUSED_FOR:
+            self._names, self._num_since = names, 0
+            self._refused.clear()
+        if lengths in self._refused:
+            return None
+        sizes = self._sizes_that_pay(requests, repeated)
+        if sizes is None:
+            self._refused.add(lengths)
+        return sizes
 
     def _sizes_that_pay(self, requests: list[DraftRequest], repeated: set[str]) -> list[int] | None:
         """The nodes of each sequence; None where the other drafter promises more."""

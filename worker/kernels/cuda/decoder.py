@@ -1,6 +1,6 @@
 """A dense decoder as CUDA kernels: ten launches a layer, into buffers that never move, for a graph to replay.
 
-Layers that norm the heads of a row together take one launch more.
+Layers that norm the heads of a row together take one launch more, and so do logits with a scale or a soft cap.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from swiftbatch.worker.kernels.angles import angles, kept_as
+from swiftbatch.worker.kernels.angles import angles, kept_as, query_scales
 from swiftbatch.worker.kernels.attention_view import SEES_ALL, AttentionView
 from swiftbatch.worker.kernels.cuda.attend import AttentionShape
 from swiftbatch.worker.kernels.cuda.attentions import Attention, AttentionKernel, TritonAttention
 from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, NUM_ROWS, TableLayout
 from swiftbatch.worker.kernels.cuda.layer_kernels import activate, add_norm, embed, norm_heads, rope_store
 from swiftbatch.worker.kernels.cuda.linear import LinearKernel
+from swiftbatch.worker.kernels.cuda.logit_cap import cap_logits
 from swiftbatch.worker.kernels.cuda.packed_linear import WeightKernel
 from swiftbatch.worker.kernels.cuda.scan.scan import ScanAttention
 from swiftbatch.worker.kernels.cuda.scan.scanned_texts import ScannedTexts
 from swiftbatch.worker.kernels.cuda.stacked import StackedLayer, StackedWeights
 from swiftbatch.worker.kernels.decoder_weights import other_rotary
-from swiftbatch.worker.kernels.frequencies import Rotary
+from swiftbatch.worker.kernels.frequencies import QueryGrowth, Rotary
 from swiftbatch.worker.kernels.sizes import RING_LAYERS
 
 
@@ -64,17 +65,19 @@ class CudaDecoder:
         self.layout = TableLayout(num_slots, capacity, shape.rows_per_group, num_angles, sizes.vocab, step)
         self._weights, self._arena, self._bias = weights, arena, bias
         self._linear, self._reduce = WeightKernel(linear), reduce
-        self._views = [AttentionView(layer.window) for layer in weights.layers]
+        self._views = [AttentionView(layer.window, sizes.score_cap or None) for layer in weights.layers]
         self._angles = self._angles_of(np.arange(num_angles), arena.device)
         self._still = self._angles  # of layers that turn no heads
         if any(layer.is_still for layer in weights.layers):
             self._still = self._angles_of(np.zeros(num_angles, dtype=np.int64), arena.device)
         if (other := other_rotary(weights.layers)) is not None:
             self._other_angles = self._angles_of(np.arange(num_angles), arena.device, other)
+        growth = weights.rotary.growth
+        self._query_scales = None if growth is None else self._scales_of(growth, num_positions, arena.device)
         self._allocate(arena.device)
         self.attention: Attention = attention(shape, self.layout, sizes.scale, arena.device)
-        if not isinstance(self.attention, TritonAttention) and any(layer.window for layer in weights.layers):
-            raise ValueError("found layers with windows, which flash-attn does not take; attend with triton")
+        if not isinstance(self.attention, TritonAttention) and set(self._views) != {SEES_ALL}:
+            raise ValueError("found windows or soft caps, which flash-attn does not take; attend with triton")
 
     def over(self, arena: Tensor, bias: Tensor, texts: ScannedTexts | None = None) -> CudaDecoder:
         """Return it over another arena, with biases. All but the tables is shared: one of the two runs at a time.
@@ -84,7 +87,7 @@ class CudaDecoder:
         _check_arena(arena, self._weights)
         other = copy.copy(self)
         other._arena, other._bias = arena, bias
-        other._views = [SEES_ALL] * len(self._views)  # entries are no positions
+        other._views = [replace(view, window=None) for view in self._views]  # entries are no positions
         other.layout = replace(self.layout, num_slots=arena.shape[2], capacity=arena.shape[4], boundary_step=1)
         other._allocate_table(arena.device)
         attention = self.attention
@@ -128,11 +131,16 @@ class CudaDecoder:
         self._linear(self.hidden, weights.head.weight, weights.head.bias, self.logits)
         if sizes.logit_scale != 1.0:
             self.logits.mul_(sizes.logit_scale)
+        if sizes.logit_cap:
+            cap_logits(self.logits, sizes.logit_cap)
 
     def _angles_of(self, rows: NDArray[np.int64], device: torch.device, own: Rotary | None = None) -> Tensor:
         """Turns of some rows of the table of angles, in the model's dtype: `[num_rows, head_dim]`."""
         rotary, dtype = own or self._weights.rotary, self.sizes.dtype
         return angles(rotary, rows, dtype).to(kept_as(rotary, dtype)).to(device)
+
+    def _scales_of(self, growth: QueryGrowth, num_positions: int, device: torch.device) -> Tensor:
+        return query_scales(growth, np.arange(num_positions), self.sizes.dtype).to(device)
 
     def _add_norm(self, delta: Tensor | None, behind: Tensor | None, front: Tensor | None, normed: Tensor) -> Tensor:
         """Add what a part of a layer gave, with the norm behind it. Return what the next product reads."""
@@ -155,6 +163,7 @@ class CudaDecoder:
         rope_store(
             self._qkv, turns, layer.head_norms, sizes.epsilon, table.rows,
             attention.query, keys, values, attention.places(table), sizes.norm_form, sizes.norms_turned,
+            self._query_scales,
         )  # fmt: skip
         attention.attend(number, keys, values, self._bias, table, self._mixed, self._views[number])
         self._linear(self._mixed.view(NUM_ROWS, -1), layer.output.weight, layer.output.bias, self._delta)
@@ -163,7 +172,7 @@ class CudaDecoder:
 
     def _run_mlp(self, layer: StackedLayer, rows: Tensor) -> None:
         self._linear(rows, layer.gate_up.weight, layer.gate_up.bias, self._gate_up)
-        activate(self._table.rows, self._gate_up, self._activated, self.sizes.activation)
+        activate(self._table.rows, self._gate_up, self._activated, self.sizes.activation, layer.curve)
         self._linear(self._activated, layer.down.weight, layer.down.bias, self._delta)
         if self._reduce is not None:
             self._reduce(self._delta)

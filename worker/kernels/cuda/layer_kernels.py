@@ -16,8 +16,9 @@ from swiftbatch.worker.kernels.forms import Activation, NormForm
 
 ACTIVE_COLUMNS = 1024  # of a program
 TWICE, ONE_MORE = tl.constexpr(int(NormForm.TWICE)), tl.constexpr(int(NormForm.ONE_MORE))
-CENTRED = tl.constexpr(int(NormForm.CENTRED))
+CENTRED, SHIFTED = tl.constexpr(int(NormForm.CENTRED)), tl.constexpr(int(NormForm.SHIFTED))
 GELU_TANH, RELU2 = tl.constexpr(int(Activation.GELU_TANH)), tl.constexpr(int(Activation.RELU2))
+XIELU = tl.constexpr(int(Activation.XIELU))
 
 
 @triton.jit
@@ -57,7 +58,7 @@ def weighted(scaled, weight, FORM: tl.constexpr, dtype: tl.constexpr):
 @triton.jit
 def centred(row, is_real, count, FORM: tl.constexpr):
     """A row, of which some numbers are real, for a norm of this form."""
-    if FORM == CENTRED:
+    if FORM >= CENTRED:  # or SHIFTED
         row = tl.where(is_real, row - tl.sum(row, 0) / count, 0.0)
     return row
 
@@ -66,6 +67,18 @@ def centred(row, is_real, count, FORM: tl.constexpr):
 def root_mean(row, count, epsilon):
     """The factor of an RMS norm for a row of `count` numbers, with zeros behind them."""
     return tl.rsqrt(tl.sum(row * row, 0) / count + epsilon)
+
+
+@triton.jit
+def normed_row(row, is_real, weight_ptr, columns, count, epsilon, FORM: tl.constexpr, dtype: tl.constexpr):
+    """A whole row behind the norm with the weights of its columns, behind which lie biases where the form has some."""
+    row = centred(row, is_real, count, FORM)
+    scaled = row * root_mean(row, count, epsilon)
+    weight = tl.load(weight_ptr + columns, mask=is_real, other=0.0)
+    if FORM == SHIFTED:
+        shift = tl.load(weight_ptr + count + columns, mask=is_real, other=0.0).to(tl.float32)
+        return rounded(scaled * weight.to(tl.float32) + shift, dtype)
+    return weighted(scaled, weight, FORM, dtype)
 
 
 @triton.jit
@@ -85,18 +98,14 @@ def add_norm_row(
     if HAS_DELTA:
         delta = tl.load(delta_ptr + places, mask=is_real, other=0.0).to(tl.float32)
         if HAS_BEHIND:
-            behind = tl.load(behind_ptr + columns, mask=is_real, other=0.0)
-            delta = centred(delta, is_real, HIDDEN, FORM)
-            delta = weighted(delta * root_mean(delta, HIDDEN, epsilon), behind, FORM, dtype)
+            delta = normed_row(delta, is_real, behind_ptr, columns, HIDDEN, epsilon, FORM, dtype)
         if DELTA_SCALE != 1.0:
             delta = rounded(delta * DELTA_SCALE, dtype)
         state = rounded(state + delta, dtype)
         tl.store(state_ptr + places, state, mask=is_real)
     if HAS_FRONT:
-        state = centred(state, is_real, HIDDEN, FORM)
-        scale = root_mean(state, HIDDEN, epsilon)
-        weight = tl.load(weight_ptr + columns, mask=is_real, other=0.0)
-        tl.store(normed_ptr + places, weighted(state * scale, weight, FORM, dtype), mask=is_real)
+        front = normed_row(state, is_real, weight_ptr, columns, HIDDEN, epsilon, FORM, dtype)
+        tl.store(normed_ptr + places, front, mask=is_real)
 
 
 @triton.jit
@@ -121,8 +130,27 @@ def norm_heads_row(
 
 
 @triton.jit
-def activated(x, ACTIVATION: tl.constexpr):
+def exponential_less_one(x):
+    """e^x - 1 for x up to 0; near 0 a series, which is as exact as x."""
+    series = 1.0 + x * (1 / 7) * (1.0 + x * (1 / 8) * (1.0 + x * (1 / 9)))
+    series = 1.0 + x * (1 / 4) * (1.0 + x * (1 / 5) * (1.0 + x * (1 / 6) * series))
+    series = x * (1.0 + x * (1 / 2) * (1.0 + x * (1 / 3) * series))
+    return tl.where(x > -0.5, series, tl.exp(x) - 1.0)
+
+
+@triton.jit
+def xielu(x, curve_ptr):
+    """XIELU with the numbers of a layer, as `LayerWeights.curve` has them."""
+    bent = exponential_less_one(tl.minimum(x, tl.load(curve_ptr + 3))) - x
+    share = tl.where(x > 0, tl.load(curve_ptr) * x * x, bent * tl.load(curve_ptr + 1))
+    return share + tl.load(curve_ptr + 2) * x
+
+
+@triton.jit
+def activated(x, curve_ptr, ACTIVATION: tl.constexpr):
     """SILU or another activation of float32."""
+    if ACTIVATION == XIELU:
+        return xielu(x, curve_ptr)
     if ACTIVATION == RELU2:
         positive = tl.where(x < 0, 0.0, x)  # NaN stays
         return positive * positive
@@ -134,7 +162,7 @@ def activated(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def activate_row(
-    rows_ptr, gate_up_ptr, activated_ptr,
+    rows_ptr, gate_up_ptr, curve_ptr, activated_ptr,
     INTERMEDIATE: tl.constexpr, COLUMNS: tl.constexpr, HAS_GATES: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """Program (row, columns)."""
@@ -148,9 +176,9 @@ def activate_row(
     active = tl.load(gate_up_ptr + row * parts * INTERMEDIATE + columns, mask=is_real, other=0.0).to(tl.float32)
     if HAS_GATES:
         up = tl.load(gate_up_ptr + (row * 2 + 1) * INTERMEDIATE + columns, mask=is_real, other=0.0).to(tl.float32)
-        active = rounded(activated(active, ACTIVATION), dtype) * up
+        active = rounded(activated(active, curve_ptr, ACTIVATION), dtype) * up
     else:
-        active = activated(active, ACTIVATION)
+        active = activated(active, curve_ptr, ACTIVATION)
     tl.store(activated_ptr + row * INTERMEDIATE + columns, rounded(active, dtype), mask=is_real)
 
 
@@ -195,12 +223,21 @@ def norm_heads(
     )  # fmt: skip
 
 
-def activate(rows: Tensor, gate_up: Tensor, out: Tensor, activation: Activation = Activation.SILU) -> None:
-    """`[NUM_ROWS, 2 * intermediate]`, gates first, or ups alone, to `out [NUM_ROWS, intermediate]`."""
+def activate(
+    rows: Tensor,
+    gate_up: Tensor,
+    out: Tensor,
+    activation: Activation = Activation.SILU,
+    curve: Tensor | None = None,
+) -> None:
+    """`[NUM_ROWS, 2 * intermediate]`, gates first, or ups alone, to `out [NUM_ROWS, intermediate]`.
+
+    `curve [4] float32` on the device is that of XIELU.
+    """
     intermediate = out.shape[1]
     grid = (NUM_ROWS, triton.cdiv(intermediate, ACTIVE_COLUMNS))
     activate_row[grid](
-        rows, gate_up, out, INTERMEDIATE=intermediate, COLUMNS=ACTIVE_COLUMNS,
+        rows, gate_up, curve, out, INTERMEDIATE=intermediate, COLUMNS=ACTIVE_COLUMNS,
         HAS_GATES=gate_up.shape[1] > intermediate, ACTIVATION=int(activation),
     )  # fmt: skip
 
@@ -210,6 +247,10 @@ def normed(
     first, second, norm_ptr, mask, epsilon, HEAD_DIM: tl.constexpr, FORM: tl.constexpr, dtype: tl.constexpr
 ):  # fmt: skip
     """RMS norm of heads by halves; each has its own weights at `norm_ptr`."""
+    if FORM == CENTRED:
+        mean = ((tl.sum(first, 1) + tl.sum(second, 1)) / HEAD_DIM)[:, None]
+        first = tl.where(mask, first - mean, 0.0)
+        second = tl.where(mask, second - mean, 0.0)
     scale = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / HEAD_DIM + epsilon)[:, None]
     first_weight = tl.load(norm_ptr, mask=mask, other=0.0)
     second_weight = tl.load(norm_ptr + HEAD_DIM // 2, mask=mask, other=0.0)
@@ -231,10 +272,10 @@ def packed_head(packed_ptr, row, index, kv_head, NUM_KV_HEADS: tl.constexpr, HEA
 @triton.jit
 def rope_store_heads(
     qkv_ptr, angles_ptr, query_norm_ptr, key_norm_ptr, rows_ptr, packed_ptr, query_ptr, keys_ptr, values_ptr,
-    epsilon, stride_slot, stride_head, stride_entry,
+    query_scales_ptr, epsilon, stride_slot, stride_head, stride_entry,
     NUM_KV_HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr, HEAD_DIM: tl.constexpr, HAS_NORM: tl.constexpr,
-    NORMS_TURNED: tl.constexpr, FORM: tl.constexpr, IS_PACKED: tl.constexpr,
-    TILE_HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    NORMS_TURNED: tl.constexpr, NORMS_DIFFER: tl.constexpr, FORM: tl.constexpr, IS_PACKED: tl.constexpr,
+    HAS_SCALES: tl.constexpr, TILE_HEADS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Program (row, KV head): the heads of queries that see it, then its key, then its value."""
     row = tl.program_id(0)
@@ -257,8 +298,11 @@ def rope_store_heads(
     given_second = tl.load(qkv_ptr + HEAD_DIM // 2, mask=is_real, other=0.0).to(tl.float32)
     first = given_first
     second = given_second
+    own_norm = 0
+    if NORMS_DIFFER:
+        own_norm = tl.where(index < HEADS_PER_KV, query_head, kv_head)[:, None] * HEAD_DIM
     if HAS_NORM and not NORMS_TURNED:
-        norm_ptr = tl.where(is_query, query_norm_ptr, key_norm_ptr) + columns
+        norm_ptr = tl.where(is_query, query_norm_ptr, key_norm_ptr) + own_norm + columns
         first, second = normed(first, second, norm_ptr, is_real, epsilon, HEAD_DIM, FORM, dtype)
     angles_ptr += tl.load(row_ptr + 3).to(tl.int64) * HEAD_DIM + columns
     cosines = tl.load(angles_ptr, mask=is_column, other=0.0).to(tl.float32)
@@ -266,10 +310,14 @@ def rope_store_heads(
     turned_first = rounded(tl.where(is_value, given_first, first * cosines - second * sines), dtype)
     turned_second = rounded(tl.where(is_value, given_second, second * cosines + first * sines), dtype)
     if HAS_NORM and NORMS_TURNED:
-        norm_ptr = tl.where(is_query, query_norm_ptr, key_norm_ptr) + columns
+        norm_ptr = tl.where(is_query, query_norm_ptr, key_norm_ptr) + own_norm + columns
         first, second = normed(turned_first, turned_second, norm_ptr, is_real, epsilon, HEAD_DIM, FORM, dtype)
         turned_first = tl.where(is_value, turned_first, first)
         turned_second = tl.where(is_value, turned_second, second)
+    if HAS_SCALES:
+        scale = tl.where(is_query, tl.load(query_scales_ptr + tl.load(row_ptr + 3)), 1.0)
+        turned_first = rounded(turned_first * scale, dtype)
+        turned_second = rounded(turned_second * scale, dtype)
 
     place = row * num_heads + query_head
     if IS_PACKED:
@@ -287,7 +335,7 @@ def rope_store_heads(
 def rope_store(
     qkv: Tensor,  # [NUM_ROWS, (num_heads + 2 * num_kv_heads) * head_dim]
     angles: Tensor,  # [num_angles, head_dim]: cosines of half a head's dimensions, then sines
-    norms: tuple[Tensor, Tensor] | None,  # weights [head_dim] of queries and of keys
+    norms: tuple[Tensor, Tensor] | None,  # weights of queries and of keys, [head_dim] or of each head its own
     epsilon: float,
     rows: Tensor,  # of a row table
     query: Tensor,  # [NUM_ROWS, num_heads, head_dim]; packed: [num_groups * rows_per_group, num_heads, head_dim]
@@ -296,14 +344,17 @@ def rope_store(
     packed: Tensor | None = None,  # of a row table: where queries go, their heads as in `packed_head`; None: in order
     form: NormForm = NormForm.TWICE,
     norms_turned: bool = False,  # norms stand behind the rotation
+    query_scales: Tensor | None = None,  # [num_angles] float32, of turned queries
 ) -> None:
     """Write turned queries, and turned keys and values to the entries of their rows; of padding rows nothing."""
     _, num_heads, head_dim = query.shape
     num_kv_heads = keys.shape[1]
     query_norm, key_norm = (None, None) if norms is None else norms
     rope_store_heads[(NUM_ROWS, num_kv_heads)](
-        qkv, angles, query_norm, key_norm, rows, packed, query, keys, values, epsilon, *keys.stride()[:3],
-        HAS_NORM=norms is not None, NORMS_TURNED=norms_turned, FORM=int(form), IS_PACKED=packed is not None,
+        qkv, angles, query_norm, key_norm, rows, packed, query, keys, values, query_scales, epsilon,
+        *keys.stride()[:3], HAS_NORM=norms is not None, NORMS_TURNED=norms_turned,
+        NORMS_DIFFER=query_norm is not None and len(query_norm) > head_dim, FORM=int(form),
+        IS_PACKED=packed is not None, HAS_SCALES=query_scales is not None,
         **rope_constants(num_kv_heads, num_heads // num_kv_heads, head_dim),
     )  # fmt: skip
 

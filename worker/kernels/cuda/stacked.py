@@ -32,15 +32,16 @@ class StackedLayer:
     output: AnyLinear
     gate_up: AnyLinear  # or ups alone
     down: AnyLinear
-    input_norm: Tensor | None  # [hidden], as those that follow
+    input_norm: Tensor | None  # [hidden], twice as wide with biases, as those that follow
     output_norm: Tensor | None
     mlp_norm: Tensor | None
     down_norm: Tensor | None
-    head_norms: tuple[Tensor, Tensor] | None  # [head_dim] of queries and of keys
+    head_norms: tuple[Tensor, Tensor] | None  # of queries and of keys: [head_dim], or of each head its own
     joint_norms: Tensor | None  # of all queries of a row, behind them of all its keys
     is_still: bool = False
     rotary: Rotary | None = None
     window: int | None = None
+    curve: Tensor | None = None
 
     @property
     def products(self) -> tuple[AnyLinear, ...]:
@@ -98,6 +99,13 @@ def stacked_weights(
     )
 
 
+def _product_of_all(layer: LayerWeights) -> AnyLinear:
+    """The last product of a layer. Raises ValueError for one with experts, which these kernels have not."""
+    if layer.down is None or layer.experts is not None:
+        raise ValueError("found a layer with experts, expected one whose products all rows meet")
+    return layer.down
+
+
 def stacked_layer(layer: LayerWeights, device: torch.device, joins_heads: bool = False) -> StackedLayer:
     """Copies of what is stacked. Raises ValueError where only some parts of a product have a bias."""
     norms = [_moved(norm, device) for norm in (layer.query_norm, layer.key_norm) if norm is not None]
@@ -107,7 +115,7 @@ def stacked_layer(layer: LayerWeights, device: torch.device, joins_heads: bool =
         query_key_value=_stacked([layer.query, layer.key, layer.value], device),
         output=_stacked([layer.output], device),
         gate_up=_stacked([each for each in (layer.gate, layer.up) if each is not None], device),
-        down=_stacked([layer.down], device),
+        down=_stacked([_product_of_all(layer)], device),
         input_norm=input_norm,
         output_norm=output_norm,
         mlp_norm=mlp_norm,
@@ -117,6 +125,7 @@ def stacked_layer(layer: LayerWeights, device: torch.device, joins_heads: bool =
         is_still=layer.is_still,
         rotary=layer.rotary,
         window=layer.window,
+        curve=None if layer.curve is None else _moved(layer.curve, device),
     )
 
 

@@ -102,9 +102,10 @@ typedef struct {
 typedef enum {
     ROUNDED_TWICE, ROUNDED_ONCE,  // before the weight and after it; after it alone
     ONE_MORE,                     // as the latter, with one added to the weight
-    CENTRED                       // as ROUNDED_ONCE, of the distances from the mean
+    CENTRED,                      // as ROUNDED_ONCE, of the distances from the mean
+    SHIFTED                       // as CENTRED, with biases, which lie behind the weights
 } norm_form;
-typedef enum { SILU, GELU_TANH, RELU2 } activation;
+typedef enum { SILU, GELU_TANH, RELU2, XIELU } activation;
 
 typedef struct {
     int32_t element, num_layers, hidden, num_heads, num_kv_heads, head_dim, intermediate, vocab;
@@ -112,17 +113,43 @@ typedef struct {
     int32_t joins_heads;   // norms of queries and keys go over all heads of a row together
     int32_t norms_turned;  // they stand behind the rotation of each head
     int32_t is_parallel;   // the products of a layer read what its attention reads
+    int32_t head_norms_differ;  // each head of a layer has weights of its own in its norm
     float epsilon, scale;  // of the norms; of the scores
     float embedding_scale, residual_scale, logit_scale;  // of embeddings, of what layers add, of logits; mostly 1
+    float score_cap, logit_cap;  // as `attention_view.softcap`: of all layers; of logits, behind their scale
 } decoder_sizes;
+
+typedef enum {
+    SOFTMAX_OF_ALL, SIGMOID,  // of the logits of all experts
+    SOFTMAX_OF_CHOSEN         // experts are chosen by their logits
+} router_score;
+
+enum { MOST_EXPERTS = 1024 };  // of a layer
+
+typedef struct {
+    int32_t num_experts, num_chosen, intermediate;  // of a layer; of a row; columns of an expert
+    int32_t shared_intermediate;                    // columns of the part that all rows meet; 0 for none
+    int32_t score, num_groups, num_chosen_groups;   // experts are chosen from the groups whose two best are the best
+    int32_t is_normalised;                          // weights are divided by their sum
+    int32_t rounds_logits, rounds_weights;          // to bf16, in models of it
+    float least_sum, scale;                         // that weights are divided by; that multiplies them
+    float gate_limit, gate_slope;  // gates and ups stay within the limit, and a gate's share is of the slope; 0 for neither
+} expert_sizes;
 
 typedef enum {
     EMBEDDING, FINAL_NORM, HEAD,  // of the model: their layer is 0
     INPUT_NORM, QUERY, KEY, VALUE, QUERY_NORM, KEY_NORM, OUTPUT, OUTPUT_NORM, MLP_NORM, GATE, UP, DOWN, DOWN_NORM,
     STILL,  // no weight: the layer turns no heads by their positions
     WINDOW,  // an int32: `attention_view.window` of the layer
-    OTHER_ANGLES  // no weight: the layer turns heads by `forward_call.other_angles`
+    OTHER_ANGLES,  // no weight: the layer turns heads by `forward_call.other_angles`
+    CURVE,  // four floats: what XIELU has of this layer
+    SINKS   // floats: `attention_view.sinks` of the layer
 } weight_role;
+
+typedef enum {
+    ROUTER, CHOICE_BIAS, SHARED_GATE,    // floats, whatever the element
+    EXPERT_GATE, EXPERT_UP, EXPERT_DOWN  // of one expert
+} expert_role;
 
 typedef struct decoder decoder;
 EXPORT decoder *decoder_new(const decoder_sizes *sizes);
@@ -130,12 +157,19 @@ EXPORT decoder *decoder_new(const decoder_sizes *sizes);
 EXPORT void decoder_load(decoder *decoder, int layer, int role, const void *weight, const void *bias);
 // The same for a matrix of 8 or 4 bits, which stays so.
 EXPORT void decoder_load_quantized(decoder *decoder, int layer, int role, const quantized_rows *weight, const void *bias);
+// Makes a layer one with experts. Its gates, ups and downs, if it has any, are then the part that all rows meet.
+EXPORT void decoder_experts(decoder *decoder, int layer, const expert_sizes *sizes);
+// As `decoder_load`; the number of the expert counts where the role is of one.
+EXPORT void decoder_load_expert(decoder *decoder, int layer, int role, int expert, const void *weight, const void *bias);
+EXPORT void decoder_load_quantized_expert(decoder *decoder, int layer, int role, int expert,
+                                          const quantized_rows *weight, const void *bias);
 EXPORT void decoder_free(decoder *decoder);
 
 typedef struct {
     const int32_t *token_ids, *positions;  // [num_rows]; token_ids NULL where the call begins behind the embedding
     const float *angles;                   // [rows, head_dim] cosines of the first half, then sines; rows by `positions`
     const float *other_angles;             // as `angles`, of layers that turn otherwise, or NULL where none does
+    const float *query_scales;             // [rows by `positions`] of turned queries, or NULL
     const row_group *groups;
     int32_t num_rows, num_groups, first_layer, end_layer;
     float *state;   // [num_rows, hidden] what goes from layer to layer, for calls over some of the layers

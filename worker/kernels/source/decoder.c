@@ -4,14 +4,20 @@
 #include <stdlib.h>
 
 #include "attention.h"
+#include "elementary.h"
 #include "elementwise.h"
+#include "experts.h"
 #include "linear.h"
 #include "quantized.h"
 
 typedef struct {
     matrix qkv, output, gate_up, down;  // gates and ups in turns, sixteen columns each; or ups alone
     float *input_norm, *output_norm, *mlp_norm, *down_norm, *query_norm, *key_norm;  // NULL: none
-    bool is_still;  // its heads are not turned
+    float *curve;      // of XIELU, or NULL
+    float *sinks;      // those of the view, or NULL
+    experts *experts;  // NULL: none
+    int intermediate;  // of the part that all rows meet; 0 for none
+    bool is_still;     // its heads are not turned
     bool has_other_angles;
     attention_view view;
 } layer_weights;
@@ -31,6 +37,7 @@ typedef struct {
     const forward_call *call;
     attention *attention;
     float *normed, *wide, *mixed;  // [num_rows, hidden], [num_rows, the widest matrix], [num_rows, most depth]
+    expert_room *experts_room;
     bool rounds;
 } pass;
 
@@ -43,10 +50,12 @@ decoder *decoder_new(const decoder_sizes *sizes) {
     fresh->layers = calloc((size_t)sizes->num_layers, sizeof(layer_weights));
     for (int i = 0; i < sizes->num_layers; i++) {
         layer_weights *layer = &fresh->layers[i];
+        layer->intermediate = sizes->intermediate;
         layer->qkv = matrix_new((element)sizes->element, sizes->hidden, query_columns + 2 * key_columns);
         layer->output = matrix_new((element)sizes->element, query_columns, sizes->hidden);
         layer->gate_up = matrix_new((element)sizes->element, sizes->hidden, (1 + sizes->has_gates) * sizes->intermediate);
         layer->down = matrix_new((element)sizes->element, sizes->intermediate, sizes->hidden);
+        layer->view.softcap = sizes->score_cap;
     }
     return fresh;
 }
@@ -64,6 +73,9 @@ void decoder_free(decoder *decoder) {
         free(layer->down_norm);
         free(layer->query_norm);
         free(layer->key_norm);
+        free(layer->sinks);
+        experts_free(layer->experts);
+        free(layer->curve);
     }
     matrix_free(&decoder->head);
     free(decoder->final_norm);
@@ -81,7 +93,7 @@ static columns_of_role role_columns(decoder *decoder, int layer, weight_role rol
     const decoder_sizes *sizes = &decoder->sizes;
     layer_weights *to = &decoder->layers[layer];
     int query = sizes->num_heads * sizes->head_dim, key = sizes->num_kv_heads * sizes->head_dim;
-    int hidden = sizes->hidden, mlp = sizes->intermediate, gates = sizes->has_gates;
+    int hidden = sizes->hidden, mlp = to->intermediate, gates = sizes->has_gates;
     switch (role) {
         case HEAD:
             matrix_free(&decoder->head);
@@ -99,7 +111,7 @@ static columns_of_role role_columns(decoder *decoder, int layer, weight_role rol
 }
 
 static void norm_load(const decoder_sizes *sizes, float **norm, int count, const void *weight) {
-    vector_load(norm, sizes->element, count, weight);
+    vector_load(norm, sizes->element, sizes->norm_form == SHIFTED ? 2 * count : count, weight);
     if (sizes->norm_form != ONE_MORE) return;
     for (int i = 0; i < count; i++) (*norm)[i] += 1.0f;
 }
@@ -113,8 +125,9 @@ void decoder_load(decoder *decoder, int layer, int role, const void *weight, con
         return;
     }
     int hidden = sizes->hidden;
-    int query_width = sizes->head_dim * (sizes->joins_heads ? sizes->num_heads : 1);
-    int key_width = sizes->head_dim * (sizes->joins_heads ? sizes->num_kv_heads : 1);
+    bool has_all = sizes->joins_heads || sizes->head_norms_differ;
+    int query_width = sizes->head_dim * (has_all ? sizes->num_heads : 1);
+    int key_width = sizes->head_dim * (has_all ? sizes->num_kv_heads : 1);
     switch ((weight_role)role) {
         case EMBEDDING: decoder->embedding = weight; break;
         case FINAL_NORM: norm_load(sizes, &decoder->final_norm, hidden, weight); break;
@@ -124,9 +137,14 @@ void decoder_load(decoder *decoder, int layer, int role, const void *weight, con
         case OUTPUT_NORM: norm_load(sizes, &to->output_norm, hidden, weight); break;
         case MLP_NORM: norm_load(sizes, &to->mlp_norm, hidden, weight); break;
         case DOWN_NORM: norm_load(sizes, &to->down_norm, hidden, weight); break;
+        case SINKS:
+            floats_load(&to->sinks, sizes->num_heads, weight);
+            to->view.sinks = to->sinks;
+            break;
         case STILL: to->is_still = true; break;
         case OTHER_ANGLES: to->has_other_angles = true; break;
         case WINDOW: to->view.window = *(const int32_t *)weight; break;
+        case CURVE: to->curve = memcpy(realloc(to->curve, 4 * sizeof(float)), weight, 4 * sizeof(float)); break;
         default: break;
     }
 }
@@ -140,6 +158,27 @@ void decoder_load_quantized(decoder *decoder, int layer, int role, const quantiz
     matrix_load_quantized(to.matrix, to.first_block, to.stride, to.num_columns, weight, bias);
 }
 
+void decoder_experts(decoder *decoder, int layer, const expert_sizes *sizes) {
+    layer_weights *to = &decoder->layers[layer];
+    int hidden = decoder->sizes.hidden, columns = (1 + decoder->sizes.has_gates) * sizes->shared_intermediate;
+    experts_free(to->experts);
+    matrix_free(&to->gate_up);
+    matrix_free(&to->down);
+    to->experts = experts_new(sizes, &decoder->sizes);
+    to->intermediate = sizes->shared_intermediate;
+    to->gate_up = matrix_new((element)decoder->sizes.element, hidden, columns);
+    to->down = matrix_new((element)decoder->sizes.element, to->intermediate, hidden);
+}
+
+void decoder_load_expert(decoder *decoder, int layer, int role, int expert, const void *weight, const void *bias) {
+    experts_load(decoder->layers[layer].experts, (expert_role)role, expert, weight, bias);
+}
+
+void decoder_load_quantized_expert(decoder *decoder, int layer, int role, int expert, const quantized_rows *weight,
+                                   const void *bias) {
+    experts_load_quantized(decoder->layers[layer].experts, (expert_role)role, expert, weight, bias);
+}
+
 // ---- operations on rows
 
 static float mean_of(const float *row, int count) {
@@ -148,10 +187,11 @@ static float mean_of(const float *row, int count) {
     return vec_sum(sum) / (float)count;
 }
 
-// Root mean square norm, of distances from the mean or from zero. It may write where it reads.
+// Root mean square norm, of distances from the mean or from zero, with biases or none. It may write where it reads.
 static void norm(const decoder_sizes *sizes, const float *row, const float *weight, int count, float *out) {
     bool rounds = sizes->element == BF16, rounds_twice = rounds && sizes->norm_form == ROUNDED_TWICE;
-    vec squares = vec_set(0.0f), centre = vec_set(sizes->norm_form == CENTRED ? mean_of(row, count) : 0.0f);
+    const float *shift = sizes->norm_form == SHIFTED ? weight + count : NULL;
+    vec squares = vec_set(0.0f), centre = vec_set(sizes->norm_form == CENTRED || shift ? mean_of(row, count) : 0.0f);
     for (int i = 0; i < count; i += LANES) {
         vec a = vec_sub(vec_load(row + i), centre);
         squares = vec_fma(a, a, squares);
@@ -159,7 +199,8 @@ static void norm(const decoder_sizes *sizes, const float *row, const float *weig
     vec scale = vec_set(1.0f / __builtin_sqrtf(vec_sum(squares) / (float)count + sizes->epsilon));
     for (int i = 0; i < count; i += LANES) {
         vec a = rounded(rounds_twice, vec_mul(vec_sub(vec_load(row + i), centre), scale));
-        vec_store(out + i, rounded(rounds, vec_mul(a, vec_load(weight + i))));
+        a = vec_mul(a, vec_load(weight + i));
+        vec_store(out + i, rounded(rounds, shift ? vec_add(a, vec_load(shift + i)) : a));
     }
 }
 
@@ -180,11 +221,11 @@ static void rotate(const float *head, const float *angles, int head_dim, bool ro
 }
 
 // From rows of gates and ups to activated gates times ups; from rows of ups alone to activated ups.
-static void activate_rows(const decoder_sizes *sizes, const float *rows, int num_rows, bool rounds, float *out) {
-    long count = (long)num_rows * sizes->intermediate;
+static void activate_rows(const decoder_sizes *sizes, const float *curve, const float *rows, long count, bool rounds,
+                          float *out) {
     for (long i = 0; i < count; i += LANES) {
         const float *place = rows + (1 + sizes->has_gates) * i;
-        vec a = rounded(rounds, activated((activation)sizes->activation, vec_load(place)));
+        vec a = rounded(rounds, activated((activation)sizes->activation, curve, vec_load(place)));
         vec_store(out + i, sizes->has_gates ? rounded(rounds, vec_mul(a, vec_load(place + LANES))) : a);
     }
 }
@@ -213,34 +254,59 @@ static void norm_heads(const decoder_sizes *sizes, const layer_weights *weights,
     norm(sizes, qkv + query_columns, weights->key_norm, key_columns, qkv + query_columns);
 }
 
-// One row's queries and keys are normed and turned; keys and values go to the cache, queries to who asked for them.
-static void keep_row(const pass *pass, int layer, int group, int row, const float *qkv, const float *angles, char *queries) {
+typedef struct {
+    const float *angles;
+    float query_scale;
+} position_numbers;
+
+// A head of queries or keys, normed, turned and scaled: where it is, or in one of two places.
+static const float *ready_head(const pass *pass, const layer_weights *weights, const float *head, const float *head_norm,
+                               position_numbers at, float (*places)[256 + LANES]) {
+    const decoder_sizes *sizes = &pass->decoder->sizes;
+    if (head_norm && !sizes->norms_turned) {
+        norm(sizes, head, head_norm, sizes->head_dim, places[0]);
+        head = places[0];
+    }
+    if (!weights->is_still) {
+        rotate(head, at.angles, sizes->head_dim, pass->rounds, places[1]);
+        head = places[1];
+    }
+    if (head_norm && sizes->norms_turned) {
+        norm(sizes, head, head_norm, sizes->head_dim, places[0]);
+        head = places[0];
+    }
+    if (at.query_scale == 1.0f) return head;
+    if (head != places[0]) memcpy(places[0], head, sizeof(float) * (size_t)sizes->head_dim);
+    scale_numbers(places[0], sizes->head_dim, at.query_scale, pass->rounds);
+    return places[0];
+}
+
+// The weights of a head's norm; NULL where it has none of its own.
+static const float *norm_of_head(const decoder_sizes *sizes, const float *norms, int head) {
+    if (!norms || sizes->joins_heads) return NULL;
+    return norms + (sizes->head_norms_differ ? (long)head * sizes->head_dim : 0);
+}
+
+// One row's queries and keys are made ready; keys and values go to the cache, queries to who asked for them.
+static void keep_row(const pass *pass, int layer, int group, int row, const float *qkv, position_numbers at, char *queries) {
     const decoder_sizes *sizes = &pass->decoder->sizes;
     const layer_weights *weights = &pass->decoder->layers[layer];
     int num_heads = sizes->num_heads, num_kv_heads = sizes->num_kv_heads, head_dim = sizes->head_dim;
     int element_bytes = sizes->element == BF16 ? 2 : 4;
     for (int head = 0; head < num_heads + 2 * num_kv_heads; head++, qkv += head_dim) {
-        float normed[256 + LANES], turned[256 + LANES];
-        const float *from = qkv, *head_norm = head < num_heads ? weights->query_norm : weights->key_norm;
+        float places[2][256 + LANES];
+        const float *from = qkv;
         int kv_head = (head - num_heads) % num_kv_heads;
-        bool is_value = head >= num_heads + num_kv_heads, is_normed = head_norm && !is_value && !sizes->joins_heads;
-        if (is_normed && !sizes->norms_turned) {
-            norm(sizes, from, head_norm, head_dim, normed);
-            from = normed;
-        }
-        if (!is_value && !weights->is_still) {
-            rotate(from, angles, head_dim, pass->rounds, turned);
-            from = turned;
-        }
-        if (is_normed && sizes->norms_turned) {
-            norm(sizes, from, head_norm, head_dim, normed);
-            from = normed;
-        }
+        bool is_value = head >= num_heads + num_kv_heads;
         if (head < num_heads) {
+            from = ready_head(pass, weights, qkv, norm_of_head(sizes, weights->query_norm, head), at, places);
             attention_query(pass->attention, group, row, head, from);
             if (queries) store((element)sizes->element, from, head_dim, queries + (long)head * head_dim * element_bytes);
-        } else
-            attention_keep(pass->attention, layer - pass->call->first_layer, group, row, kv_head, is_value, from);
+            continue;
+        }
+        position_numbers of_key = {at.angles, 1.0f};
+        if (!is_value) from = ready_head(pass, weights, qkv, norm_of_head(sizes, weights->key_norm, kv_head), of_key, places);
+        attention_keep(pass->attention, layer - pass->call->first_layer, group, row, kv_head, is_value, from);
     }
 }
 
@@ -254,11 +320,13 @@ static void keep_rows(const pass *pass, int layer) {
     if (queries) queries += (layer - call->first_layer) * call->num_rows * row_bytes;
     for (int group = 0; group < call->num_groups; group++)
         for (int row = 0; row < call->groups[group].num_rows; row++, number++) {
-            const float *angles = table + (long)call->positions[number] * sizes->head_dim;
+            int position = call->positions[number];
+            position_numbers at = {table + (long)position * sizes->head_dim,
+                                   call->query_scales ? call->query_scales[position] : 1.0f};
             char *own = queries ? queries + number * row_bytes : NULL;
             float *heads = pass->wide + number * qkv->columns;
             if (sizes->joins_heads) norm_heads(sizes, &pass->decoder->layers[layer], heads);
-            keep_row(pass, layer, group, row, heads, angles, own);
+            keep_row(pass, layer, group, row, heads, at, own);
         }
 }
 
@@ -267,6 +335,19 @@ static void add_part(const pass *pass, const float *norm_behind, long count) {
     if (norm_behind) norm_rows(pass, pass->wide, norm_behind, pass->wide);
     if (scale != 1.0f) scale_numbers(pass->wide, count, scale, pass->rounds);
     add(pass->call->state, pass->wide, count, pass->rounds);
+}
+
+// Behind attention: products that all rows meet, experts that each row chooses, or both.
+static void feed_forward(const pass *pass, const layer_weights *weights) {
+    const decoder_sizes *sizes = &pass->decoder->sizes;
+    int num_rows = pass->call->num_rows;
+    if (weights->intermediate) {
+        linear(pass->frame, &weights->gate_up, num_rows, pass->normed, pass->wide, weights->gate_up.columns, pass->rounds);
+        activate_rows(sizes, weights->curve, pass->wide, (long)num_rows * weights->intermediate, pass->rounds, pass->mixed);
+        linear(pass->frame, &weights->down, num_rows, pass->mixed, pass->wide, sizes->hidden, pass->rounds);
+    }
+    if (weights->experts)
+        experts_run(pass->frame, weights->experts, pass->experts_room, num_rows, pass->normed, pass->rounds, pass->wide);
 }
 
 static void run_layer(const pass *pass, int layer) {
@@ -282,9 +363,7 @@ static void run_layer(const pass *pass, int layer) {
     linear(pass->frame, &weights->output, num_rows, pass->mixed, pass->wide, sizes->hidden, pass->rounds);
     add_part(pass, weights->output_norm, count);
     if (!sizes->is_parallel) front_rows(pass, weights->mlp_norm);
-    linear(pass->frame, &weights->gate_up, num_rows, pass->normed, pass->wide, weights->gate_up.columns, pass->rounds);
-    activate_rows(sizes, pass->wide, num_rows, pass->rounds, pass->mixed);
-    linear(pass->frame, &weights->down, num_rows, pass->mixed, pass->wide, sizes->hidden, pass->rounds);
+    feed_forward(pass, weights);
     add_part(pass, weights->down_norm, count);
 }
 
@@ -320,15 +399,35 @@ static void multiply_head(frame *frame, const decoder *decoder, int num_rows, co
     for (long row = 0; row < num_rows; row++) memcpy(logits + row * vocab, wide + row * columns, sizeof(float) * (size_t)vocab);
 }
 
+// Soft caps of numbers, of which the last ones fill no vector.
+static void cap_numbers(float *numbers, long count, float cap) {
+    vec share = vec_set(1.0f / cap), most = vec_set(cap);
+    for (long i = 0; i < count; i += LANES) {
+        float some[LANES] = {0};
+        size_t num_bytes = sizeof(float) * (size_t)(count - i < LANES ? count - i : LANES);
+        memcpy(some, numbers + i, num_bytes);
+        vec_store(some, vec_mul(vec_tanh(vec_mul(vec_load(some), share)), most));
+        memcpy(numbers + i, some, num_bytes);
+    }
+}
+
 // Logits are not rounded.
 static void apply_head(frame *frame, const decoder *decoder, int num_rows, const float *normed, float *logits) {
-    float scale = decoder->sizes.logit_scale;
+    float scale = decoder->sizes.logit_scale, cap = decoder->sizes.logit_cap;
+    long count = (long)num_rows * decoder->sizes.vocab;
     multiply_head(frame, decoder, num_rows, normed, logits);
-    if (scale == 1.0f) return;
-    for (long i = 0; i < (long)num_rows * decoder->sizes.vocab; i++) logits[i] *= scale;
+    if (scale != 1.0f)
+        for (long i = 0; i < count; i++) logits[i] *= scale;
+    if (cap != 0.0f) cap_numbers(logits, count, cap);
 }
 
 static int most(int a, int b) { return a > b ? a : b; }
+
+static int most_intermediate(const decoder *decoder) {
+    int found = 0;
+    for (int i = 0; i < decoder->sizes.num_layers; i++) found = most(found, decoder->layers[i].intermediate);
+    return found;
+}
 
 void decoder_forward(decoder *decoder, team *team, const forward_call *call) {
     const decoder_sizes *sizes = &decoder->sizes;
@@ -336,14 +435,17 @@ void decoder_forward(decoder *decoder, team *team, const forward_call *call) {
     attention_sizes heads = {sizes->element, sizes->num_heads, sizes->num_kv_heads, sizes->head_dim, sizes->scale};
     size_t rows = (size_t)call->num_rows * sizeof(float);
     int query_columns = sizes->num_heads * sizes->head_dim, key_columns = sizes->num_kv_heads * sizes->head_dim;
-    int widest = most(most(query_columns + 2 * key_columns, 2 * sizes->intermediate), sizes->hidden);
+    int intermediate = most_intermediate(decoder);
+    int widest = most(most(query_columns + 2 * key_columns, 2 * intermediate), sizes->hidden);
+    expert_room experts_room = {0};
     pass pass = {.frame = frame,
                  .decoder = decoder,
                  .call = call,
                  .attention = attention_new(frame, &heads, call->groups, call->num_groups),
                  .normed = frame_take(frame, rows * (size_t)sizes->hidden),
                  .wide = frame_take(frame, rows * (size_t)widest + 4 * LANES),
-                 .mixed = frame_take(frame, rows * (size_t)most(query_columns, sizes->intermediate)),
+                 .mixed = frame_take(frame, rows * (size_t)most(query_columns, intermediate)),
+                 .experts_room = &experts_room,
                  .rounds = sizes->element == BF16};
     if (call->token_ids) embed(&pass);
     for (int layer = call->first_layer; layer < call->end_layer; layer++) run_layer(&pass, layer);

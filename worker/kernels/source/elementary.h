@@ -25,19 +25,24 @@ INLINE double double_of(uint64_t bits) {
     return x;
 }
 
-// tanh(x), at most three units in the last place off; what lies beyond 10 counts as 10.
-//
-// With y = -2 x it is (1 - e^y) / (1 + e^y), from e^y - 1, which near 0 is as exact as y: y = n log 2 + rest, and
-// e^rest - 1 is a series without the 1.
-INLINE vec vec_tanh(vec x) {
+// e^y - 1 for y from -20 to 20, near 0 as exact as y: y = n log 2 + rest, and e^rest - 1 is a series without the 1.
+INLINE vec vec_expm1(vec y) {
     static const float SERIES[] = {1.0f / 5040, 1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f};
-    x = vec_max(x, vec_set(-10.0f));
-    vec y = vec_mul(vec_max(vec_sub(vec_set(0.0f), x), vec_set(-10.0f)), vec_set(2.0f));
     vec whole = vec_fma(y, vec_set(1.44269504088896341f), vec_set(ROUNDER)), n = vec_sub(whole, vec_set(ROUNDER));
     vec rest = vec_fma(n, vec_set(-0.693145751953125f), y);
     rest = vec_fma(n, vec_set(-1.42860682030941723212e-6f), rest);
     vec series = vec_fma(vec_mul(horner(rest, SERIES, 6), rest), rest, rest);
-    vec one = vec_set(1.0f), power = vec_scale(one, whole), less = vec_fma(series, power, vec_sub(power, one));
+    vec one = vec_set(1.0f), power = vec_scale(one, whole);
+    return vec_fma(series, power, vec_sub(power, one));
+}
+
+// tanh(x), at most three units in the last place off; what lies beyond 10 counts as 10.
+//
+// With y = -2 x it is (1 - e^y) / (1 + e^y), from e^y - 1.
+INLINE vec vec_tanh(vec x) {
+    x = vec_max(x, vec_set(-10.0f));
+    vec y = vec_mul(vec_max(vec_sub(vec_set(0.0f), x), vec_set(-10.0f)), vec_set(2.0f));
+    vec less = vec_expm1(y);
     return vec_div(vec_sub(vec_set(0.0f), less), vec_add(vec_set(2.0f), less));
 }
 

@@ -1,6 +1,7 @@
 // What is done to rows number by number, in the floats that they are between operations.
 #pragma once
 #include "api.h"
+#include "elementary.h"
 #include "vectors.h"
 
 INLINE vec rounded(bool rounds, vec a) { return rounds ? vec_round_bf16(a) : a; }
@@ -26,7 +27,21 @@ INLINE vec relu2(vec a) {
     return vec_mul(positive, positive);
 }
 
-INLINE vec activated(activation activation, vec a) {
+// xIELU (Huang and Schlag 2024): p a^2 + b a for positive a, and for others n (e^min(a, e) - 1 - a) + b a; the curve is
+// p, n, b, e
+INLINE vec xielu(vec a, const float *curve) {
+    vec zero = vec_set(0.0f), one = vec_set(1.0f), positive = vec_max(zero, a), negative = vec_sub(a, positive);
+    vec is_positive = vec_sub(zero, vec_max(vec_sub(zero, one), vec_mul(positive, vec_set(-3e38f))));  // 1 or 0
+    vec low = vec_sub(zero, vec_max(vec_set(-curve[3]), vec_sub(zero, a)));
+    vec bent = vec_sub(vec_expm1(vec_max(low, vec_set(-20.0f))), negative);
+    bent = vec_mul(vec_mul(bent, vec_sub(one, is_positive)), vec_set(curve[1]));
+    vec square = vec_mul(vec_mul(positive, vec_set(curve[0])), positive);
+    return vec_fma(a, vec_set(curve[2]), vec_add(square, bent));
+}
+
+// The curve is that of XIELU alone.
+INLINE vec activated(activation activation, const float *curve, vec a) {
+    if (activation == XIELU) return xielu(a, curve);
     return activation == GELU_TANH ? gelu_tanh(a) : activation == RELU2 ? relu2(a) : silu(a);
 }
 

@@ -70,7 +70,7 @@ class CudaForwards:
         Raises ValueError for weights that do not fit the arena.
         """
         self.sizes = sizes = weights.sizes
-        self.has_windows = any(layer.window for layer in weights.layers)
+        self.has_windows = bool(sizes.score_cap) or any(layer.window for layer in weights.layers)
         self.arena, self.eos_token_ids = arena, eos_token_ids
         self.device, self.dtype = arena.shape.device, sizes.dtype
         self.vocab_size, self.hidden_size = sizes.vocab, sizes.hidden
@@ -129,12 +129,13 @@ class CudaForwards:
         return self._weights.embedding[token_ids]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        head, scale = self._weights.head, self._weights.sizes.logit_scale
+        head, scale, cap = self._weights.head, self.sizes.logit_scale, self.sizes.logit_cap
         if isinstance(head, PackedLinear):
             logits = packed_product(hidden, head.weight, head.bias)
         else:
             logits = torch.nn.functional.linear(hidden, head.weight, head.bias).float()
-        return logits if scale == 1.0 else logits * scale
+        logits = logits if scale == 1.0 else logits * scale
+        return cap * torch.tanh(logits / cap) if cap else logits
 
     @functools.cached_property
     def _tap(self) -> CudaQueryTap:

@@ -22,7 +22,7 @@ from triton.compiler import ASTSource
 
 from swiftbatch.worker.exactness.first_run import probes
 from swiftbatch.worker.kernels.attention_view import AttentionView
-from swiftbatch.worker.kernels.cuda import flash, linear, packed_linear, prefix, tail
+from swiftbatch.worker.kernels.cuda import flash, linear, logit_cap, packed_linear, prefix, tail
 from swiftbatch.worker.kernels.cuda import layer_kernels as layers
 from swiftbatch.worker.kernels.cuda.attend import AttentionShape
 from swiftbatch.worker.kernels.cuda.scan import best, clouds, merge
@@ -41,6 +41,9 @@ READ = ("numbers_ptr", "sums_ptr")  # by the kernel that does nothing else
 LONG_INTEGERS = ("words_ptr", "places_ptr", "addresses_ptr")
 SUMS = (
     "lse_ptr",
+    "curve_ptr",
+    "query_scales_ptr",
+    "logits_ptr",
     "sinks_ptr",
     "noise_ptr",
     "means_ptr",
@@ -102,13 +105,22 @@ def scan_kernels(dtype: str, head_dim: int = HEAD_DIM) -> dict[str, Made]:
 
 
 def kernels_besides_attention() -> dict[str, Made]:
-    rope = layers.rope_constants(KV_HEADS, HEADS // KV_HEADS, HEAD_DIM) | {"FORM": 0, "NORMS_TURNED": False}
+    rope = layers.rope_constants(KV_HEADS, HEADS // KV_HEADS, HEAD_DIM) | {
+        "FORM": 0,
+        "NORMS_TURNED": False,
+        "NORMS_DIFFER": False,
+    }
+    grown = rope | without({}, "IS_PACKED", "packed_ptr") | {"HAS_SCALES": True}
+    rope |= without({}, "HAS_SCALES", "query_scales_ptr")
     in_order = without({}, "IS_PACKED", "packed_ptr")
+    differing = {"HAS_NORM": True, "NORMS_DIFFER": True, "FORM": int(NormForm.CENTRED)}
     norm = {"HIDDEN": HIDDEN, "WIDTH": HIDDEN, "HAS_DELTA": True, "HAS_FRONT": True, "DELTA_SCALE": 1.0, "FORM": 0}
     front = without(norm, "HAS_BEHIND", "behind_ptr")
     behind = norm | {"HAS_BEHIND": True, "FORM": int(NormForm.ONCE)}
     heads = {"ALL": 3 * HIDDEN, "QUERIES": HIDDEN, "KEYS": HIDDEN, "WIDTH": HIDDEN, "FORM": int(NormForm.ONCE)}
     active = {"INTERMEDIATE": INTERMEDIATE, "COLUMNS": layers.ACTIVE_COLUMNS, "HAS_GATES": True, "ACTIVATION": 0}
+    bent = active | {"HAS_GATES": False, "ACTIVATION": int(Activation.XIELU)}
+    active |= {"curve_ptr": None}
     embed = {"HIDDEN": HIDDEN, "WIDTH": HIDDEN, "SCALE": 1.0}
     plain_linear = without(linear.multiply_constants(HIDDEN, False), "HAS_BIAS", "bias_ptr")
     return {
@@ -116,6 +128,8 @@ def kernels_besides_attention() -> dict[str, Made]:
         "rope with norms": (layers.rope_store_heads, rope | in_order | {"HAS_NORM": True}),
         "rope, then norms": (layers.rope_store_heads, rope | in_order | {"HAS_NORM": True, "NORMS_TURNED": True}),
         "rope, packed": (layers.rope_store_heads, rope | {"HAS_NORM": True, "IS_PACKED": True}),
+        "rope with norms of its own for each head": (layers.rope_store_heads, rope | in_order | differing),
+        "rope with scales": (layers.rope_store_heads, without(grown, "HAS_NORM", "query_norm_ptr", "key_norm_ptr")),
         "embed": (layers.embed_row, embed),
         "embed, scaled": (layers.embed_row, embed | {"SCALE": 12.0}),
         "norm": (layers.add_norm_row, without(front, "HAS_DELTA", "delta_ptr")),
@@ -125,10 +139,13 @@ def kernels_besides_attention() -> dict[str, Made]:
         "norm and add": (layers.add_norm_row, without(behind, "HAS_FRONT", "weight_ptr", "normed_ptr")),
         "norm of one more": (layers.add_norm_row, front | {"FORM": int(NormForm.ONE_MORE)}),
         "norm of distances from the mean": (layers.add_norm_row, front | {"FORM": int(NormForm.CENTRED)}),
+        "norm with biases": (layers.add_norm_row, front | {"FORM": int(NormForm.SHIFTED)}),
         "norms of all heads": (layers.norm_heads_row, heads),
         "silu": (layers.activate_row, active),
         "gelu": (layers.activate_row, active | {"ACTIVATION": int(Activation.GELU_TANH)}),
         "relu2": (layers.activate_row, active | {"HAS_GATES": False, "ACTIVATION": int(Activation.RELU2)}),
+        "xielu": (layers.activate_row, bent),
+        "soft cap of logits": (logit_cap.cap_row, {"VOCAB": 32000, "COLUMNS": logit_cap.CAPPED_COLUMNS, "CAP": 30.0}),
         "linear": (linear.multiply_columns, plain_linear),
         "linear with bias": (linear.multiply_columns, linear.multiply_constants(HIDDEN, True)),
         "head": (linear.multiply_columns, plain_linear),

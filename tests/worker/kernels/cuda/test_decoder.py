@@ -205,6 +205,11 @@ def test_norms_of_all_heads_together_are_a_launch_more(monkeypatch: pytest.Monke
     assert launches_of(OTHER_FORMS["olmo2 in float32"], monkeypatch) == names
 
 
+def test_a_soft_cap_of_logits_is_a_launch_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["embed_row", *LAYER, *LAYER, "add_norm_row", "aten.mm.out", "cap_row"]
+    assert launches_of(OTHER_FORMS["gemma2 in float32"], monkeypatch) == names
+
+
 def test_parts_of_the_outputs_pass_through_the_hook_for_several_devices() -> None:
     arena = random_arena(LLAMA, (10,))
     seen: list[Tensor] = []
@@ -243,7 +248,7 @@ def test_windows_beside_an_attention_that_knows_none_are_refused() -> None:
     def another(*_: Any) -> Any:
         return object()
 
-    with pytest.raises(ValueError, match="layers with windows"):
+    with pytest.raises(ValueError, match="windows or soft caps"):
         CudaDecoder(weights, arena.buffer, NUM_POSITIONS, NUM_SPLITS, cublas_linear, attention=another)
 
 

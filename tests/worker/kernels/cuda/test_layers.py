@@ -16,10 +16,11 @@ from swiftbatch.worker.kernels.cuda.layer_kernels import activate, add_norm, emb
 from swiftbatch.worker.kernels.forms import Activation, NormForm
 from tests.worker.kernels.cuda.arenas import CAPACITY, Arena, padded, random_arena, random_rows
 from tests.worker.kernels.kernel_parts import BF16, FLOAT32, Shape, random_weights
-from tests.worker.kernels.reference import ACTIVATIONS, ReferenceDecoder
+from tests.worker.kernels.reference import ACTIVATIONS, ReferenceDecoder, xielu
 
 DTYPES = pytest.mark.parametrize("dtype", [BF16, FLOAT32], ids=str)
 HIDDEN = 80
+CURVE = torch.tensor([0.9, 1.2, 0.5, -1e-6])
 
 ALL_ROWS = torch.ones(NUM_ROWS, 5, dtype=torch.int32)
 
@@ -77,7 +78,8 @@ def test_a_norm_adds_and_rounds_as_the_reference_does(dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("form", NormForm)
 def test_a_norm_behind_norms_what_is_added(form: NormForm, dtype: torch.dtype) -> None:
     state, delta = (normal(NUM_ROWS, HIDDEN, dtype=dtype, seed=seed) for seed in (1, 2))
-    behind, front = (normal(HIDDEN, dtype=dtype, seed=seed) for seed in (3, 4))
+    width = 2 * HIDDEN if form == NormForm.SHIFTED else HIDDEN
+    behind, front = (normal(width, dtype=dtype, seed=seed) for seed in (3, 4))
     before, alone = state.clone(), state.clone()
     normed, untouched = (torch.full((NUM_ROWS, HIDDEN), 7.0, dtype=dtype) for _ in range(2))
     decoder = reference(dtype, form)
@@ -106,6 +108,10 @@ def test_norms_of_all_heads_together_leave_values_and_padding_rows_as_they_are(
     assert torch.equal(qkv[:, 96 + num_keys :], before[:, 96 + num_keys :])
 
 
+def of_xielu(rows: Tensor) -> Tensor:
+    return xielu(rows, CURVE.double())
+
+
 @DTYPES
 @pytest.mark.parametrize("has_gates", [True, False], ids=["gates", "ups alone"])
 @pytest.mark.parametrize("activation", Activation)
@@ -115,8 +121,8 @@ def test_every_activation_rounds_as_the_reference_does(
     given = 2 * normal(NUM_ROWS, 80 * (1 + has_gates), dtype=dtype)
     given[0, :5] = torch.tensor([0.0, -5.0, 50.0, -1e-30, torch.nan])
     out = torch.empty(NUM_ROWS, 80, dtype=dtype)
-    activate(ALL_ROWS, given, out, activation)
-    expected = ACTIVATIONS[activation](given[:, :80].double()).float()
+    activate(ALL_ROWS, given, out, activation, CURVE)
+    expected = {**ACTIVATIONS, Activation.XIELU: of_xielu}[activation](given[:, :80].double()).float()
     if has_gates:
         expected = expected.to(dtype).float() * given[:, 80:].float()
     assert out[0, 4].isnan()

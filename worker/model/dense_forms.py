@@ -1,0 +1,99 @@
+"""The forms that kinds of dense decoders differ in, as their configs and tensors say them. Light: the driver asks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from swiftbatch.worker.kernels.forms import Activation, NormForm
+from swiftbatch.worker.model.expert_forms import ExpertForm
+from swiftbatch.worker.model.layer_windows import IS_WINDOWED, WindowForm
+from swiftbatch.worker.model.still_layers import StillForm
+
+ALWAYS = "always"  # in place of a key that says whether there are biases
+IN_FRONT = {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+BEHIND = {"output_norm": "post_attention_layernorm", "down_norm": "post_feedforward_layernorm"}
+AROUND_PARTS = {"mlp_norm": "pre_feedforward_layernorm", "input_norm": "input_layernorm"} | BEHIND
+AROUND = IN_FRONT | {"output_norm": "post_self_attn_layernorm", "down_norm": "post_mlp_layernorm"}
+ACTIVATIONS = {
+    "gelu_pytorch_tanh": Activation.GELU_TANH,
+    "relu2": Activation.RELU2,
+    "silu": Activation.SILU,
+}
+LINEARS = {
+    "query": "self_attn.q_proj",
+    "key": "self_attn.k_proj",
+    "value": "self_attn.v_proj",
+    "output": "self_attn.o_proj",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
+HEAD_NORMS = {"query_norm": "self_attn.q_norm", "key_norm": "self_attn.k_norm"}
+
+
+@dataclass(frozen=True)
+class WindowAngles:
+    """The bases of a kind's two types of layers where its config says none, and the key of those with windows."""
+
+    full: float
+    windowed: float
+    windowed_key: str | None = None
+
+    def theta(self, layers: str) -> float:
+        return self.windowed if IS_WINDOWED[layers] else self.full
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a kind writes what all dense decoders have. Biases are there where the key that is named here says so."""
+
+    query_key_value_bias: str | None = None
+    output_bias: str | None = None
+    mlp_bias: str | None = None
+    has_head_norms: bool = False
+    head_norms_key: str | None = None  # that says whether they are there
+    head_norms_differ: bool = False  # each head has weights of its own
+    joins_heads: bool = False  # norms of queries and keys go over all heads of a row together
+    norms_turned: bool = False  # they stand behind the rotation of each head
+    norms: Mapping[str, str] = field(default_factory=lambda: IN_FRONT)  # their names, by what they norm
+    norm_form: NormForm = NormForm.TWICE
+    activations: Mapping[str, Activation] = field(default_factory=lambda: ACTIVATIONS)  # by the config's words
+    has_gates: bool = True
+    rounds_angles: bool = True  # cosines and sines, to the model's dtype
+    activation_key: str = "hidden_act"
+    scales_by_width: bool = False  # embeddings, by the root of their width, which is rounded to the model's dtype
+    is_interleaved: bool = False  # neighbours are turned, in place of dimensions half a head apart
+    turned_share: float | None = None  # of a head, where the config does not say it; None: all of it, always
+    names: Mapping[str, str] = field(default_factory=dict)  # that differ from those below; roles with one name are one
+    scales: Mapping[str, str] = field(default_factory=dict)  # keys of numbers that multiply, by what they multiply
+    caps: Mapping[str, str] = field(default_factory=dict)  # keys of soft caps, or null, by what they cap
+    curve: tuple[str, ...] = ()  # tensors of XIELU: as `LayerWeights.curve`, the first two as they are trained
+    still: StillForm | None = None  # None: all layers turn heads
+    has_long_angles: bool = False  # longrope was tried on it
+    windows: WindowForm | None = None  # None: all layers see all positions
+    window_angles: WindowAngles | None = None  # layers with windows turn heads by angles of their own
+    growth_key: str | None = None  # among the angles: how queries grow with their positions
+    has_sinks: bool = False
+    is_parallel: bool = False  # products read what attention reads
+    experts: ExpertForm | None = None
+    intermediate_key: str = "intermediate_size"
+    epsilon_key: str = "rms_norm_eps"
+    one_meaning: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # beside `ONE_MEANING`
+    unused: tuple[str, ...] = ()  # beginnings of keys of layers that it does not have here
+
+    @property
+    def linears(self) -> dict[str, str]:
+        """The names of linear layers by their roles."""
+        roles = (role for role in LINEARS if role != "gate" or self.has_gates)
+        return {role: self.names.get(role, LINEARS[role]) for role in roles}
+
+    def norm_tensors(self, part: str) -> list[str]:
+        """The tensors of a norm of rows."""
+        return [f"{part}.weight", *([f"{part}.bias"] if self.norm_form == NormForm.SHIFTED else [])]
+
+    def head_norms(self, config: Mapping[str, Any]) -> dict[str, str]:
+        """The names of norms of queries and keys by their roles. Raises KeyError where the config does not say them."""
+        has_norms = config[self.head_norms_key] if self.head_norms_key else self.has_head_norms
+        return {role: self.names.get(role, part) for role, part in HEAD_NORMS.items() if has_norms}

@@ -1,0 +1,85 @@
+"""The angles by which a dense decoder's layers turn heads, as its config says them. Without torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from swiftbatch.worker.kernels.frequencies import QueryGrowth, Rotary, rotary_of
+from swiftbatch.worker.model.config_numbers import number_of
+from swiftbatch.worker.model.dense_forms import Form, WindowAngles
+from swiftbatch.worker.model.dense_kinds import KINDS
+
+
+def num_turned_of(config: dict[str, Any], form: Form, head_dim: int) -> int:
+    """The dimensions of a head that are turned by its position. Raises ValueError for an odd number."""
+    default = 1.0 if form.turned_share is None else form.turned_share
+    if "rotary_dim" in config:
+        default = number_of(config, "rotary_dim") / head_dim
+    said = _angles(config).get("partial_rotary_factor", config.get("partial_rotary_factor", default))
+    turned = int(head_dim * float(said))
+    if not 0 < turned <= head_dim or turned % 2 or (form.turned_share is None and turned < head_dim):
+        raise ValueError(f"its partial_rotary_factor is {said!r}")
+    return turned
+
+
+def _angles(config: dict[str, Any], layers: str = "full_attention") -> dict[str, Any]:
+    """The config's words about the angles of some layers, with their base."""
+    if own := KINDS[config["model_type"]].window_angles:
+        return _angles_by_type(config, own, layers)
+    said = config.get("rope_scaling") or config.get("rope_parameters") or {"rope_type": "default"}
+    return {"rope_theta": config["rope_theta"]} | said if "rope_theta" in config else dict(said)
+
+
+def _angles_by_type(config: dict[str, Any], own: WindowAngles, layers: str) -> dict[str, Any]:
+    """The words about one type of layers: named by it, or in keys of their own. Only layers without windows stretch."""
+    parameters = config.get("rope_parameters") or {}
+    if isinstance(parameters.get(layers), dict):
+        words: dict[str, Any] = parameters[layers]
+        return {"rope_theta": own.theta(layers)} | words
+    if parameters:
+        raise ValueError("its rope_parameters do not tell of each type of layers")
+    if layers == "sliding_attention":
+        return {"rope_type": "default", "rope_theta": config.get(own.windowed_key or "", own.windowed)}
+    said: dict[str, Any] = config.get("rope_scaling") or {"rope_type": "default"}
+    return {"rope_theta": config.get("rope_theta", own.full)} | said
+
+
+def window_rotary(config: dict[str, Any], form: Form, head_dim: int) -> Rotary | None:
+    """Read the angles of layers that have windows; None where all layers turn alike. Raises as `own_rotary` does."""
+    if form.window_angles is None:
+        return None
+    rotary = rotary_of(_angles(config, "sliding_attention"), head_dim, is_strict=True)
+    return replace(rotary, is_rounded=form.rounds_angles)
+
+
+def own_rotary(config: dict[str, Any], form: Form, head_dim: int, num_turned: int) -> Rotary:
+    """Read the angles. Raises KeyError, TypeError or ValueError for those left to a default, or none of ours."""
+    beside = {"partial_rotary_factor", form.growth_key, "max_position_embeddings" if form.growth_key else None}
+    said = {name: value for name, value in _angles(config).items() if name not in beside}
+    if "longrope" in (said.get("rope_type"), said.get("type")):
+        said = _long_angles(said, config)
+    rotary = rotary_of(said, num_turned, is_strict=True)
+    rotary = replace(rotary, is_rounded=form.rounds_angles, growth=_growth(config, form))
+    return rotary if num_turned == head_dim else rotary.beside_still(head_dim // 2)
+
+
+def _growth(config: dict[str, Any], form: Form) -> QueryGrowth | None:
+    """How queries grow. Raises KeyError or ValueError."""
+    if form.growth_key is None:
+        return None
+    said = _angles(config)
+    length = number_of(said, "original_max_position_embeddings")
+    if not length.is_integer():
+        raise ValueError(f"its original_max_position_embeddings is {length}")
+    return QueryGrowth(number_of(said, form.growth_key), int(length))
+
+
+def _long_angles(said: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """The config's words about longrope, with those beside it. Raises KeyError, TypeError or ValueError."""
+    if not KINDS[config["model_type"]].has_long_angles:
+        raise ValueError("its kind was not tried with longrope")
+    most, original = (number_of(config, f"{which}max_position_embeddings") for which in ("", "original_"))
+    said = {"factor": most / original} | {name: value for name, value in said.items() if name != "type"}
+    # what stands beside the angles counts before what stands among them
+    return said | {"rope_type": "longrope", "original_max_position_embeddings": original}
