@@ -45,6 +45,8 @@ def test_what_another_file_says_of_itself_is_printed_as_one_line() -> None:
         {"model_fingerprint": "f2"},
         {"text_fingerprint": "t2"},
         {"dtype": "float32"},
+        {"kv_dtype": "int8"},
+        {"kv_dtype": "fp8"},
         {"logprobs_mode": "processed_logprobs"},
         {"thinking_markers": ("<t>", "</t>")},
     ],

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from swiftbatch.jobs.run.dtypes import KVDtype
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
 from swiftbatch.worker.caches.scan_cache import ScannedKeys
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
@@ -254,6 +255,16 @@ def random_cache(shape: Shape, length: int, room: int = 64) -> FullKVCache:
     cache = FullKVCache(cache_shape(shape), length + room)
     cache._buffer[..., :length, :] = noise(shape)[..., :length, :]
     cache._buffer[..., length:, :] = float("nan")
+    cache.advance(length)
+    return cache
+
+
+def coded_cache(shape: Shape, kv_dtype: KVDtype, length: int, room: int = 64) -> FullKVCache:
+    """A cache of `length` positions of noise in codes."""
+    cache = FullKVCache(dataclasses.replace(cache_shape(shape), kv_dtype=kv_dtype), length + room)
+    cache.clear()
+    if length:
+        cache._buffer[..., :length, :] = cache.shape.kept(noise(shape)[..., :length, :])
     cache.advance(length)
     return cache
 
