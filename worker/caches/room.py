@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from swiftbatch.jobs.errors import UserError
-from swiftbatch.worker.kernels.sizes import BLOCK
+from swiftbatch.jobs.run.dtypes import KVDtype
+from swiftbatch.worker.kernels.sizes import BLOCK, KV_SCALE_BYTES
 from swiftbatch.worker.model.recurrent_sizes import RecurrentShape, num_attending_layers, recurrent_shape
 
 MEMORY = "the memory of this machine"
@@ -52,7 +53,7 @@ def place_of_caches(device: str, kv_offload: str | None) -> str | None:
     return MEMORY if kv_offload else None
 
 
-def bytes_per_position(config: Mapping[str, Any], dtype: str) -> int | None:
+def bytes_per_position(config: Mapping[str, Any], dtype: str, kv_dtype: KVDtype | None = None) -> int | None:
     """Count the bytes of one position in the cache of a text model; None where its config does not say."""
     num_heads, hidden_size = config.get("num_attention_heads"), config.get("hidden_size")
     num_kv_heads = config.get("num_key_value_heads") or num_heads
@@ -62,7 +63,8 @@ def bytes_per_position(config: Mapping[str, Any], dtype: str) -> int | None:
     num_layers = num_attending_layers(config)
     if not (num_layers and num_kv_heads and head_dim):
         return None
-    return int(2 * num_layers * num_kv_heads * head_dim * ITEM_SIZES[dtype])
+    row_bytes = head_dim * ITEM_SIZES[dtype] if kv_dtype is None else head_dim + KV_SCALE_BYTES
+    return int(2 * num_layers * num_kv_heads * row_bytes)
 
 
 def state_bytes(config: Mapping[str, Any], dtype: str) -> int:

@@ -151,7 +151,7 @@ class DecoderWeights:
     """A dense decoder: `embedding [vocab, hidden]`, layers, norm, head."""
 
     sizes: DecoderSizes
-    embedding: Tensor
+    embedding: Weight
     layers: list[LayerWeights]
     final_norm: Tensor
     head: AnyLinear

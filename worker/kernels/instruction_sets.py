@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swiftbatch.jobs.errors import UserError
+from swiftbatch.jobs.run.dtypes import KVDtype
 from swiftbatch.worker.kernels import build
 from swiftbatch.worker.kernels.build import is_whole, library_path, variants
+from swiftbatch.worker.kernels.kv_dtypes import with_kv
 
 if TYPE_CHECKING:
     from swiftbatch.worker.kernels.choice import CudaKernels
@@ -132,7 +134,7 @@ def kernel_numerics(variant: str, dtype: str) -> str:
     return f"native {variant if is_bf16 else 'f32'} {NUMERICS_VERSION}"
 
 
-def chosen_numerics(device_type: str, dtype: str, kernels: CudaKernels) -> str:
+def chosen_numerics(device_type: str, dtype: str, kernels: CudaKernels, kv_dtype: KVDtype | None = None) -> str:
     """Numerics of those models that the kernels know; empty where torch serves every model.
 
     `kernels` are a GPU's. Raises KernelError as `chosen_variant` does.
@@ -140,7 +142,7 @@ def chosen_numerics(device_type: str, dtype: str, kernels: CudaKernels) -> str:
     if device_type == "cuda":
         return kernels.words
     variant = chosen_variant() if device_type == "cpu" else None
-    return numerics_of(variant, dtype) if variant else ""
+    return with_kv(numerics_of(variant, dtype) if variant else "", kv_dtype)
 
 
 @functools.cache

@@ -43,11 +43,10 @@ def dense_weights(files: ModelFiles, dtype: torch.dtype, device: torch.device = 
         return None
     place = functools.partial(_placed, device=device, dtype=dtype)
     tensors = read_tensors(files, dtype, place, _floats_of(dense))
-    embedding = plain(tensors[EMBEDDING])
     layers = [_layer(tensors, number, dense, dtype) for number in range(dense.num_layers)]
     head = linear_from(tensors[EMBEDDING if dense.is_tied else HEAD])
     final_norm = _norm(tensors, FINAL_NORM, dense)
-    return DecoderWeights(_sizes(dense, dtype), embedding, layers, final_norm, head, dense.rotary)
+    return DecoderWeights(_sizes(dense, dtype), tensors[EMBEDDING], layers, final_norm, head, dense.rotary)
 
 
 def _sizes(dense: DenseConfig, dtype: torch.dtype) -> DecoderSizes:

@@ -63,9 +63,9 @@ class WorkerSession:
         files = located_model(config.model, self._run)
         self._checkpoints, self._kept_logs = CheckpointStore.of(self._run), KeptLogs.of(self._run)
         self._codec = TextCodec(files, config.thinking_markers)
-        target = TargetModel.load(
-            files, config.dtype, config.device, config.kv_offload, self._slots_wanted(files), config.cuda_kernels
-        )
+        slots = self._slots_wanted(files)
+        computed = (config.dtype, config.device, config.kv_offload, slots, config.cuda_kernels, config.kv_dtype)
+        target = TargetModel.load(files, *computed)
         refuse_changed_meanwhile(files)
         self.numerics, self.num_slots = target.forwards.numerics, target.num_slots
         self.num_free_positions, self.num_state_positions = target.num_free_positions(), target.num_state_positions()

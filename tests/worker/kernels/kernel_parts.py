@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from swiftbatch.jobs.run.dtypes import KVDtype
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
 from swiftbatch.worker.caches.scan_cache import ScannedKeys
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
@@ -117,10 +118,9 @@ OTHER_FORMS = {  # by what has them
     "arcee": Shape(activation=Activation.RELU2, has_gates=False, has_bias=True),
     "arcee in float32": Shape(activation=Activation.RELU2, has_gates=False, dtype=FLOAT32),
 }
-WITH_EXPERTS = {
-    f"{name}{words}": Shape(experts=experts, dtype=dtype)
-    for name, experts in EXPERT_SHAPES.items()
-    for words, dtype in {"": BF16, " in float32": FLOAT32}.items()
+WITH_EXPERTS = {name: Shape(experts=experts) for name, experts in EXPERT_SHAPES.items()}
+WITH_EXPERTS |= {
+    f"{name} in float32": Shape(experts=EXPERT_SHAPES[name], dtype=FLOAT32) for name in ("glm4_moe", "gpt_oss")
 }
 SHAPES = (
     Shape(),
@@ -255,6 +255,16 @@ def random_cache(shape: Shape, length: int, room: int = 64) -> FullKVCache:
     cache = FullKVCache(cache_shape(shape), length + room)
     cache._buffer[..., :length, :] = noise(shape)[..., :length, :]
     cache._buffer[..., length:, :] = float("nan")
+    cache.advance(length)
+    return cache
+
+
+def coded_cache(shape: Shape, kv_dtype: KVDtype, length: int, room: int = 64) -> FullKVCache:
+    """A cache of `length` positions of noise in codes."""
+    cache = FullKVCache(dataclasses.replace(cache_shape(shape), kv_dtype=kv_dtype), length + room)
+    cache.clear()
+    if length:
+        cache._buffer[..., :length, :] = cache.shape.kept(noise(shape)[..., :length, :])
     cache.advance(length)
     return cache
 

@@ -83,8 +83,8 @@ def stacked_weights(
 
     `layers`: those of `weights`, where they come one by one.
     """
-    embedding = _moved(weights.embedding, device)
-    is_tied = weights.head.weight is weights.embedding
+    embedding = _moved(plain(weights.embedding), device)
+    is_tied = isinstance(weights.embedding, Tensor) and weights.head.weight is weights.embedding
     head = Linear(embedding, weights.head.bias) if is_tied else weights.head
     return StackedWeights(
         weights.sizes,

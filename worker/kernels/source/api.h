@@ -7,6 +7,7 @@
 #define TAIL 64  // keys of a row's own, behind the prefix that it shares
 
 typedef enum { BF16 = 0, F32 = 1 } element;
+typedef enum { KV_PLAIN, KV_INT8, KV_E4M3 } kv_code;  // rows of a cache: elements, or codes of 8 bits: see kv_rows.h
 
 // ---- this build
 
@@ -25,7 +26,7 @@ EXPORT int team_is_busy(team *team);     // whether a late helper may still read
 enum { SCAN_CHUNK = 1024, CLOUD_CHUNKS = 16 };  // keys that are coded at once; chunks whose moments are taken together
 
 typedef struct {
-    const void *cache;  // key of head 0 at slot 0, in the first layer of the call; slots lie head_dim elements apart
+    const void *cache;  // as that of a `row_group`, and so are its strides and codes
     int64_t layer_stride, value_stride, head_stride;
     const uint8_t *codes;   // [layers, num_kv_heads, most_chunks * SCAN_CHUNK / 64, head_dim / 4, 64]
     const float *means;     // [layers, num_kv_heads, most_chunks, head_dim] of the keys of a chunk
@@ -36,13 +37,15 @@ typedef struct {
     int32_t num_chunks, most_chunks, most_clouds;
     int32_t num_best;       // keys that each query sees exactly
     float flat_deviation;   // of scores: a query below it sees no key exactly, since the best would weigh next to nothing
+    int32_t kv_code;
 } scanned_keys;
 
 // ---- rows of one sequence that share a prefix
 
 typedef struct {
-    void *cache;  // key of head 0 at slot 0, in the first layer of the call; slots lie head_dim elements apart
-    int64_t layer_stride, value_stride, head_stride;  // elements to the next layer, from key to value, to the next head
+    void *cache;  // key of head 0 at slot 0, in the first layer of the call; slots lie a row apart
+    int64_t layer_stride, value_stride, head_stride;  // elements to the next layer, from key to value, to the next head;
+                                                      // bytes where rows are codes
     const int32_t *tail_slots;                        // [num_rows, TAIL] in the order of positions
     const int32_t *tail_lengths;                      // [num_rows] from 1 to TAIL: how many of them are real
     const float *biases;                              // [boundary] added to the scores of the prefix's keys, or NULL
@@ -51,6 +54,7 @@ typedef struct {
     int32_t boundary;                                 // keys below it are the prefix; a multiple of 64
     int32_t capacity;                                 // slots of the cache
     int32_t is_partial;                               // slots are no positions, so that no window tells what is seen
+    int32_t kv_code;                                  // of the cache's rows
 } row_group;
 
 // Whether all numbers of a call stay within their caches, the vocabulary and the positions.
@@ -169,7 +173,7 @@ typedef enum {
 
 typedef struct decoder decoder;
 EXPORT decoder *decoder_new(const decoder_sizes *sizes);
-// Takes a weight in, row by row as torch has it, and a bias or NULL. All are copied but for the embedding.
+// Takes a weight in, row by row as torch has it, and a bias or NULL. All are copied but for the embedding, packed or not.
 EXPORT void decoder_load(decoder *decoder, int layer, int role, const void *weight, const void *bias);
 // The same for a matrix of 8 or 4 bits, which stays so.
 EXPORT void decoder_load_quantized(decoder *decoder, int layer, int role, const quantized_rows *weight, const void *bias);

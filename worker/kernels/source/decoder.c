@@ -8,6 +8,7 @@
 #include "elementwise.h"
 #include "experts.h"
 #include "linear.h"
+#include "quantized.h"
 
 typedef struct {
     matrix qkv, output, gate_up, down;  // gates and ups in turns, sixteen columns each; or ups alone
@@ -23,7 +24,8 @@ typedef struct {
 
 struct decoder {
     decoder_sizes sizes;
-    const void *embedding;  // [vocab, hidden]
+    const void *embedding;             // [vocab, hidden], or
+    quantized_rows packed_embedding;  // the same, of 8 or 4 bits
     float *final_norm;
     matrix head;
     layer_weights *layers;
@@ -148,6 +150,10 @@ void decoder_load(decoder *decoder, int layer, int role, const void *weight, con
 }
 
 void decoder_load_quantized(decoder *decoder, int layer, int role, const quantized_rows *weight, const void *bias) {
+    if (role == EMBEDDING) {
+        decoder->packed_embedding = *weight;
+        return;
+    }
     columns_of_role to = role_columns(decoder, layer, (weight_role)role);
     matrix_load_quantized(to.matrix, to.first_block, to.stride, to.num_columns, weight, bias);
 }
@@ -300,8 +306,7 @@ static void keep_row(const pass *pass, int layer, int group, int row, const floa
         }
         position_numbers of_key = {at.angles, 1.0f};
         if (!is_value) from = ready_head(pass, weights, qkv, norm_of_head(sizes, weights->key_norm, kv_head), of_key, places);
-        store((element)sizes->element, from, head_dim,
-              attention_slot(pass->attention, layer - pass->call->first_layer, group, row, kv_head, is_value));
+        attention_keep(pass->attention, layer - pass->call->first_layer, group, row, kv_head, is_value, from);
     }
 }
 
@@ -368,6 +373,10 @@ static void embed(const pass *pass) {
     const decoder_sizes *sizes = &pass->decoder->sizes;
     for (long row = 0; row < pass->call->num_rows; row++) {
         long first = (long)pass->call->token_ids[row] * sizes->hidden;
+        if (!pass->decoder->embedding) {
+            quantized_read(&pass->decoder->packed_embedding, first, sizes->hidden, pass->rounds, pass->call->state + row * sizes->hidden);
+            continue;
+        }
         for (int i = 0; i < sizes->hidden; i += LANES) {
             vec a = pass->rounds ? vec_load_bf16((const bf16 *)pass->decoder->embedding + first + i)
                                  : vec_load((const float *)pass->decoder->embedding + first + i);

@@ -395,3 +395,29 @@ void quantized_multiply(const quantized_block *blocks, int count, int rows, cons
         MULTIPLY(CODE_E4M3, EXACT);
     }
 }
+
+// ---- numbers of a few codes
+
+static float one_scale(int type, const void *scales, long number) {
+    char sixteen[LANES * sizeof(float)] = {0};
+    size_t bytes = type == SCALE_F32 ? sizeof(float) : sizeof(bf16);
+    memcpy(sixteen, (const char *)scales + number * (long)bytes, bytes);
+    float lanes[LANES];
+    vec_store(lanes, load_scales(type, sixteen));
+    return lanes[0];
+}
+
+void quantized_read(const quantized_rows *rows, long first, int count, bool rounds, float *to) {
+    for (long i = 0; i < count; i += rows->group_size) {
+        long place = first + i, group = place / rows->group_size;
+        float scale = one_scale(rows->scale_type, rows->scales, group);
+        float offset = rows->offsets ? one_scale(rows->scale_type, rows->offsets, group) : 0.0f;
+        for (int j = 0; j < rows->group_size; j++) {
+            long code = place + j;
+            int number = code_bits(rows->code) == 8 ? rows->codes[code] : rows->codes[code / 2] >> 4 * (code % 2) & 15;
+            float product = rows->table[number] * scale;
+            to[i + j] = rows->offsets ? product + offset : product;
+        }
+    }
+    for (int i = 0; rounds && i < count; i += LANES) vec_store(to + i, vec_round_bf16(vec_load(to + i)));
+}
