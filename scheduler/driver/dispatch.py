@@ -41,8 +41,9 @@ class Slots:
         return not held or (len(held) < MOST_SLOTS and self._fits_one_more(worker, held, entry))
 
     def _fits_one_more(self, worker: Worker, held: list[JobEntry], entry: JobEntry) -> bool:
-        lengths = [each.max_length for each in held]
-        return sum(lengths) + max(entry.max_length, *lengths) <= self._num_positions(worker)
+        num_beside = worker.info.num_state_positions if worker.info else 0
+        lengths = [each.max_length + num_beside for each in held]
+        return sum(lengths) + max(entry.max_length + num_beside, *lengths) <= self._num_positions(worker)
 
     def _num_positions(self, worker: Worker) -> float:
         """The worker's share of its machine's memory; who is still to start may come to the same machine."""

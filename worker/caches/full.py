@@ -12,12 +12,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from swiftbatch.jobs.checkpoints.state_file import LayerStates
 from swiftbatch.jobs.run.dtypes import KVDtype
 from swiftbatch.worker.caches.huge_pages import ask_for_huge_pages
 from swiftbatch.worker.caches.room import MAX_TREE_NODES as MAX_TREE_NODES
+from swiftbatch.worker.caches.room import state_bytes_of
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights
 from swiftbatch.worker.kernels.kv_rows import CODES, coded, numbers_of
 from swiftbatch.worker.kernels.sizes import KV_SCALE_BYTES
+from swiftbatch.worker.model.recurrent_sizes import RecurrentShape
 
 NUMPY_DTYPES = {  # of what `kv` gives, by that of the bits
     torch.int16: np.uint16,
@@ -25,19 +28,6 @@ NUMPY_DTYPES = {  # of what `kv` gives, by that of the bits
     torch.int8: np.int8,
     torch.uint8: np.uint8,
 }
-
-
-@dataclass(frozen=True)
-class RecurrentShape:
-    """Sizes of the gated delta nets of a model."""
-
-    num_layers: int
-    num_heads: int  # of values
-    num_key_heads: int
-    key_dim: int
-    value_dim: int
-    num_channels: int  # of the convolution in front
-    conv_width: int
 
 
 @dataclass(frozen=True)
@@ -82,6 +72,16 @@ class CacheShape:
         """The row of the model's table of angles where those of a sequence of at most so many positions begin."""
         return self.short_length if self.short_length is not None and max_length > self.short_length else 0
 
+    def state_bytes(self) -> int:
+        """The bytes of a sequence whatever its length: of layers that have a state in place of keys and values."""
+        return 0 if self.recurrent is None else state_bytes_of(self.recurrent, self.dtype.itemsize)
+
+    def checkpointed_state_bytes(self) -> int:
+        """The bytes of the states that a checkpoint holds."""
+        if self.recurrent is None:
+            return 0
+        return self.recurrent.checkpoint_bytes(self.dtype.itemsize)
+
     def bytes_per_position(self) -> int:
         return 2 * self.num_layers * self.num_kv_heads * self.row_width * self.row_dtype.itemsize
 
@@ -91,6 +91,9 @@ class CacheSource(Protocol):
 
     def kv(self, start: int, end: int) -> NDArray[Any]:
         """Return the keys and values of positions `[start, end)`, as `FullKVCache.kv` does."""
+
+    def states_at(self, end: int) -> LayerStates | None:
+        """Return the states of layers behind the first `end` positions, as `FullKVCache.states_at` does."""
 
 
 class FullKVCache:
@@ -102,7 +105,8 @@ class FullKVCache:
     """
 
     comes_by_layer = False  # whether `layer` gives memory that holds other layers later
-    is_by_position = True  # whether `kv` tells all that the positions leave behind
+    boundary = 0  # behind which positions `states` are, of layers that have some
+    is_by_position = True  # whether `kv` tells all that the positions leave behind: else there are states, too
 
     def __init__(self, shape: CacheShape, max_length: int, buffer: torch.Tensor | None = None) -> None:
         """Make room for `max_length` positions and a tree: on the device, or in a `buffer` that lies elsewhere."""
@@ -168,6 +172,31 @@ class FullKVCache:
         behind = rows[..., self.length : end, :]
         self._copy_in(behind, bits.reshape(behind.shape))
         self.length = end
+
+    def states(self) -> LayerStates | None:
+        """The newest states that a checkpoint can hold, of layers that have some; None where none has, or is due."""
+        return None
+
+    def states_at(self, end: int) -> LayerStates | None:
+        """The states of layers behind the first `end` positions, which `copyable_end` has said; None without any."""
+        return None
+
+    def set_states(self, states: LayerStates) -> None:
+        """Go on from the states of layers at their position, up to which keys and values are loaded.
+
+        Raises ValueError where they do not fit.
+        """
+        raise ValueError("found states of layers, expected none: all layers of the model attend")
+
+    def copyable_end(self, limit: int) -> int:
+        """The last position, `limit` at most, up to which another sequence can copy what this one has."""
+        return min(limit, self.length)
+
+    def expect_copies(self, end: int) -> None:
+        """Be ready to give others the first `end` positions, whatever comes behind them."""
+
+    def expect_returns(self, distance: int) -> None:
+        """Be ready to be rolled back by about so many positions."""
 
     def copy_from(self, source: CacheSource, end: int) -> None:
         """Commit the positions behind `length` up to `end` from who has the same tokens up to there."""

@@ -39,6 +39,8 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {  # what comes back, what goes i
     "team_is_busy": (INT, [POINTER]),
     "rows_fit": (INT, [POINTER, INT, POINTER, POINTER, INT, INT]),
     "attend": (None, [POINTER, POINTER, POINTER, POINTER, INT, POINTER, POINTER, POINTER, POINTER]),
+    "recurrence_rows": (None, [POINTER, POINTER]),
+    "recurrence_fold": (None, [POINTER, POINTER, POINTER]),
     "decoder_new": (POINTER, [POINTER]),
     "decoder_load": (None, [POINTER, INT, INT, POINTER, POINTER]),
     "decoder_load_quantized": (None, [POINTER, INT, INT, POINTER, POINTER]),

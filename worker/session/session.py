@@ -68,7 +68,7 @@ class WorkerSession:
         target = TargetModel.load(files, *computed)
         refuse_changed_meanwhile(files)
         self.numerics, self.num_slots = target.forwards.numerics, target.num_slots
-        self.num_free_positions = target.num_free_positions()
+        self.num_free_positions, self.num_state_positions = target.num_free_positions(), target.num_state_positions()
         costs = step_costs_of(target)
         drafter = create_drafter(config.engine, target, costs, config.draft_model)
         self.engine = Engine(target, drafter, self._codec.output_text, counters, config.logprobs_mode)

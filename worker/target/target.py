@@ -121,7 +121,8 @@ class TargetModel:
         if arena := self.forwards.arena:
             return arena.new_cache(max_length)
         if place := place_of_caches(self.device.type, self._kv_offload):
-            KVRoom(place, self.cache_shape.bytes_per_position()).refuse_too_long(max_length)
+            shape = self.cache_shape
+            KVRoom(place, shape.bytes_per_position(), shape.state_bytes()).refuse_too_long(max_length)
         if self._kv_offload is None:
             return new_cache_of(self.cache_shape, max_length)
         return OffloadedKVCache(self.cache_shape, max_length, self._kv_offload)
@@ -130,6 +131,10 @@ class TargetModel:
     def num_slots(self) -> int | None:
         """Sequences that have room at a time; None where that depends on their lengths."""
         return self.forwards.arena.num_slots if self.forwards.arena else None
+
+    def num_state_positions(self) -> int:
+        """The positions that would take as much as the states of one sequence do; 0 where layers have none."""
+        return -(-self.cache_shape.state_bytes() // self.cache_shape.bytes_per_position())
 
     def num_free_positions(self) -> int:
         """Positions that new caches have room for, those of all sequences together."""

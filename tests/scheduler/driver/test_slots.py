@@ -14,8 +14,15 @@ from swiftbatch.scheduler.driver.fleet import Worker
 from swiftbatch.worker.kernels.sizes import MOST_SLOTS
 
 
-def worker(num_free_positions: int, node: str = "node") -> Worker:
-    return Worker("w", None, None, WorkerInfo("host", 1, None, node, "", num_free_positions))
+def worker(num_free_positions: int, node: str = "node", num_state_positions: int = 0) -> Worker:
+    info = WorkerInfo("host", 1, None, node, "", num_free_positions, num_state_positions=num_state_positions)
+    return Worker("w", None, None, info)
+
+
+def test_states_take_room_beside_the_positions_of_each_job() -> None:
+    one = worker(round(1000 / MEMORY_SHARE), num_state_positions=100)
+    assert slots(None, one).has_room(one, jobs(400), SHORT)
+    assert not slots(None, one).has_room(one, jobs(401), SHORT)
 
 
 def jobs(*lengths: int) -> list[JobEntry]:

@@ -83,6 +83,26 @@ EXPORT void scan_take_in(team *team, const attention_sizes *sizes, const scanned
 EXPORT void attend(team *team, const attention_sizes *sizes, const attention_view *view, const row_group *groups,
                    int num_groups, const void *queries, const void *keys, const void *values, void *output);
 
+// ---- layers with a state in place of keys and values: see recurrence.c
+
+enum { MOST_STATE_ROWS = 64 };
+
+typedef struct {
+    int32_t num_rows, num_heads, num_key_heads, key_dim, value_dim;  // MOST_STATE_ROWS at most; whole vectors of values
+    const int32_t *parents;      // [num_rows] the row that each one goes on from, in front of it; -1 - i for states[i]
+    const float *const *states;  // each [num_heads, key_dim, value_dim]
+    const float *queries, *keys;  // [num_rows, num_key_heads, key_dim]
+    const float *values;          // [num_rows, num_heads, value_dim]
+    const float *betas;           // [num_rows, num_heads] shares of what a state lacks of a value; NULL: all of a value
+    const float *decays;          // [num_rows, num_heads]
+    float *updates, *found;       // [num_rows, num_heads, value_dim]
+} recurrence;
+
+// Takes the rows' steps; each finds what its query gives with the state behind it.
+EXPORT void recurrence_rows(team *team, const recurrence *call);
+// `state` becomes states[0] behind the steps of keys, updates and decays, in order; of any number.
+EXPORT void recurrence_fold(team *team, const recurrence *call, float *state);
+
 // ---- rows of weights in 8 or 4 bits
 
 typedef enum { CODE_TABLE, CODE_INT8, CODE_UINT8, CODE_E4M3 } code_type;  // the first of 4 bits
