@@ -93,8 +93,10 @@ DIFFERING = Shape(
     has_head_norm=True,
     head_norms_differ=True,
 )
-SHIFTED = Shape(norm_form=NormForm.SHIFTED, activation=Activation.GELU_TANH, has_gates=False, has_bias=True)
-BENT = Shape(activation=Activation.XIELU, has_gates=False, has_head_norm=True)
+SHIFTED = Shape(
+    norm_form=NormForm.SHIFTED, activation=Activation.GELU_TANH, has_gates=False, has_bias=True, dtype=FLOAT32
+)
+BENT = Shape(activation=Activation.XIELU, has_gates=False, has_head_norm=True, dtype=FLOAT32)
 GROWING = Shape(growth=QueryGrowth(0.1, 50))
 OTHER_FORMS = {  # by what has them
     "glm4": Shape(norms=("input_norm", "mlp_norm", *BEHIND)),
@@ -110,20 +112,15 @@ OTHER_FORMS = {  # by what has them
     "gemma2": CAPPED,
     "gemma2 in float32": dataclasses.replace(CAPPED, dtype=FLOAT32),
     "cohere with norms of heads": DIFFERING,
-    "cohere with norms of heads in float32": dataclasses.replace(DIFFERING, dtype=FLOAT32),
-    "starcoder2": SHIFTED,
-    "starcoder2 in float32": dataclasses.replace(SHIFTED, dtype=FLOAT32),
-    "apertus": BENT,
-    "apertus in float32": dataclasses.replace(BENT, dtype=FLOAT32),
+    "starcoder2 in float32": SHIFTED,
+    "apertus in float32": BENT,
     "ministral3": GROWING,
-    "ministral3 in float32": dataclasses.replace(GROWING, dtype=FLOAT32),
     "arcee": Shape(activation=Activation.RELU2, has_gates=False, has_bias=True),
     "arcee in float32": Shape(activation=Activation.RELU2, has_gates=False, dtype=FLOAT32),
 }
-WITH_EXPERTS = {
-    f"{name}{words}": Shape(experts=experts, dtype=dtype)
-    for name, experts in EXPERT_SHAPES.items()
-    for words, dtype in {"": BF16, " in float32": FLOAT32}.items()
+WITH_EXPERTS = {name: Shape(experts=experts) for name, experts in EXPERT_SHAPES.items()}
+WITH_EXPERTS |= {
+    f"{name} in float32": Shape(experts=EXPERT_SHAPES[name], dtype=FLOAT32) for name in ("glm4_moe", "gpt_oss")
 }
 SHAPES = (
     Shape(),

@@ -71,8 +71,9 @@ def test_logits_and_greedy_texts_are_those_of_transformers(name: str, folders: d
         assert output == best[NUM_PROMPT_TOKENS - 1 : -1].tolist()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("name", WITH_EXPERTS)
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, "bfloat16") for name in WITH_EXPERTS), *((name, "float32") for name in DECODED)]
+)
 def test_of_random_tree_rows_none_differs_in_any_bit(name: str, dtype: str, folders: dict[str, Path]) -> None:
     result = probe_rows(loaded(folders[name], dtype), 150, seed=1)
     assert result.num_differing == 0

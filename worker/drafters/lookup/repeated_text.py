@@ -117,4 +117,4 @@ class RepeatedText:
             self._places[(ngrams @ np.array(FACTORS)) % len(self._places)] = np.arange(NGRAM, len(token_ids))
 
     def _bucket(self, ngram: list[int]) -> int:
-        return sum(map(operator.mul, ngram, FACTORS)) % len(self._places)
+        return int(sum(map(operator.mul, ngram, FACTORS)) % len(self._places))

@@ -50,7 +50,13 @@ def num_packed(folder: Path) -> int:
     return sum(isinstance(each, PackedLinear) for each in matrices)
 
 
-@pytest.mark.parametrize("example", [fp8([128, 128]), EXAMPLES["compressed-tensors NVFP4"]], ids=["FP8", "NVFP4"])
+@pytest.mark.parametrize(
+    "example",
+    [
+        pytest.param(fp8([128, 128]), id="FP8"),
+        pytest.param(EXAMPLES["compressed-tensors NVFP4"], id="NVFP4", marks=pytest.mark.slow),
+    ],
+)
 def test_experts_of_qwen3_in_matrices_of_their_own(example: Example, tmp_path: Path) -> None:
     packed, dense = make_twins(example, tmp_path, *stored("Qwen3 30B A3B", tmp_path / "plain"))
     assert num_packed(packed) == 2 * 8 * 3
