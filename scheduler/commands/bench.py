@@ -30,8 +30,8 @@ from swiftbatch.worker.drafters.catalogue import ENGINES
 SINGLES = [name for name in ENGINES if name not in (Computation.engine, "autoregressive")]
 
 
-def _split(_context: click.Context, _parameter: click.Parameter, text: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in text.split(",") if part.strip())
+def _split(_context: click.Context, _parameter: click.Parameter, text: str | None) -> tuple[str, ...]:
+    return tuple(part.strip() for part in (text or "").split(",") if part.strip())
 
 
 TEMPERATURE = click.option("--temperature", type=ANY_NUMBER, default=0.0)
@@ -154,8 +154,6 @@ def fields(**options: Any) -> None:
 @click.option("--rounds", "num_rounds", type=ANY_WHOLE_NUMBER, default=7, help="Rounds, of which the median counts.")
 @click.option(
     "--shapes",
-    default="",
-    show_default=False,
     callback=_split,
     help="Also time matrices in the shapes of: qwen3-0.6b, llama-3.1-8b.",
 )

@@ -25,7 +25,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 MAX_THREADS = 1024  # more than cores are slower, and millions end the process
 DTYPES, DEVICES = click.Choice(get_args(Dtype)), click.Choice(get_args(Device))
 KV_DTYPES = click.Choice(get_args(KVDtype))
-KV_DTYPE_HELP = "8-bit keys and values. [default: off]"
+KV_DTYPE_HELP = "8-bit keys and values. [default: as --dtype]"
 ATTENTIONS, LINEARS = click.Choice(get_args(AttentionName)), click.Choice(get_args(LinearName))
 ATTENTION_HELP = "GPU: kernel for prefix attention."
 LINEAR_HELP = "GPU: kernel for products; see `doctor`."
