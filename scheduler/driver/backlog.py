@@ -34,7 +34,7 @@ def load_queue(run: Run, max_attempts: int) -> JobQueue:
             num_logged = len(checkpoints.read_tokens(record.job_id)) if record.job_id in with_checkpoint else 0
             waiting.append((record, max(num_logged, reported.get(record.job.name, 0))))
         elif line["error"] is None:
-            queue.add_ended("finished", num_completion_tokens(line))
+            queue.add_ended("finished", num_completion_tokens(line), record.job.sampling.max_tokens)
         else:
             queue.add_ended(_state_of_failure(line), 0)
     prompts = shared_prompts([record.prompt_keys for record, _ in waiting])

@@ -2,52 +2,23 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import partial
+from heapq import heapify, heappop, heapreplace
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.scheduler.display.job_events import JobStarted
+from swiftbatch.scheduler.driver.balance import Balance
 from swiftbatch.scheduler.driver.context import DriverContext
 from swiftbatch.scheduler.driver.fleet import Worker
-from swiftbatch.worker.kernels.sizes import MOST_SLOTS
+from swiftbatch.scheduler.driver.slots import Slots
 from swiftbatch.worker.session.work import Assignment
 
-if TYPE_CHECKING:
-    from swiftbatch.scheduler.driver.fleet import Fleet
-
-MEMORY_SHARE = 0.8  # of what is free, for caches; drafts and checkpoints on their way need some, too
 SLICE_SECONDS = 0.5  # the work of a worker between two reports
 MIN_MOVE_SECONDS = 10.0  # a job that ends sooner stays where it is
 MIN_SHARE_LEFT = 0.25  # of the tokens so far: to load or replay them costs, and the rest has to make up for it
-
-
-class Slots:
-    """Says whether a worker takes one more job beside those that it has."""
-
-    def __init__(self, num_slots: int | None, fleet: Fleet) -> None:
-        """`num_slots` is what the user asked for, None to leave it to the worker's memory."""
-        self._num_slots = num_slots
-        self._fleet = fleet
-
-    def has_room(self, worker: Worker, held: list[JobRecord], record: JobRecord) -> bool:
-        """Tell whether a worker with the jobs `held` takes another one, and has room for one as long as any of them."""
-        most = worker.info.num_slots if worker.info else None  # a GPU's, made when it started
-        if self._num_slots is not None or most is not None:
-            return len(held) < min(number for number in (self._num_slots, most) if number is not None)
-        return not held or (len(held) < MOST_SLOTS and self._fits_one_more(worker, held, record))
-
-    def _fits_one_more(self, worker: Worker, held: list[JobRecord], record: JobRecord) -> bool:
-        lengths = [each.max_length for each in held]
-        return sum(lengths) + max(record.max_length, *lengths) <= self._num_positions(worker)
-
-    def _num_positions(self, worker: Worker) -> float:
-        """The worker's share of its machine's memory; who is still to start may come to the same machine."""
-        if worker.info is None:
-            return 0.0
-        nodes = [each.info.node_id if each.info else worker.info.node_id for each in self._fleet.workers]
-        return MEMORY_SHARE * worker.info.num_free_positions / nodes.count(worker.info.node_id)
 
 
 class Dispatcher:
@@ -58,21 +29,30 @@ class Dispatcher:
         self._queue, self._fleet = context.queue, context.fleet
         self._checkpoints = CheckpointStore.of(context.run)
         self._slots = Slots(context.num_slots, context.fleet)
+        self._balance = Balance(context.queue, context.fleet, context.num_workers)
 
     def hand_out(self, now: float) -> None:
-        """Start a call on every idle worker that has something to do; those with the fewest jobs get theirs first."""
-        share = math.ceil(self._queue.num_unfinished / self._context.num_workers)
+        """Start a call on every idle worker that has something to do."""
         idle = [worker for worker in self._fleet.workers if worker.is_idle]
-        for worker in sorted(idle, key=lambda worker: len(self._queue.held_by(worker.id))):
-            if worker.state == "draining":
-                if self._queue.held_by(worker.id):
-                    self._fleet.drain(worker)
-                else:
-                    self._fleet.retire(worker)
+        for worker in idle:
+            if worker.state != "draining":
                 continue
-            assignments = self._assignments(worker, share, now)
+            if self._queue.held_by(worker.id):
+                self._fleet.drain(worker)
+            else:
+                self._fleet.retire(worker)
+        for worker, assignments in self._dealt([worker for worker in idle if worker.state != "draining"], now):
             if self._queue.held_by(worker.id) or worker.orders.cancelled:
-                self._fleet.work(worker, replace(worker.orders, assignments=assignments), SLICE_SECONDS)
+                orders = replace(worker.orders, assignments=assignments, num_pages=self._slots.num_pages(worker))
+                self._fleet.work(worker, orders, SLICE_SECONDS)
+
+    def order_relief(self, now: float) -> None:
+        """Let the worker with the job that ends last hand others back, where the run ends much sooner then."""
+        last = self._balance.of_last(now)
+        if last is None or last.worker.orders.released:
+            return
+        for job_id in self._balance.too_many(last):
+            last.worker.ask_back(job_id)
 
     def order_move(self, now: float) -> None:
         """Let a worker with several jobs hand one over to a worker without any, once no job waits any more."""
@@ -95,28 +75,44 @@ class Dispatcher:
             _, worker, job_id = max(movable, key=lambda entry: entry[0])
             worker.ask_back(job_id)
 
-    def _assignments(self, worker: Worker, share: int, now: float) -> tuple[Assignment, ...]:
-        """New jobs for a worker, until it has its share of the jobs or no room for more."""
-        assignments: list[Assignment] = []
-        held = self._queue.held_by(worker.id)
-        while len(held) < share and (record := self._queue.first_for(worker.id, now)) is not None:
-            if not self._slots.has_room(worker, held, record):
-                break
-            self._queue.take(worker.id, now)
-            assignments.append(self._assignment(record, worker))
-            held = self._queue.held_by(worker.id)
-        return tuple(assignments)
+    def _dealt(self, workers: list[Worker], now: float) -> Iterator[tuple[Worker, tuple[Assignment, ...]]]:
+        """New jobs for workers, one after the other for whoever has the least left to do, while they take any."""
+        dealt: list[list[Assignment]] = [[] for _ in workers]
+        last = self._balance.of_last(now) if self._queue.counts()["pending"] else None
+        takers = [(self._queue.num_left(worker.id), n) for n, worker in enumerate(workers)]
+        heapify(takers)
+        while takers:
+            num_left, number = takers[0]
+            is_spared = last is not None and last.worker is workers[number] and not self._balance.may_have_more(last)
+            record = None if is_spared else self._next_for(workers[number], num_left, now)
+            if record is None:
+                heappop(takers)
+            else:
+                dealt[number].append(self._assignment(record, workers[number]))
+                heapreplace(takers, (self._queue.num_left(workers[number].id), number))
+        return zip(workers, map(tuple, dealt), strict=True)
+
+    def _next_for(self, worker: Worker, num_left: int, now: float) -> JobRecord | None:
+        """Take a job for a worker that has so many tokens left to draw, if it should have one more."""
+        num_held = len(self._queue.held_by(worker.id))
+        if self._balance.has_share(num_held, num_left) or self._slots.is_full(worker, num_held):
+            return None
+        has_room = partial(self._slots.has_room, worker, self._queue.growths(worker.id))
+        return self._queue.take(worker.id, now, has_room)
 
     def _assignment(self, record: JobRecord, worker: Worker) -> Assignment:
         """Claim the next attempt at a job: whoever had it before can't touch the new attempt's files."""
         numerics = worker.info.numerics if worker.info else ""
         attempt = self._checkpoints.claim(record.job_id, worker.id, numerics)
-        num_tokens = self._queue.num_reported_tokens(record.job_id)
+        queue, job_id = self._queue, record.job_id
+        num_tokens = queue.num_reported_tokens(job_id)
         self._context.display.note(JobStarted(record.job.name, worker.id, attempt, num_tokens))
-        return Assignment(record, attempt, num_tokens, self._queue.num_shared_tokens(record.job_id))
+        return Assignment(record, attempt, num_tokens, queue.num_shared_tokens(job_id), queue.seniority(job_id))
+
+    def _num_left(self, record: JobRecord) -> int:
+        return record.job.sampling.max_tokens - self._queue.num_reported_tokens(record.job_id)
 
     def _num_left_to_move(self, record: JobRecord) -> int:
         """Tokens that a job has left, 0 where that is too few for the move to pay."""
-        num_done = self._queue.num_reported_tokens(record.job_id)
-        num_left = record.job.sampling.max_tokens - num_done
+        num_done, num_left = self._queue.num_reported_tokens(record.job_id), self._num_left(record)
         return num_left if num_left >= MIN_SHARE_LEFT * (record.num_prompt_tokens + num_done) else 0

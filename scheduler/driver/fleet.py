@@ -14,6 +14,7 @@ from swiftbatch.scheduler.cluster.actors import WorkerInfo, WorkerSpec
 from swiftbatch.scheduler.cluster.bootstrap import own_code
 from swiftbatch.scheduler.cluster.remote import last_words
 from swiftbatch.scheduler.driver.speed import Speed
+from swiftbatch.scheduler.driver.step_pace import StepPace
 from swiftbatch.scheduler.process.awake_clock import AwakeClock
 from swiftbatch.worker.session.work import Orders, WorkReport
 
@@ -37,6 +38,7 @@ class Worker:
     silent_since: float = 0.0  # on the fleet's clock
     drain_reason: str | None = None  # the reason why it takes no more work: a word for the metrics
     drain_by: float = 0.0  # in `time.monotonic()` seconds
+    num_fitting: int | None = None  # jobs that were left when its memory ran out, until one of them has left, too
     speed: Speed = field(default_factory=lambda: Speed(time.monotonic()))
 
     @property
@@ -101,6 +103,7 @@ class Fleet:
         self._restart_not_before = 0.0
         self.num_failed_starts = 0  # in a row; a worker that starts sets it back
         self.speed = Speed(time.monotonic())  # the speed of all workers, the lost ones too
+        self.pace = StepPace()
         self.workers: list[Worker] = []
 
     def fill(self, num_workers: int, now: float) -> None:
@@ -180,6 +183,8 @@ class Fleet:
             self.num_failed_starts = 0
             return Started(worker, answer)
         worker.orders = Orders()
+        num_jobs = len(answer.progress) + len(answer.finished)
+        self.pace.add(num_jobs, answer.num_generated_tokens, self._clock.now() - worker.silent_since)
         for speed in (self.speed, worker.speed):
             speed.add(answer.num_generated_tokens, time.monotonic())
         return Reported(worker, answer)

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Callable
+from itertools import count
 
 from swiftbatch.jobs.backoff import Backoff
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.shared_prompts import NOT_SHARED, SharedPrompt
+from swiftbatch.scheduler.driver.lengths import Forecast, Lengths
 from swiftbatch.scheduler.driver.waiting_jobs import UnfinishedJob, WaitingJobs
+from swiftbatch.worker.caches.memory.pages import Growth
 
 RETRIES = Backoff(first=0.5, longest=60.0)
 NUM_GROUPS = 8  # of prompts, those that a worker had last: it may still have keys and values of them
 PROGRESS_SHARE = 0.01  # an attempt that adds less than this share of max_tokens has made no progress
+
+
+def _always(growth: Growth) -> bool:
+    return True
 
 
 class JobQueue:
@@ -33,6 +41,8 @@ class JobQueue:
         self._held: dict[str, set[str]] = defaultdict(set)  # the same jobs by worker
         self._groups: dict[str, deque[int]] = defaultdict(lambda: deque(maxlen=NUM_GROUPS))  # of prompts, by worker
         self._waiting = WaitingJobs()
+        self._lengths, self._seniorities = Lengths(), count()
+        self._known_forecast: Forecast | None = None  # None once jobs have moved on
 
     def add(
         self, record: JobRecord, num_generated_tokens: int = 0, priority: int = 0, prompt: SharedPrompt = NOT_SHARED
@@ -44,31 +54,28 @@ class JobQueue:
         self.num_tokens_left += job.num_left
         self._waiting.put(job)
 
-    def add_ended(self, state: str, num_generated_tokens: int) -> None:
-        """Count a job that an earlier driver saw end."""
+    def add_ended(self, state: str, num_generated_tokens: int, max_tokens: int | None = None) -> None:
+        """Count a job that an earlier driver saw end; one with `max_tokens` tells how long others may become."""
         self._num_ended[state] += 1
+        if max_tokens is not None:
+            self._lengths.note(num_generated_tokens, max_tokens)
         self.num_generated_tokens += num_generated_tokens
 
-    def first_for(self, worker_id: str, now: float) -> JobRecord | None:
-        """The job that `take` would give a worker, or None."""
-        if self._has_loner(worker_id):
-            return None
-        job = self._waiting.first(bool(self._held[worker_id]), now, self._groups[worker_id])
-        return None if job is None else job.record
-
-    def take(self, worker_id: str, now: float) -> JobRecord | None:
+    def take(self, worker_id: str, now: float, has_room: Callable[[Growth], bool] = _always) -> JobRecord | None:
         """Give a worker the first job that may run now beside those it has, or None.
 
         Of equal priority and about as long, one comes first whose prompt is like those that the worker has read.
         """
         if self._has_loner(worker_id):
             return None
-        held, groups = self._held[worker_id], self._groups[worker_id]
-        job = self._waiting.take(bool(held), now, groups)
+        held, groups, forecast = self._held[worker_id], self._groups[worker_id], self._forecast()
+        job = self._waiting.take(bool(held), now, groups, lambda job: has_room(_growth(job, forecast)))
         if job is None:
             return None
         if job.prompt.group is not None and job.prompt.group not in groups:
             groups.append(job.prompt.group)
+        if job.seniority is None:
+            job.seniority = next(self._seniorities)
         job.worker_id = worker_id
         held.add(job.record.job_id)
         self._running[job.record.job_id] = job
@@ -77,6 +84,15 @@ class JobQueue:
     def held_by(self, worker_id: str) -> list[JobRecord]:
         """The jobs that a worker has: taken for it, and since then not put back or ended."""
         return [self._running[job_id].record for job_id in sorted(self._held[worker_id])]
+
+    def num_left(self, worker_id: str) -> int:
+        """The tokens that a worker's jobs have left if all run to their `max_tokens`."""
+        return sum(self._running[job_id].num_left for job_id in self._held[worker_id])
+
+    def growths(self, worker_id: str) -> list[Growth]:
+        """The positions of the jobs that a worker has: now, and as expected at their ends."""
+        forecast = self._forecast()
+        return [_growth(self._running[job_id], forecast) for job_id in self._held[worker_id]]
 
     def progress(self, job_id: str, num_generated_tokens: int) -> None:
         """Note how far a job is; enough progress clears its strikes."""
@@ -91,6 +107,7 @@ class JobQueue:
         """Note a result."""
         if job := self._unfinished.get(job_id):
             self._set_tokens(job, num_generated_tokens)
+            self._lengths.note(num_generated_tokens, job.record.job.sampling.max_tokens)
             self.drop(job_id, "finished")
 
     def drop(self, job_id: str, state: str) -> None:
@@ -133,6 +150,10 @@ class JobQueue:
         """The number of first tokens of a job's prompt that other jobs have as well."""
         return self._unfinished[job_id].prompt.num_tokens
 
+    def seniority(self, job_id: str) -> int:
+        """The number that a job has kept since its first attempt, lower than those of jobs that began later."""
+        return self._unfinished[job_id].seniority or 0
+
     def unfinished(self) -> list[str]:
         """Ids of all jobs still to do."""
         return list(self._unfinished)
@@ -149,6 +170,13 @@ class JobQueue:
         num_running = len(self._running)
         return {"pending": len(self._unfinished) - num_running, "running": num_running, **self._num_ended}
 
+    def _forecast(self) -> Forecast:
+        if self._known_forecast is None:
+            jobs = self._running.values()
+            running = ((job.num_generated_tokens, job.record.job.sampling.max_tokens) for job in jobs)
+            self._known_forecast = self._lengths.forecast(running)
+        return self._known_forecast
+
     def _has_loner(self, worker_id: str) -> bool:
         return any(self._running[job_id].runs_alone for job_id in self._held[worker_id])
 
@@ -157,6 +185,7 @@ class JobQueue:
         return job.num_generated_tokens >= job.num_tokens_at_last_loss + needed
 
     def _set_tokens(self, job: UnfinishedJob, num_generated_tokens: int) -> None:
+        self._known_forecast = None
         num_left = job.num_left
         self.num_generated_tokens += num_generated_tokens - job.num_generated_tokens
         job.num_generated_tokens = num_generated_tokens
@@ -170,3 +199,10 @@ class JobQueue:
     def _take_back(self, job: UnfinishedJob) -> None:
         if self._running.pop(job.record.job_id, None):
             self._held[job.worker_id].remove(job.record.job_id)
+
+
+def _growth(job: UnfinishedJob, forecast: Forecast) -> Growth:
+    """The positions of a job: its prompt's, and those of the tokens that it has and is expected to have."""
+    num_prompt_tokens, max_tokens = job.record.num_prompt_tokens, job.record.job.sampling.max_tokens
+    num_final_tokens = forecast.final_tokens(job.num_generated_tokens, max_tokens)
+    return Growth(num_prompt_tokens + job.num_generated_tokens, num_prompt_tokens + num_final_tokens)

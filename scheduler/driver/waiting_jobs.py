@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
@@ -12,6 +13,7 @@ from typing import NamedTuple
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.shared_prompts import NOT_SHARED, SharedPrompt
 
+CLASSES_PER_DOUBLING = 4  # of lengths: where the longest job has no room, the first of each shorter class is asked for
 LEAST_LENGTH = 0.75  # of the longest job that may run: a shorter one never goes first for the sake of its prompt
 
 
@@ -25,12 +27,18 @@ class UnfinishedJob:
     num_strikes: int = 0  # attempts lost in a row without progress
     runs_alone: bool = False
     not_before: float = 0.0
+    seniority: int | None = None  # its number among all jobs that workers were given; None before its first attempt
     worker_id: str = ""  # the worker that has it, or had it last
     ticket: int | None = None  # its newest place among the waiting; None while it runs and when it has ended
 
     @property
     def num_left(self) -> int:
         return max(0, self.record.job.sampling.max_tokens - self.num_generated_tokens)
+
+    @property
+    def length_class(self) -> int:
+        """A number for jobs of about this length."""
+        return int(CLASSES_PER_DOUBLING * math.log2(self.record.max_length))
 
     def may_precede(self, first: UnfinishedJob) -> bool:
         """Return whether the job may go before `first`, which comes first, for the sake of its prompt."""
@@ -49,13 +57,15 @@ class JobPlace(NamedTuple):
 
 
 Heap = list[JobPlace]
+HasRoom = Callable[[UnfinishedJob], bool]
 
 
 class WaitingJobs:
     """The lowest priority first, then the longest job, equals in file order, and none before its time.
 
     Among jobs of about the longest's length, a worker gets one whose prompt is like those it has had; else one whose
-    prompt is like none that was begun, so that workers share no prompts while there are others.
+    prompt is like none that was begun, so that workers share no prompts while there are others. Where that one has no
+    room, a shorter one of its priority may: it ends sooner, and the long one is asked for first again.
     A place is given up by taking away the job's ticket: the entry in a heap is skipped when it comes up.
     """
 
@@ -65,6 +75,7 @@ class WaitingJobs:
         self._sociable: Heap = []
         self._loners: Heap = []
         self._groups: defaultdict[int, Heap] = defaultdict(list)  # those of `_sociable` by the group of their prompts
+        self._by_length: defaultdict[int, Heap] = defaultdict(list)  # those of `_sociable` by their classes
         self._fresh: Heap = []  # those of no group, and of groups that were not begun
         self._begun: set[int] = set()
 
@@ -77,12 +88,21 @@ class WaitingJobs:
         """Forget a job, waiting or not."""
         job.ticket = None
 
-    def first(self, has_neighbours: bool, now: float, groups: Iterable[int] = ()) -> UnfinishedJob | None:
-        """The job that may run now and comes first, or one of its priority, about as long, that suits a worker better.
+    def take(self, has_neighbours: bool, now: float, groups: Iterable[int], has_room: HasRoom) -> UnfinishedJob | None:
+        """The job that may run now, comes first and has room: it waits no longer. None if none.
 
-        None if none; one that runs alone is passed over beside neighbours. `groups` are those of the worker's prompts.
+        One that runs alone is passed over beside neighbours. `groups` are those of the worker's prompts.
         """
         self._admit(now)
+        job = self._first_for(has_neighbours, groups)
+        if job is not None and not has_room(job):
+            job = next((other for other in self._shorter(job) if has_room(other)), None)
+        if job is not None:
+            self._take_away(job)
+        return job
+
+    def _first_for(self, has_neighbours: bool, groups: Iterable[int]) -> UnfinishedJob | None:
+        """The job that comes first, or one of its priority, about as long, that suits a worker better."""
         first = _first([self._sociable] if has_neighbours else [self._sociable, self._loners])
         if first is None or first.runs_alone:
             return first
@@ -92,17 +112,21 @@ class WaitingJobs:
         better = [job for job in (_first(own), _first([self._fresh])) if job and job.may_precede(first)]
         return better[0] if better else first
 
-    def take(self, has_neighbours: bool, now: float, groups: Iterable[int] = ()) -> UnfinishedJob | None:
-        """Return the job that `first` returns; it waits no longer."""
-        job = self.first(has_neighbours, now, groups)
-        if job is None:
-            return None
+    def _shorter(self, job: UnfinishedJob) -> Iterator[UnfinishedJob]:
+        """The first job of each class that is shorter than a job's, the longest class first."""
+        for length_class in sorted(self._by_length, reverse=True):
+            other = _first([self._by_length[length_class]])
+            if length_class < job.length_class and other is not None and other.priority == job.priority:
+                yield other
+
+    def _take_away(self, job: UnfinishedJob) -> None:
         job.ticket = None
+        if _first([self._by_length[job.length_class]]) is None:
+            del self._by_length[job.length_class]
         if (group := job.prompt.group) is not None:
             self._begun.add(group)
             if _first([self._groups[group]]) is None:
                 del self._groups[group]
-        return job
 
     def _admit(self, now: float) -> None:
         """Let the jobs whose time has come into the order."""
@@ -112,6 +136,7 @@ class WaitingJobs:
             heappush(self._loners if job.runs_alone else self._sociable, place)
             if job.runs_alone:
                 continue
+            heappush(self._by_length[job.length_class], place)
             if job.prompt.group is not None:
                 heappush(self._groups[job.prompt.group], place)
             if job.prompt.group not in self._begun:

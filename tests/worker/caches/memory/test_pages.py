@@ -1,0 +1,31 @@
+"""The pages that growing caches take, now and at most until their jobs end."""
+
+from __future__ import annotations
+
+import random
+
+from swiftbatch.worker.caches.memory.pages import PAGE, ROOM_BEHIND, Growth, most_pages, pages_of
+
+
+def peak(jobs: list[Growth]) -> int:
+    """The same by stepping through time."""
+    times = range(max(job.left for job in jobs) + 1)
+    return max(sum(pages_of(job.now + time) for job in jobs if job.left >= time) for time in times)
+
+
+def test_a_plan_is_never_below_what_jobs_take_and_at_most_a_page_a_job_above() -> None:
+    rng = random.Random(0)
+    for _ in range(200):
+        jobs = [Growth(now := rng.randint(0, 400), now + rng.randint(0, 400)) for _ in range(rng.randint(1, 8))]
+        assert peak(jobs) <= most_pages(jobs) <= peak(jobs) + len(jobs)
+
+
+def test_short_jobs_beside_long_ones_are_counted_until_they_end() -> None:
+    long, short = Growth(0, 64_000), Growth(0, 640)
+    assert most_pages([long]) == most_pages([long, *[short] * 20]) == pages_of(64_000) + 1
+    assert most_pages([short] * 90) > 900
+
+
+def test_a_job_takes_room_for_its_positions_and_one_step() -> None:
+    assert pages_of(PAGE - ROOM_BEHIND % PAGE) == pages_of(0) + (ROOM_BEHIND % PAGE == 0)
+    assert pages_of(10 * PAGE) == pages_of(0) + 10
