@@ -104,6 +104,10 @@ class JobRecord:
     prompt_keys: bytes = b""
 
     @property
+    def custom_id(self) -> str:
+        return self.job.custom_id
+
+    @property
     def max_length(self) -> int:
         """Positions that it needs if it runs to its `max_tokens`."""
         return self.num_prompt_tokens + self.job.sampling.max_tokens

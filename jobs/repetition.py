@@ -14,7 +14,7 @@ MAX_PATTERN = 4096  # tokens
 MAX_REPETITIONS = 2**31 - 1
 MAX_REWINDS = 100
 
-LoopAction = Literal["stop", "rewind"]
+LoopAction = Literal["stop", "rewind", "close"]
 
 
 class RepetitionDetection(Strict):
@@ -24,7 +24,8 @@ class RepetitionDetection(Strict):
     for. Raises `pydantic.ValidationError` for values that do not go together.
 
     With `action` "stop" the output ends there. With "rewind", which vLLM does not have, the tokens from the first
-    repetition on are taken back and drawn anew with other noise, `max_rewinds` times; the next loop is the end.
+    repetition on are taken back and drawn anew with other noise, `max_rewinds` times; the next loop is the end. With
+    "close" a loop within a thought closes it, and the answer follows; any other loop is the end.
     """
 
     max_pattern_size: int = Field(default=0, ge=0, le=MAX_PATTERN)
@@ -62,6 +63,11 @@ def loop_guard(action: LoopAction | None) -> RepetitionDetection | None:
     if action is None:
         return None
     return RepetitionDetection(max_pattern_size=256, min_pattern_size=16, min_count=4, action=action)
+
+
+def without_closing(detection: RepetitionDetection) -> RepetitionDetection:
+    """The same detection where no thought can be closed: a loop is then the end."""
+    return detection.model_copy(update={"action": "stop"}) if detection.action == "close" else detection
 
 
 def rewind_seed(seed: int, num_rewinds: int) -> int:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_serializer, field_validator, model_validator
 
@@ -31,6 +32,10 @@ MAX_OUTPUT_PENALTY = 2.0  # OpenAI's bound of the two penalties that count outpu
 MIN_TEMPERATURE = 1e-30  # below, quotients of ordinary logits leave float32
 MIN_PENALTY, MAX_PENALTY = 1e-6, 1e6
 
+NO_LOGPROBS = "with logprobs, expected no such field: a marker that is put into the text has none"
+
+ThinkingEnd = Literal["stop", "close"]
+
 # Fields that came after runs had been made: at their default they are no part of a job's identity.
 LATER_FIELDS = (
     "frequency_penalty",
@@ -44,6 +49,7 @@ LATER_FIELDS = (
     "logprobs",
     "structured_outputs",
     "thinking_token_budget",
+    "thinking_end",
 )
 
 StopString = Annotated[str, Field(min_length=1)]
@@ -103,7 +109,8 @@ class SamplingParams(Strict):
     token's count in the output and, where that is not 0, `presence_penalty` are taken off; then temperature, top-k,
     top-p, min-p, eta. `repetition_detection` ends an output that has become a loop, from `min_tokens` on. `logprobs`
     asks for the log-probability of each token, and of so many of the likeliest at its place; None for nothing of it.
-    A thought that has `thinking_token_budget` tokens is closed, and a structure begins behind it.
+    A thought that has `thinking_token_budget` tokens is closed, and a structure begins behind it. With `thinking_end`
+    "close", which vLLM does not have, a thought is closed where the text would end within it.
     """
 
     max_tokens: int = Field(ge=1, le=MAX_COUNT)
@@ -128,6 +135,7 @@ class SamplingParams(Strict):
     logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     structured_outputs: Structure | None = None
     thinking_token_budget: int | None = Field(default=None, ge=0, le=MAX_COUNT)
+    thinking_end: ThinkingEnd | None = None
 
     @field_validator("temperature")
     @classmethod
@@ -174,6 +182,10 @@ class SamplingParams(Strict):
             raise FieldError("min_tokens", f"found {self.min_tokens}, expected at most max_tokens, {most}")
         if self.structured_outputs is not None:
             self._ends_where_its_structure_does()
+        if self.logprobs is not None and self.thinking_end == "close":
+            raise FieldError("thinking_end", f"found 'close' {NO_LOGPROBS}")
+        if self.logprobs is not None and self.repetition_detection and self.repetition_detection.action == "close":
+            raise FieldError("repetition_detection.action", f"found 'close' {NO_LOGPROBS}")
         return self
 
     def _ends_where_its_structure_does(self) -> None:
@@ -185,8 +197,14 @@ class SamplingParams(Strict):
 
     def identity(self) -> dict[str, Any]:
         """The parameters that tell a job from another, as JSON: the same as before later fields were known."""
-        unset = {name for name in LATER_FIELDS if getattr(self, name) == SamplingParams.model_fields[name].default}
+        unset = {name for name, default in _later_defaults().items() if getattr(self, name) == default}
         return self.model_dump(mode="json", exclude=unset)
+
+
+@functools.cache
+def _later_defaults() -> dict[str, Any]:
+    fields = SamplingParams.model_fields  # looking one up costs more than a comparison
+    return {name: fields[name].default for name in LATER_FIELDS}
 
 
 def derive_seed(run_seed: int, custom_id: str) -> int:

@@ -49,10 +49,11 @@ MAY_IMPORT = {  # besides itself; a room's name holds for the rooms below that a
     "scheduler.serve": (*DRIVER, "scheduler.driver", "scheduler.runs", "scheduler.webhooks"),
     "scheduler.commands": (
         *(*DRIVER, "scheduler.driver", "scheduler.runs", "scheduler.serve"),
-        *("scheduler.chaos", "scheduler.webhooks"),
+        *("scheduler.chaos", "scheduler.scale", "scheduler.webhooks"),
     ),
     "scheduler.demo": (*DRIVER, "scheduler.driver", "scheduler.runs"),
     "scheduler.chaos": (*DRIVER, "scheduler.driver", "scheduler.runs", "scheduler.demo"),
+    "scheduler.scale": (*DRIVER, "scheduler.driver", "scheduler.runs"),
     "scheduler": (  # the command
         *("jobs", "scheduler.chaos", "scheduler.commands", "scheduler.display", "scheduler.process"),
     ),

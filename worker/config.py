@@ -7,6 +7,7 @@ from typing import Literal
 
 from swiftbatch.jobs.repetition import LoopAction
 from swiftbatch.jobs.run.dtypes import AttentionName, Device, Dtype, LinearName, LogprobsMode, ThinkingMarkers
+from swiftbatch.jobs.sampling import ThinkingEnd
 from swiftbatch.worker.drafters.catalogue import DEFAULT_ENGINE
 from swiftbatch.worker.kernels.choice import CudaKernels
 
@@ -30,6 +31,7 @@ class Computation:
     max_tokens: int | None = None  # of a job that gives none; None: what the model's positions leave behind its prompt
     logprobs_mode: LogprobsMode = "raw_logprobs"  # the logits that jobs' log-probabilities are taken from
     loop_guard: LoopAction | None = None  # for a job that says nothing of loops; None: they are not looked for
+    thinking_end: ThinkingEnd | None = None  # for a job that says nothing of it; None: a text may end within a thought
     thinking_markers: ThinkingMarkers = (
         None  # texts between which the model thinks; None: its own, where they are known
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -25,8 +26,8 @@ from swiftbatch.jobs.input.forms import (
 from swiftbatch.jobs.input.reasons import reasons, shown
 from swiftbatch.jobs.input.request_fields import taken_apart
 from swiftbatch.jobs.job import CHAT, COMPLETIONS, Job, JobUrl
-from swiftbatch.jobs.repetition import RepetitionDetection
-from swiftbatch.jobs.sampling import SamplingParams, derive_seed
+from swiftbatch.jobs.repetition import RepetitionDetection, without_closing
+from swiftbatch.jobs.sampling import SamplingParams, ThinkingEnd, derive_seed
 
 Form = TypeVar("Form", bound=BaseModel)
 
@@ -51,16 +52,27 @@ class JobLine:
         """The endpoint that the line would be sent to."""
         return COMPLETIONS if self.messages is None else CHAT
 
-    def jobs(self, max_tokens: Sequence[int], loop_guard: RepetitionDetection | None = None) -> list[Job]:
+    def jobs(
+        self,
+        max_tokens: Sequence[int],
+        loop_guard: RepetitionDetection | None = None,
+        thinking_end: ThinkingEnd | None = None,
+    ) -> list[Job]:
         """The jobs of the line: all choices of its first prompt, or of its messages, then those of the next prompt.
 
-        `max_tokens` are those behind each prompt, or behind the messages; `loop_guard` is for a line that says nothing.
+        `max_tokens` are those behind each prompt, or behind the messages; the others are for a line that says nothing.
+        They close no thought of a line that asks for log-probabilities: the marker would have none.
         """
         prompts: Sequence[LinePrompt | None] = self.prompts if self.messages is None else [None]
         limited = [each for each in zip(prompts, max_tokens, strict=True) for _ in range(self.num_choices)]
         said: RepetitionDetection | None = self.sampling.get("repetition_detection")
         detection = loop_guard if said is None else said if said.is_on else None
-        sampling = {**self.sampling, "repetition_detection": detection}
+        said_end: ThinkingEnd | None = self.sampling.get("thinking_end") or thinking_end
+        if self.sampling.get("logprobs") is not None:
+            said_end = self.sampling.get("thinking_end")
+            detection = detection if said is not None or detection is None else without_closing(detection)
+        kept = {"repetition_detection": detection, "thinking_end": said_end if said_end == "close" else None}
+        sampling = {**self.sampling, **kept}
         return [
             self._job(prompt, sampling | {"max_tokens": most}, number, len(limited))
             for number, (prompt, most) in enumerate(limited)
@@ -142,11 +154,20 @@ def _request(form: type[Form], values: dict[str, Any], url: JobUrl, prefix: str 
 
 def _validated(form: type[Form], values: dict[str, Any], prefix: str = "") -> Form:
     """Check one object. Raises `LineError`. As in OpenAI's API, null stands for the default of a field that has one."""
-    optional = {name for name, field in form.model_fields.items() if not field.is_required()}
+    optional = _optional(form)
     try:
         return form.model_validate({k: v for k, v in values.items() if v is not None or k not in optional})
     except ValidationError as error:
         raise LineError(reasons(error, form, prefix)) from None
+
+
+@functools.cache
+def _optional(form: type[BaseModel]) -> frozenset[str]:
+    """The names of the fields that have a default."""
+    return frozenset(name for name, field in form.model_fields.items() if not field.is_required())
+
+
+SAMPLING_FIELDS = tuple(name for name in SamplingParams.model_fields if name != "max_tokens")
 
 
 def _job_line(
@@ -157,7 +178,7 @@ def _job_line(
     without_effect: tuple[str, ...],
     run_seed: int,
 ) -> JobLine:
-    sampling = {name: getattr(fields, name) for name in SamplingParams.model_fields if name != "max_tokens"}
+    sampling = {name: getattr(fields, name) for name in SAMPLING_FIELDS}
     sampling["logprobs"] = asked_logprobs(fields, is_chat=messages is not None)
     sampling["structured_outputs"] = fields.structure
     if fields.seed is None:

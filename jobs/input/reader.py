@@ -56,7 +56,7 @@ class Reject:
 
 @dataclass
 class JobReader:
-    """Reads files as if they were one: the line numbers of `jobs` and `rejects` count on from file to file, from 1.
+    """Reads files as if they were one: the line numbers of jobs and `rejects` count on from file to file, from 1.
 
     A line without a seed gets one from `run_seed` and its `custom_id`; one for another URL than `endpoint` is a reject.
     """
@@ -65,28 +65,34 @@ class JobReader:
     columns: Columns = field(default_factory=Columns)
     endpoint: JobUrl | None = None  # None: lines for any
     is_for_many: bool = False  # files: then places are named with theirs
-    jobs: list[tuple[int, JobLine]] = field(default_factory=list)
     rejects: list[Reject] = field(default_factory=list)
     _files: list[tuple[int, str]] = field(default_factory=list)  # number of lines before each file, and its name
     _num_lines: int = 0
+    _num_jobs: int = 0
     _first_lines: dict[str, int] = field(default_factory=dict)
 
-    def read(self, path: str, name: str) -> None:
-        """Read a file that errors call `name`. Raises `InputFileError` when it can't be read, see `open_input`."""
+    def lines(self, path: str, name: str) -> Iterator[tuple[int, JobLine]]:
+        """The jobs of a file that errors call `name`, as they are read, with their line numbers.
+
+        Raises `InputFileError` when it can't be read, see `open_input`.
+        """
         before = self._num_lines
         self._files.append((before, name))
         for line_number, values, passed_over in _rows(path, name, self.columns):
             self._num_lines = before + line_number
             try:
-                self._take(values, passed_over)
+                job = self._job(values, passed_over)
             except LineError as error:
                 custom_id = _readable_custom_id(values.get("custom_id")) if isinstance(values, dict) else None
                 self.rejects.append(Reject(self._num_lines, custom_id, str(error)))
                 self._refuse_endless()
+                continue
+            self._num_jobs += 1
+            yield self._num_lines, job
 
     def end(self) -> None:
         """Raise `InputFileError` if there was nothing but blank lines."""
-        if not self.jobs and not self.rejects:
+        if not self._num_jobs and not self.rejects:
             _, name = self._files[0]
             more = {1: " holds", 2: " and 1 more file hold"}.get(
                 len(self._files), f" and {len(self._files) - 1} more files hold"
@@ -102,7 +108,7 @@ class JobReader:
         before, name = self._files[bisect_left(self._files, (reject.line_number, "")) - 1]
         return replace(reject, line_number=reject.line_number - before, file=name)
 
-    def _take(self, values: dict[str, Any] | LineError, passed_over: tuple[str, ...]) -> None:
+    def _job(self, values: dict[str, Any] | LineError, passed_over: tuple[str, ...]) -> JobLine:
         if isinstance(values, LineError):
             raise values
         job = line_from_object(values, self.run_seed)
@@ -117,7 +123,7 @@ class JobReader:
             )
         if passed_over:
             job = replace(job, without_effect=(*job.without_effect, *passed_over))
-        self.jobs.append((self._num_lines, job))
+        return job
 
     def _refuse_endless(self) -> None:
         if len(self.rejects) > MAX_REJECTS:
@@ -134,9 +140,9 @@ def read_jobs(path: str, run_seed: int) -> tuple[list[tuple[int, JobLine]], list
     Raises `InputFileError` when the file can't be read to its end, or holds nothing but blank lines.
     """
     reader = JobReader(run_seed)
-    reader.read(path, shown_input(path))
+    jobs = list(reader.lines(path, shown_input(path)))
     reader.end()
-    return reader.jobs, reader.rejects
+    return jobs, reader.rejects
 
 
 def _rows(path: str, name: str, columns: Columns) -> Iterator[Row]:

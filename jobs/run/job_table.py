@@ -3,39 +3,30 @@
 jobs.parquet                      of the first one
 jobs/<number>-<random>.parquet    of each later one that brought new jobs; never changed, and no two have one name
 
-A table says which run it is of, and its pages have checksums. Those of older versions have neither, and are read.
+A table is made of parts (row groups) of at most `ROWS_PER_PART` jobs, and no more than one is in memory. It says which
+run it is of and how long its longest job is, and its pages have checksums. Tables of older versions have neither, and
+are read.
 
-A job that takes another one's place names it in the column `supersedes`, which other tables do not have. A table whose
-prompts are all shorter than what has a key lacks the column `prompt_keys`.
-
-The forms of one job, each in the place of the one before, are its lineage.
+A job that takes another one's place names it in the column `supersedes`.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import IO, TYPE_CHECKING, Any, BinaryIO
 from uuid import uuid4
 
-from swiftbatch.jobs.input.reasons import shown
-from swiftbatch.jobs.job import Job, JobRecord
-from swiftbatch.jobs.run.run_files import read_parsed
+from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.storage.store import Store
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 FIRST = "jobs.parquet"
 LATER = "jobs"
-RUN = b"swiftbatch.run_id"  # in a table's metadata
-OPTIONAL = {"supersedes": None, "prompt_keys": b""}  # columns that a table may lack, and what its jobs have then
-
-
-def add(store: Store, records: Sequence[JobRecord], run_id: str) -> None:
-    """Add a table of jobs to a run. Two at once do not harm each other."""
-    data = to_parquet(records, run_id)
-    if not store.write_new(FIRST, data):
-        number = len(store.list(LATER)) + 2
-        store.write(f"{LATER}/{number:06d}-{uuid4().hex[:8]}.parquet", data)
+RUN, LONGEST = b"swiftbatch.run_id", b"swiftbatch.longest_job"  # in a table's metadata
+ROWS_PER_PART = 50_000
+LETTERS_PER_PART = 64 * 2**20  # of the jobs as JSON: prompts may be long
 
 
 def paths(store: Store) -> list[str]:
@@ -43,129 +34,76 @@ def paths(store: Store) -> list[str]:
     return [FIRST, *(f"{LATER}/{name}" for name in store.list(LATER) if name.endswith(".parquet"))]
 
 
-def to_parquet(records: Sequence[JobRecord], run_id: str) -> bytes:
-    import pyarrow as pa
-    from pyarrow import parquet
+def add(store: Store, table: BinaryIO) -> None:
+    """Add a table of jobs, which stands in a file, to a run. Two at once do not harm each other."""
+    if store.exists(FIRST) or not store.write_new_from(FIRST, table):
+        number = len(store.list(LATER)) + 2
+        table.seek(0)
+        store.write_from(f"{LATER}/{number:06d}-{uuid4().hex[:8]}.parquet", table)
 
-    columns = {
-        "job_id": pa.array([record.job_id for record in records], pa.string()),
-        "custom_id": pa.array([record.job.custom_id for record in records], pa.string()),
-        "line_number": pa.array([record.line_number for record in records], pa.int64()),
-        "num_prompt_tokens": pa.array([record.num_prompt_tokens for record in records], pa.int64()),
-        # large: all prompts together may pass the 2 GiB of a plain string column
-        "job": pa.array([record.job.model_dump_json() for record in records], pa.large_string()),
+
+def write_records(target: IO[bytes], records: Iterable[JobRecord], run_id: str) -> int:
+    """Write a table of jobs as they come; returns their number."""
+    return _write(target, (_part(rows) for rows in _parts(map(_row, records))), run_id)
+
+
+def write_tables(target: IO[bytes], parts: Iterable[pa.Table], run_id: str) -> int:
+    """Write a table of parts as `read_parts` gives them; returns the number of jobs."""
+    return _write(target, (part.select(table_schema().names) for part in parts if len(part)), run_id)
+
+
+def _write(target: IO[bytes], parts: Iterable[pa.Table], run_id: str) -> int:
+    from pyarrow import compute, parquet
+
+    num_rows = longest = 0
+    with parquet.ParquetWriter(target, table_schema().with_metadata({RUN: run_id}), write_page_checksum=True) as writer:
+        for part in parts:
+            num_rows += len(part)
+            lengths = compute.add(part.column("num_prompt_tokens"), part.column("max_tokens"))
+            longest = max(longest, compute.max(lengths).as_py())
+            writer.write_table(part, row_group_size=ROWS_PER_PART)
+        writer.add_key_value_metadata({LONGEST: str(longest)})
+    return num_rows
+
+
+def table_schema() -> pa.Schema:
+    import pyarrow as pa
+
+    # large: all prompts of a part may pass the 2 GiB of a plain string column
+    texts = {"job_id": pa.string(), "custom_id": pa.string(), "job": pa.large_string(), "supersedes": pa.string()}
+    numbers = ("line_number", "num_prompt_tokens", "max_tokens", "choice_index", "num_choices")
+    return pa.schema([*texts.items(), ("prompt_keys", pa.large_binary()), *((name, pa.int64()) for name in numbers)])
+
+
+def _row(record: JobRecord) -> dict[str, Any]:
+    return {
+        "job_id": record.job_id,
+        "custom_id": record.job.custom_id,
+        "job": record.job.model_dump_json(),
+        "supersedes": record.supersedes,
+        "prompt_keys": record.prompt_keys,
+        "line_number": record.line_number,
+        "num_prompt_tokens": record.num_prompt_tokens,
+        "max_tokens": record.job.sampling.max_tokens,
+        "choice_index": record.job.choice_index,
+        "num_choices": record.job.num_choices,
     }
-    if any(record.supersedes for record in records):
-        columns["supersedes"] = pa.array([record.supersedes for record in records], pa.string())
-    if any(record.prompt_keys for record in records):
-        columns["prompt_keys"] = pa.array([record.prompt_keys for record in records], pa.large_binary())
-    sink = pa.BufferOutputStream()
-    table = pa.table(columns).replace_schema_metadata({RUN: run_id})
-    parquet.write_table(table, sink, write_page_checksum=True)
-    return bytes(sink.getvalue())
 
 
-def from_parquet(data: bytes, run_id: str | None = None) -> list[JobRecord]:
-    """The jobs of `to_parquet`. Raises `ValueError` for anything else, and for those of another run than `run_id`."""
-    names = ["job_id", "job", "line_number", "num_prompt_tokens", *OPTIONAL]
-    return [
-        JobRecord(job_id, Job.model_validate_json(job), *others)
-        for job_id, job, *others in zip(*_columns(data, names, run_id), strict=True)
-    ]
+def _parts(rows: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    part: list[dict[str, Any]] = []
+    num_letters = 0
+    for row in rows:
+        part.append(row)
+        num_letters += len(row["job"])
+        if len(part) == ROWS_PER_PART or num_letters >= LETTERS_PER_PART:
+            yield part
+            part, num_letters = [], 0
+    if part:
+        yield part
 
 
-def job_ids(data: bytes, run_id: str | None = None) -> list[tuple[str, str | None]]:
-    """The ids of the jobs of `to_parquet`, each with the one that it supersedes, if any. Raises `ValueError`.
-
-    Prompts are not taken apart.
-    """
-    return list(zip(*_columns(data, ["job_id", "supersedes"], run_id), strict=True))
-
-
-def names(data: bytes) -> list[tuple[str, str | None, str]]:
-    """The ids that `job_ids` returns, each also with its `custom_id`. Raises `ValueError`."""
-    return list(zip(*_columns(data, ["job_id", "supersedes", "custom_id"]), strict=True))
-
-
-def custom_ids(data: bytes, run_id: str | None = None) -> list[str]:
-    """The names of the lines of the jobs of `to_parquet`, one for each job. Raises `ValueError`."""
-    [names] = _columns(data, ["custom_id"], run_id)
-    return names
-
-
-def _columns(data: bytes, names: list[str], run_id: str | None = None) -> list[list[Any]]:
+def _part(rows: Sequence[dict[str, Any]]) -> pa.Table:
     import pyarrow as pa
-    from pyarrow import parquet
 
-    try:
-        # without threads: pyarrow's may still be starting when `status` ends, and abort the process
-        file = parquet.ParquetFile(pa.BufferReader(data), pre_buffer=False, page_checksum_verification=True)
-        _refuse_other_run((file.schema_arrow.metadata or {}).get(RUN), run_id)
-        table = file.read(columns=names, use_threads=False)
-        without = OPTIONAL.keys() - set(table.column_names)
-        return [[OPTIONAL[name]] * len(table) if name in without else table.column(name).to_pylist() for name in names]
-    except (pa.ArrowException, OSError, KeyError) as error:
-        raise ValueError(str(error)) from None
-
-
-def _refuse_other_run(found: bytes | None, run_id: str | None) -> None:
-    """Raise `ValueError` for a table that says that it is of another run."""
-    if found is not None and run_id is not None and found != run_id.encode():
-        raise ValueError(f"found the jobs of run {shown(found.decode(errors='replace'))}, expected those of {run_id}")
-
-
-def lineages(pairs: Iterable[tuple[str, str | None]]) -> list[list[str]]:
-    """The ids of each job from its first form to its newest, in input order.
-
-    `pairs` are the jobs of all tables in their order, each with the job that it supersedes. Two commands at once may
-    both have added a job, or have taken the same one on: what came first in the tables stays.
-    """
-    found: list[list[str]] = []
-    by_job_id: dict[str, list[str]] = {}
-    for job_id, superseded in pairs:
-        if job_id in by_job_id:
-            continue
-        lineage = by_job_id.get(superseded or "")
-        if lineage is None:
-            found.append(lineage := [])
-        elif lineage[-1] != superseded:
-            continue
-        lineage.append(job_id)
-        by_job_id[job_id] = lineage
-    return found
-
-
-def newest_with(lineage: list[str], job_ids: Container[str]) -> str | None:
-    """The newest form of a job that is one of `job_ids`."""
-    return next((job_id for job_id in reversed(lineage) if job_id in job_ids), None)
-
-
-@dataclass(frozen=True, slots=True)
-class JobName:
-    """A job, and which one of how many choices of its line it is."""
-
-    job_id: str
-    custom_id: str
-    choice_index: int
-    num_choices: int
-
-    @property
-    def name(self) -> str:
-        """The name of the job for people and events, equal to `Job.name`."""
-        return self.custom_id if self.num_choices == 1 else f"{self.custom_id}[{self.choice_index}]"
-
-
-def job_names(store: Store) -> list[JobName]:
-    """The jobs of a run in input order, each in its newest form. Raises RunError, StoreError."""
-    tables = (read_parsed(store, path, names) for path in paths(store))
-    rows = [row for table in tables for row in table or []]
-    custom_ids = {job_id: custom_id for job_id, _, custom_id in rows}
-    newest = [lineage[-1] for lineage in lineages((job_id, superseded) for job_id, superseded, _ in rows)]
-    num_choices = Counter(custom_ids[job_id] for job_id in newest)
-    seen: Counter[str] = Counter()
-    found = []
-    for job_id in newest:
-        custom_id = custom_ids[job_id]
-        found.append(JobName(job_id, custom_id, seen[custom_id], num_choices[custom_id]))
-        seen[custom_id] += 1
-    return found
+    return pa.Table.from_pylist(rows, schema=table_schema())

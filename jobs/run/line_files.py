@@ -108,10 +108,11 @@ def read_lines(
 ) -> Iterator[dict[str, Any] | None]:
     """`read_line` of many files in their order, None for a path that is None. Reads ahead, a bounded number."""
 
-    def read(path: str | None) -> dict[str, Any] | None:
-        return None if path is None else read_line(store, path, damaged, fingerprint)
+    def read(some: list[str | None]) -> list[dict[str, Any] | None]:
+        return [None if path is None else read_line(store, path, damaged, fingerprint) for path in some]
 
-    remaining = iter(paths)
+    remaining, each = iter(paths), NUM_READ_AHEAD // NUM_READERS  # a thread takes several: to hand them over costs, too
     with ThreadPoolExecutor(NUM_READERS) as pool:
         while batch := list(islice(remaining, NUM_READ_AHEAD)):
-            yield from pool.map(read, batch)
+            for lines in pool.map(read, (batch[start : start + each] for start in range(0, len(batch), each))):
+                yield from lines

@@ -7,7 +7,7 @@ They decide no token, so they are no part of a job and may change while it is no
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from pydantic import TypeAdapter
 
@@ -26,9 +26,12 @@ def priorities_of(store: Store) -> dict[str, int]:
         return {}
 
 
-def set_priorities(store: Store, priorities: Mapping[str, int]) -> None:
-    """Give the lines of a submission their priorities, 0 among them; those of other lines stay."""
+def set_priorities(store: Store, custom_ids: Iterable[str], priorities: Mapping[str, int]) -> None:
+    """Give the lines of a submission, `custom_ids`, their priorities, 0 but for some; those of other lines stay."""
     before = priorities_of(store)
-    now = {custom_id: priority for custom_id, priority in {**before, **priorities}.items() if priority}
+    if not before and not priorities:
+        return
+    now = before | {name: priorities.get(name, 0) for name in custom_ids if name in before or name in priorities}
+    now = {custom_id: priority for custom_id, priority in now.items() if priority}
     if now != before:
         store.write(FILE, PRIORITIES.dump_json(now, indent=1) + b"\n")

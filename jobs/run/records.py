@@ -12,6 +12,7 @@ from swiftbatch.jobs.checkpoints.timeline import Moment
 from swiftbatch.jobs.frozen import Frozen
 from swiftbatch.jobs.repetition import LoopAction
 from swiftbatch.jobs.run.dtypes import AttentionName, Device, Dtype, LinearName, LogprobsMode, ThinkingMarkers
+from swiftbatch.jobs.sampling import ThinkingEnd
 
 RUN_VERSION = 1
 
@@ -48,6 +49,7 @@ class RunManifest(Frozen):
     seed: int
     max_tokens: int | None = Field(default=None, ge=1)  # of jobs that give none; None: all that their prompts leave
     loop_guard: LoopAction | None = None  # of jobs that say nothing of loops; None: loops are not looked for
+    thinking_end: ThinkingEnd | None = None  # of jobs that say nothing of it; None: a text may end within a thought
     logprobs_mode: LogprobsMode = "raw_logprobs"  # the source of the log-probabilities that jobs ask for
     thinking_markers: ThinkingMarkers = None  # None, in older runs: those that each worker finds in the model's files
     versions: dict[str, str]

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swiftbatch.jobs.job import JobRecord
+from swiftbatch.jobs.run.job_index import JobEntry
 from swiftbatch.jobs.run.output_line import line_id
 
 
@@ -85,13 +86,13 @@ def tokens_sha256(token_ids: NDArray[np.uint32]) -> str:
     return hashlib.sha256(np.asarray(token_ids, dtype="<u4").tobytes()).hexdigest()
 
 
-def error_line(record: JobRecord, code: str, message: str) -> dict[str, Any]:
+def error_line(job: JobRecord | JobEntry, code: str, message: str) -> dict[str, Any]:
     """The output line of a job that did not finish; `code` is a word such as "cancelled", `message` one sentence."""
-    return _line(record, None, {"code": code, "message": message})
+    return _line(job, None, {"code": code, "message": message})
 
 
-def _line(record: JobRecord, response: dict[str, Any] | None, error: dict[str, Any] | None) -> dict[str, Any]:
-    return {"id": line_id(record.job_id), "custom_id": record.job.custom_id, "response": response, "error": error}
+def _line(job: JobRecord | JobEntry, response: dict[str, Any] | None, error: dict[str, Any] | None) -> dict[str, Any]:
+    return {"id": line_id(job.job_id), "custom_id": job.custom_id, "response": response, "error": error}
 
 
 def _finite(value: Any) -> Any:

@@ -6,8 +6,8 @@ import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
-from typing import Any, Protocol, TypeVar
+from itertools import tee
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from pydantic import TypeAdapter
 
@@ -16,13 +16,23 @@ from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.json_lines import dump_line
 from swiftbatch.jobs.run import job_table
 from swiftbatch.jobs.run.choices import joined
-from swiftbatch.jobs.run.job_table import lineages, newest_with
 from swiftbatch.jobs.run.line_files import LineFiles, read_lines
+from swiftbatch.jobs.run.lineages import lineages, newest_with
 from swiftbatch.jobs.run.output import write_output
 from swiftbatch.jobs.run.records import Progress, RunManifest, WorkerStatus
 from swiftbatch.jobs.run.run_files import RunError, pretty, read_model, read_parsed
+from swiftbatch.jobs.run.table_parts import longest_job, read_parts, read_records
 from swiftbatch.jobs.storage.retries import Retries
+from swiftbatch.jobs.storage.spool import spool
 from swiftbatch.jobs.storage.store import Store
+
+if TYPE_CHECKING:
+    import numpy as np
+    import pyarrow as pa
+    from numpy.typing import NDArray
+
+    from swiftbatch.jobs.run.job_bodies import JobBodies
+    from swiftbatch.jobs.run.job_index import JobIndex
 
 __all__ = ["Progress", "Run", "RunError", "RunManifest", "WorkerStatus"]
 
@@ -31,15 +41,6 @@ REJECTS = "rejects.jsonl"
 PROGRESS = "progress.json"
 CANCEL_RUN = "cancel/run.json"
 CANCEL_JOBS = "cancel/jobs"
-
-Table = TypeVar("Table", covariant=True)
-
-
-class _ParseTable(Protocol[Table]):
-    """Reads a table of jobs of a run."""
-
-    def __call__(self, data: bytes, run_id: str | None) -> Table: ...
-
 
 REJECT = TypeAdapter(Reject)
 
@@ -100,41 +101,85 @@ class Run:
         """The run of a folder with a damaged manifest: its jobs, rejects, results and errors are read without it."""
         return cls(Store(uri), None)
 
-    def add_jobs(self, records: Sequence[JobRecord]) -> None:
+    def add_jobs(self, records: Iterable[JobRecord]) -> None:
         """Add the jobs that the run does not have yet, in their order after those it has."""
         known = {job_id for lineage in self.lineages() for job_id in lineage}
-        new = {record.job_id: record for record in records if record.job_id not in known}
-        if new:
-            job_table.add(self.store, list(new.values()), self.manifest.run_id)
+
+        def new() -> Iterator[JobRecord]:
+            for record in records:
+                if record.job_id not in known:
+                    known.add(record.job_id)
+                    yield record
+
+        with spool() as table:
+            if job_table.write_records(table, new(), self.manifest.run_id):
+                self.add_table(table)
+
+    def add_table(self, table: BinaryIO) -> None:
+        """Add the jobs of a table in a file, none of which the run has, in their order after those it has."""
+        table.seek(0)
+        job_table.add(self.store, table)
+
+    def records(self) -> Iterator[JobRecord]:
+        """All jobs in input order, each in its newest form, one part of a table in memory at once."""
+        import numpy as np
+
+        places = self.job_index().places
+        is_moved = places > np.minimum.accumulate(places[::-1])[::-1]  # to the place of an earlier job
+        moved = np.sort(places[is_moved])
+        found = dict(zip(moved.tolist(), read_records(self.store, moved, self._run_id), strict=True))
+        rest = read_records(self.store, places[~is_moved], self._run_id)
+        return (found[place] if place in found else next(rest) for place in places.tolist())
 
     def jobs(self) -> list[JobRecord]:
         """All jobs in input order, each in its newest form."""
-        records = self.all_jobs()
-        pairs = ((record.job_id, record.supersedes) for record in records.values())
-        return [records[ids[-1]] for ids in lineages(pairs)]
+        return list(self.records())
+
+    def job_index(self) -> JobIndex:
+        """All jobs in input order, each in its newest form, without their prompts."""
+        from swiftbatch.jobs.run.job_index import COLUMNS, JobIndex
+
+        return JobIndex.of(read_parts(self.store, COLUMNS, self._run_id))
+
+    def job_bodies(self, places: NDArray[np.int64]) -> JobBodies:
+        """The jobs at some places of the run's tables, ascending ones, each to be read alone."""
+        from swiftbatch.jobs.run.job_bodies import JobBodies
+
+        return JobBodies(read_parts(self.store, ["job"], self._run_id), places)
+
+    def longest_job(self) -> int:
+        """Positions that the longest job needs, 0 without jobs; no job is read."""
+        return longest_job(self.store, self._run_id)
 
     def all_jobs(self) -> dict[str, JobRecord]:
         """All jobs by their ids, also those that others have superseded."""
-        tables = (self._table(path, job_table.from_parquet) for path in job_table.paths(self.store))
-        return {record.job_id: record for table in tables for record in table or []}
+        import numpy as np
 
-    def _table(self, path: str, parse: _ParseTable[Table]) -> Table | None:
-        """A table of jobs; None where it is absent. Raises `RunError` for a damaged one, and another run's."""
-        return read_parsed(self.store, path, partial(parse, run_id=self._run_id))
+        num_rows = sum(map(len, read_parts(self.store, ["job_id"], self._run_id)))
+        places = np.arange(num_rows, dtype=np.int64)
+        return {record.job_id: record for record in read_records(self.store, places, self._run_id)}
 
     def job_ids(self) -> list[str]:
         """The ids of all jobs in input order, without their prompts."""
         return [lineage[-1] for lineage in self.lineages()]
 
+    def all_job_ids(self) -> pa.ChunkedArray:
+        """The ids of all jobs, also of those that others have superseded."""
+        import pyarrow as pa
+
+        parts = read_parts(self.store, ["job_id"], self._run_id)
+        return pa.chunked_array([chunk for part in parts for chunk in part.column("job_id").chunks], pa.string())
+
     def lineages(self) -> list[list[str]]:
         """The ids of all jobs in input order, each with those that it has superseded in front, oldest first."""
-        tables = (self._table(path, job_table.job_ids) for path in job_table.paths(self.store))
-        return lineages(pair for table in tables for pair in table or [])
+        parts = read_parts(self.store, ["job_id", "supersedes"], self._run_id)
+        rows = (zip(*(column.to_pylist() for column in part.columns), strict=True) for part in parts)
+        return lineages(pair for pairs in rows for pair in pairs)
 
     def custom_ids(self) -> set[str]:
         """The names of all lines that have jobs, without their prompts."""
-        tables = (self._table(path, job_table.custom_ids) for path in job_table.paths(self.store))
-        return {name for table in tables for name in table or []}
+        parts = read_parts(self.store, ["custom_id"], self._run_id)
+        return {name for part in parts for name in part.column("custom_id").to_pylist()}
 
     def write_rejects(self, rejects: Sequence[Reject]) -> None:
         """The rejects of the newest submission, in place of older ones."""
@@ -192,28 +237,38 @@ class Run:
 
     def output_lines(self) -> Iterator[tuple[JobRecord, dict[str, Any] | None]]:
         """Every job in input order with its output line, None while it has neither result nor error."""
+        return self._lines({})
+
+    def ended_lines(self, index: JobIndex) -> Iterator[tuple[int, dict[str, Any]]]:
+        """The rows of the jobs of an index that have a result or an error which can be read, with their output line."""
         finished, failed = self.ended()
-        paths = {job_id: self._results.path(job_id) for job_id in finished}
-        paths |= {job_id: self._errors.path(job_id) for job_id in failed}
-        return self._lines(paths)
+        ended = (
+            (row, (self._results if job_id in finished else self._errors).path(job_id))
+            for row, job_id in enumerate(index.job_ids())
+            if job_id in finished or job_id in failed
+        )
+        rows, again = tee(ended)
+        lines = read_lines(self.store, (path for _, path in again), self.damaged, self._fingerprint)
+        return ((row, line) for (row, _), line in zip(rows, lines, strict=True) if line is not None)
 
     def joined_lines(self) -> Iterator[dict[str, Any]]:
         """The output lines so far, one for each input line, in input order; see `jobs.run.results`.
 
         A job without a result that has superseded one with a result still has that one's line.
         """
-        finished, failed = self.ended()
-        paths = {job_id: self._errors.path(job_id) for job_id in failed}
-        for lineage in self.lineages():
-            if (job_id := newest_with(lineage, finished)) is not None:
-                paths[lineage[-1]] = self._results.path(job_id)
-        return joined(self._lines(paths))
+        return joined(self._lines({lineage[-1]: lineage for lineage in self.lineages() if len(lineage) > 1}))
 
-    def _lines(self, paths: Mapping[str, str]) -> Iterator[tuple[JobRecord, dict[str, Any] | None]]:
-        """Every job in input order with the output line at its path."""
-        records = self.jobs()
-        found = (paths.get(record.job_id) for record in records)
-        lines = read_lines(self.store, found, self.damaged, self._fingerprint)
+    def _lines(self, extended: Mapping[str, list[str]]) -> Iterator[tuple[JobRecord, dict[str, Any] | None]]:
+        """Every job in input order with its line; one of the `extended` may have that of one that it has superseded."""
+        finished, failed = self.ended()
+
+        def path(job_id: str) -> str | None:
+            if (known := newest_with(extended.get(job_id, [job_id]), finished)) is not None:
+                return self._results.path(known)
+            return self._errors.path(job_id) if job_id in failed else None
+
+        records, again = tee(self.records())
+        lines = read_lines(self.store, (path(record.job_id) for record in again), self.damaged, self._fingerprint)
         return zip(records, lines, strict=True)
 
     def set_damaged_aside(self, job_ids: Sequence[str]) -> list[tuple[str, str, str]]:

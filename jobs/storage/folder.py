@@ -30,8 +30,8 @@ class Folder(Protocol):
     def write_new(self, path: str, data: bytes) -> bool:
         """Put a file in place where there is none; False where there is one. On a disk one of several writers wins."""
 
-    def write_new_from(self, path: str, source: BinaryIO) -> None:
-        """Put the rest of an open file in place where there is none; a file that is there stays."""
+    def write_new_from(self, path: str, source: BinaryIO) -> bool:
+        """Do as `write_new` with the rest of an open file."""
 
     def read(self, path: str) -> bytes | None:
         """Return a file's content; None where there is none."""

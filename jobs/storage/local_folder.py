@@ -48,10 +48,14 @@ class LocalFolder:
             return False
         return True
 
-    def write_new_from(self, path: str, source: BinaryIO) -> None:
-        if not self.exists(path):
-            with contextlib.suppress(FileExistsError):
-                self._put(path, lambda file: shutil.copyfileobj(source, file, COPY_BYTES), _link_new)
+    def write_new_from(self, path: str, source: BinaryIO) -> bool:
+        if self.exists(path):
+            return False
+        try:
+            self._put(path, lambda file: shutil.copyfileobj(source, file, COPY_BYTES), _link_new)
+        except FileExistsError:
+            return False
+        return True
 
     def read(self, path: str) -> bytes | None:
         source = self.open(path)

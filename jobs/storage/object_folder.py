@@ -46,9 +46,11 @@ class ObjectFolder:
         self.write(path, data)
         return True
 
-    def write_new_from(self, path: str, source: BinaryIO) -> None:
-        if not self.exists(path):
-            self.write_from(path, source)
+    def write_new_from(self, path: str, source: BinaryIO) -> bool:
+        if self.exists(path):
+            return False
+        self.write_from(path, source)
+        return True
 
     def read(self, path: str) -> bytes | None:
         return READ_TRIES(self._read_once, path)

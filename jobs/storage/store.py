@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import builtins
 import errno
-from collections.abc import Callable, Generator
-from contextlib import closing
-from typing import IO, BinaryIO, TypeVar
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
+from typing import IO, BinaryIO, TypeVar, cast
 
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.storage.folder import Folder, ReadableFile
@@ -64,15 +64,15 @@ class Store:
 
         self._try("write", path, write)
 
-    def write_new_from(self, path: str, source: BinaryIO) -> None:
-        """Write a file like `write_from`, but leave an existing one alone. On an object store, see `write_new`."""
+    def write_new_from(self, path: str, source: BinaryIO) -> bool:
+        """Write a file like `write_from`, but leave an existing one alone and return False. See `write_new`."""
         start = source.tell()
 
-        def write() -> None:
+        def write() -> bool:
             source.seek(start)
-            self._folder.write_new_from(path, source)
+            return self._folder.write_new_from(path, source)
 
-        self._try("write", path, write)
+        return self._try("write", path, write)
 
     def write_new(self, path: str, data: bytes) -> bool:
         """Write a file like `write`, but leave an existing one alone and return False. Of two writers, one gets True.
@@ -92,6 +92,16 @@ class Store:
     def read(self, path: str) -> bytes | None:
         """The bytes of a file; None when there is none."""
         return self._try("read", path, lambda: self._folder.read(path))
+
+    @contextmanager
+    def opened(self, path: str) -> Iterator[BinaryIO | None]:
+        """A file of a local folder that can seek, open within the block; None when there is none."""
+        source = self._try("read", path, lambda: self._folder.open(path))
+        if source is None:
+            yield None
+            return
+        with closing(source):
+            yield cast(BinaryIO, source)
 
     def copy_to(self, path: str, target: IO[bytes]) -> bool:
         """Write the bytes of a file to `target`, a piece at a time; False when there is none.

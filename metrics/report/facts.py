@@ -39,6 +39,7 @@ class JobFacts:
     error: tuple[str, str] | None
     metrics: dict[str, Any]
     attempts: tuple[Attempt, ...]
+    is_cut_thought: bool = False  # it ended at its `max_tokens` before its thought did
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,15 @@ class RunFacts:
     num_drivers: int
     jobs: tuple[JobFacts, ...]
     rejects: tuple[Reject, ...]
+
+    @property
+    def num_cut_thoughts(self) -> int:
+        return sum(job.is_cut_thought for job in self.jobs)
+
+    @property
+    def enough_for_thoughts(self) -> int:
+        """Twice the most tokens that a job may have whose thought was cut: a limit to try next."""
+        return 2 * max((job.record.job.sampling.max_tokens for job in self.jobs if job.is_cut_thought), default=0)
 
     @property
     def attempts(self) -> Iterator[tuple[JobFacts, Attempt]]:
@@ -114,7 +124,9 @@ class _Reader:
 
     def finished(self, record: JobRecord, body: dict[str, Any]) -> JobFacts:
         choice, metrics = body["choices"][0], body["metrics"]
-        text = choice["message"]["content"] if "message" in choice else choice["text"]
+        message = choice.get("message", {})
+        text = message["content"] if message else choice["text"]
+        is_thought_alone = bool(message.get("reasoning_content")) and not text
         history, ended = parsed_history(metrics.get("attempts")), float(body.get("created", 0))
         return JobFacts(
             record=record,
@@ -125,6 +137,7 @@ class _Reader:
             error=None,
             metrics={name: value for name, value in metrics.items() if name != "attempts"},
             attempts=attempts_of(history, OUTCOMES["finished"], ended, self._driver_starts),
+            is_cut_thought=is_thought_alone and choice["finish_reason"] == "length",
         )
 
     def unfinished(

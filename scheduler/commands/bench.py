@@ -23,7 +23,7 @@ from swiftbatch.scheduler.commands.model_options import (
     say,
     show,
 )
-from swiftbatch.scheduler.commands.options.numbers import ANY_NUMBER, ANY_WHOLE_NUMBER
+from swiftbatch.scheduler.commands.options.numbers import ANY_NUMBER, ANY_WHOLE_NUMBER, WholeNumber
 from swiftbatch.worker.config import CheckpointSettings, Computation
 from swiftbatch.worker.drafters.catalogue import ENGINES
 
@@ -305,6 +305,38 @@ def gpu(**options: Any) -> None:
     from swiftbatch.worker.bench.gpu.records import render
 
     show(render(run_gpu_bench(checked(GPUBenchOptions, options), say)))
+
+
+@bench.command()
+@click.option("--jobs", "num_jobs", type=WholeNumber(10), default=10_000, show_default=True, help="Jobs of the run.")
+@click.option("--workers", "num_workers", type=WholeNumber(1), default=100, show_default=True, help="Stub workers.")
+@click.option("--slots", "num_slots", type=WholeNumber(1), default=8, show_default=True, help="Jobs at a time on each.")
+@click.option(
+    "--seconds", "num_seconds", type=ANY_NUMBER, default=20.0, show_default=True, help="Simulated time of the driver."
+)
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder for the run, which stays; in memory (/dev/shm) it goes sooner. [default: one that is removed]",
+)
+@JSON
+def scale(folder: Path | None, **options: Any) -> None:
+    """Measure the driver with stub workers and a simulated clock: CPU seconds and memory, from submit to cancel.
+
+    Nothing is generated, Ray is left out. "core" is the driver's share of one, "turn" a turn of its loop.
+
+    \b
+    Example:
+      swiftbatch bench scale --jobs 100000 --workers 1000 --folder /dev/shm/scale --json scale.json
+    """
+    from tempfile import TemporaryDirectory
+
+    from swiftbatch.scheduler.scale.scale import render, run_scale_bench
+    from swiftbatch.scheduler.scale.scale_options import ScaleOptions
+
+    with TemporaryDirectory(prefix="swiftbatch-scale-") as temporary:
+        scale_options = checked(ScaleOptions, options | {"folder": folder or Path(temporary)})
+        show(render(scale_options, run_scale_bench(scale_options, say)))
 
 
 @bench.command("all")

@@ -9,6 +9,7 @@ import click
 from swiftbatch.jobs.job import JobUrl
 from swiftbatch.jobs.repetition import LoopAction
 from swiftbatch.jobs.run.dtypes import LogprobsMode
+from swiftbatch.jobs.sampling import ThinkingEnd
 from swiftbatch.scheduler.commands.launch_options import ENGINE, launch_options, make_settings
 from swiftbatch.scheduler.commands.launching import end, launch_shown
 from swiftbatch.scheduler.commands.model_options import (
@@ -135,7 +136,14 @@ run_option, token_option = map(options_of, ("The run", "What decides the tokens;
 @token_option(
     "--loop-guard",
     type=click.Choice(get_args(LoopAction)),
-    help="On loops, for lines without the field. [default: no detection]",
+    metavar="ACTION",
+    help="On loops: stop, rewind or close. [default: no detection]",
+)
+@token_option(
+    "--thinking-end",
+    type=click.Choice(get_args(ThinkingEnd)),
+    metavar="ACTION",
+    help="On ends in thoughts: stop or close. [default: text ends]",
 )
 @token_option(
     "--logprobs-mode",
@@ -184,7 +192,7 @@ def submit(
         _tell_rejects(display, submitted.rejects)
         if submitted.without_effect:
             display.note(FieldsWithoutEffect(submitted.without_effect))
-        outcome = launch_shown(submitted.hold, len(submitted.records), settings, display)
+        outcome = launch_shown(submitted.hold, len(submitted.jobs), settings, display)
     end(submitted.run, outcome, len(submitted.rejects), display)
 
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
-from swiftbatch.jobs.job import JobRecord
+from swiftbatch.jobs.run.job_index import JobEntry, JobIndex
 from swiftbatch.jobs.run.priorities import priorities_of
 from swiftbatch.jobs.run.results import error_line
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.jobs.shared_prompts import shared_prompts
+from swiftbatch.jobs.shared_prompts import SharedPrompt, shared_prompts
 from swiftbatch.scheduler.driver.job_queue import JobQueue
+from swiftbatch.scheduler.driver.lengths import Lengths
+from swiftbatch.scheduler.driver.untouched_jobs import NO_GROUP, UntouchedJobs
 
 CANCELLED = "cancelled"  # the error code of a job that its user stopped
 
@@ -22,25 +28,75 @@ def load_queue(run: Run, max_attempts: int) -> JobQueue:
     A started job counts the tokens of its token log, or of the last heartbeat where that is ahead: those were generated
     too, and an attempt that has not come as far has made no progress.
     """
-    queue = JobQueue(max_attempts)
+    index = run.job_index()
+    lengths = Lengths()
+    is_waiting, ended = _ended(run, index, lengths)
+    index = index.some(np.flatnonzero(is_waiting))
+    priorities, (groups, shared) = _priorities(run, index), _prompts(index)
+    started = _started(run, index)
+    rows = np.setdiff1d(np.arange(len(index)), [row for row, _ in started])
+    untouched = UntouchedJobs(index.some(rows).without("prompt_keys"), priorities[rows], groups[rows], shared[rows])
+    queue = JobQueue(max_attempts, untouched, lengths)
+    for row, num_tokens in started:
+        prompt = SharedPrompt(None if groups[row] == NO_GROUP else int(groups[row]), int(shared[row]))
+        queue.add(index.entry(row), num_tokens, int(priorities[row]), prompt)
+    for state, (num_jobs, num_tokens) in ended.items():
+        queue.add_ended(state, num_tokens, num_jobs)
+    return queue
+
+
+def _ended(run: Run, index: JobIndex, lengths: Lengths) -> tuple[NDArray[np.bool_], dict[str, tuple[int, int]]]:
+    """Which jobs have no result and no error that can be read, and how many others ended how, with how many tokens.
+
+    The lengths of finished ones are noted in `lengths`.
+    """
+    is_waiting = np.ones(len(index), bool)
+    num_jobs: Counter[str] = Counter()
+    num_tokens: Counter[str] = Counter()
+    for row, line in run.ended_lines(index):
+        is_waiting[row] = False
+        state = "finished" if line["error"] is None else _state_of_failure(line)
+        num_jobs[state] += 1
+        if line["error"] is None:
+            num_tokens[state] += (length := num_completion_tokens(line))
+            lengths.note(length, int(index.columns["max_tokens"][row]))
+    return is_waiting, {state: (num_jobs[state], num_tokens[state]) for state in num_jobs}
+
+
+def _priorities(run: Run, index: JobIndex) -> NDArray[np.int64]:
+    found, priorities = np.zeros(len(index), np.int64), priorities_of(run.store)
+    for row in index.rows_of("custom_id", priorities):
+        found[row] = priorities[index.columns["custom_id"][row].as_py()]
+    return found
+
+
+def _prompts(index: JobIndex) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """The group of each job's prompt, and how many tokens others have as well; most jobs have no keys to compare."""
+    from pyarrow import compute
+
+    groups, shared = np.full(len(index), NO_GROUP, np.int32), np.zeros(len(index), np.int32)
+    keys = index.columns["prompt_keys"]
+    rows = np.flatnonzero(compute.fill_null(compute.binary_length(keys), 0).to_numpy())
+    for row, prompt in zip(rows, shared_prompts([keys[row].as_py() for row in rows]), strict=True):
+        groups[row], shared[row] = NO_GROUP if prompt.group is None else prompt.group, prompt.num_tokens
+    return groups, shared
+
+
+def _started(run: Run, index: JobIndex) -> list[tuple[int, int]]:
+    """The rows of the jobs that an earlier driver has handed out, with the tokens that each is known to have had."""
     last_beat = run.progress()
     reported = {} if last_beat is None else last_beat.running
-    with_checkpoint = set(run.store.list("checkpoints"))
-    checkpoints = CheckpointStore.of(run)
-    priorities = priorities_of(run.store)
-    waiting: list[tuple[JobRecord, int]] = []
-    for record, line in run.output_lines():
-        if line is None:
-            num_logged = len(checkpoints.read_tokens(record.job_id)) if record.job_id in with_checkpoint else 0
-            waiting.append((record, max(num_logged, reported.get(record.job.name, 0))))
-        elif line["error"] is None:
-            queue.add_ended("finished", num_completion_tokens(line), record.job.sampling.max_tokens)
-        else:
-            queue.add_ended(_state_of_failure(line), 0)
-    prompts = shared_prompts([record.prompt_keys for record, _ in waiting])
-    for (record, num_tokens), prompt in zip(waiting, prompts, strict=True):
-        queue.add(record, num_tokens, priorities.get(record.job.custom_id, 0), prompt)
-    return queue
+    with_checkpoint, checkpoints = set(run.store.list("checkpoints")), CheckpointStore.of(run)
+    found = []
+    names = {known for name in reported for known in (name, name.rpartition("[")[0])}  # of lines with choices, too
+    rows = np.union1d(index.rows_of("job_id", with_checkpoint), index.rows_of("custom_id", names))
+    for row in rows.tolist():
+        entry = index.entry(row)
+        is_there = entry.job_id in with_checkpoint
+        if is_there or entry.name in reported:
+            num_logged = len(checkpoints.read_tokens(entry.job_id)) if is_there else 0
+            found.append((row, max(num_logged, reported.get(entry.name, 0))))
+    return found
 
 
 def num_completion_tokens(line: dict[str, Any]) -> int:
@@ -60,9 +116,9 @@ def count_jobs(run: Run) -> dict[str, int]:
     return counts
 
 
-def write_cancelled(run: Run, records: Iterable[JobRecord]) -> None:
+def write_cancelled(run: Run, entries: Iterable[JobEntry]) -> None:
     """Write that jobs were cancelled. Their token logs stay: `resume --retry-failed` goes on from there."""
-    run.write_errors((record.job_id, error_line(record, CANCELLED, "cancelled by its user")) for record in records)
+    run.write_errors((entry.job_id, error_line(entry, CANCELLED, "cancelled by its user")) for entry in entries)
 
 
 def _state_of_failure(line: dict[str, Any]) -> str:

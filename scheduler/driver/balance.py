@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from swiftbatch.jobs.job import JobRecord
+from swiftbatch.jobs.run.job_index import JobEntry
 from swiftbatch.scheduler.driver.fleet import Fleet, Worker
 from swiftbatch.scheduler.driver.job_queue import JobQueue
 
@@ -64,23 +64,23 @@ class Balance:
 
         Those with the least left stay, as many as leave it in time; none is handed back for this twice.
         """
-        records = sorted(self._queue.held_by(last.worker.id), key=self._num_left)
-        lefts = [self._num_left(record) for record in records]
+        entries = sorted(self._queue.held_by(last.worker.id), key=self._num_left)
+        lefts = [self._num_left(entry) for entry in entries]
         alone = lefts[-1] * self._fleet.pace.seconds_per_token(1)
-        num_kept = len(records) - 1
+        num_kept = len(entries) - 1
         while num_kept and self._seconds_of([*lefts[:num_kept], lefts[-1]]) > SLACK * max(
             alone, (self._queue.num_tokens_left - sum(lefts[:num_kept]) - lefts[-1]) / last.speed_of_others
         ):
             num_kept -= 1
-        surplus = [record.job_id for record in records[num_kept:-1] if record.job_id not in self._relieved]
+        surplus = [entry.job_id for entry in entries[num_kept:-1] if entry.job_id not in self._relieved]
         self._relieved.update(surplus)
         return surplus
 
     def _lefts(self, worker: Worker) -> list[int]:
-        return sorted(self._num_left(record) for record in self._queue.held_by(worker.id))
+        return sorted(self._num_left(entry) for entry in self._queue.held_by(worker.id))
 
-    def _num_left(self, record: JobRecord) -> int:
-        return record.job.sampling.max_tokens - self._queue.num_reported_tokens(record.job_id)
+    def _num_left(self, entry: JobEntry) -> int:
+        return entry.max_tokens - self._queue.num_reported_tokens(entry.job_id)
 
     def _seconds_of(self, lefts: list[int]) -> float:
         """Seconds until jobs with so many tokens left, the fewest first, have ended on a worker that gets no more."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from swiftbatch.jobs.run.run import Run
@@ -9,6 +10,7 @@ from swiftbatch.metrics.driver_counters import DriverCounters
 from swiftbatch.scheduler.display.display import Display
 from swiftbatch.scheduler.driver.fleet import Fleet
 from swiftbatch.scheduler.driver.job_queue import JobQueue
+from swiftbatch.scheduler.driver.speed import monotonic
 from swiftbatch.scheduler.limits import Limits, Spending
 
 
@@ -26,3 +28,4 @@ class DriverContext:
     grace_seconds: float  # the time that a worker has to write its checkpoints before it ends
     limits: Limits
     spent: Spending
+    clock: Callable[[], float] = monotonic

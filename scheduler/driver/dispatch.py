@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from heapq import heapify, heappop, heapreplace
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
-from swiftbatch.jobs.job import JobRecord
+from swiftbatch.jobs.run.job_index import JobEntry
 from swiftbatch.scheduler.display.job_events import JobStarted
 from swiftbatch.scheduler.driver.balance import Balance
+from swiftbatch.scheduler.driver.claims import Claims
 from swiftbatch.scheduler.driver.context import DriverContext
 from swiftbatch.scheduler.driver.fleet import Worker
 from swiftbatch.scheduler.driver.slots import Slots
@@ -27,24 +28,26 @@ class Dispatcher:
     def __init__(self, context: DriverContext) -> None:
         self._context = context
         self._queue, self._fleet = context.queue, context.fleet
-        self._checkpoints = CheckpointStore.of(context.run)
+        self._claims = Claims(CheckpointStore.of(context.run))
         self._slots = Slots(context.num_slots, context.fleet)
         self._balance = Balance(context.queue, context.fleet, context.num_workers)
+        self._bodies = context.run.job_bodies(self._queue.places())
 
     def hand_out(self, now: float) -> None:
         """Start a call on every idle worker that has something to do."""
         idle = [worker for worker in self._fleet.workers if worker.is_idle]
+        staying = [worker for worker in idle if worker.state != "draining"]
         for worker in idle:
-            if worker.state != "draining":
-                continue
-            if self._queue.held_by(worker.id):
-                self._fleet.drain(worker)
-            else:
-                self._fleet.retire(worker)
-        for worker, assignments in self._dealt([worker for worker in idle if worker.state != "draining"], now):
-            if self._queue.held_by(worker.id) or worker.orders.cancelled:
-                orders = replace(worker.orders, assignments=assignments, num_pages=self._slots.num_pages(worker))
-                self._fleet.work(worker, orders, SLICE_SECONDS)
+            if worker.state == "draining":
+                self._end(worker)
+        self._deal(staying, now)
+        self._claims.wait()
+        for worker in staying:
+            self._begin_slice(worker)
+
+    def stop(self) -> None:
+        """Claim nothing more."""
+        self._claims.stop()
 
     def order_relief(self, now: float) -> None:
         """Let the worker with the job that ends last hand others back, where the run ends much sooner then."""
@@ -61,38 +64,46 @@ class Dispatcher:
             return
         ready = [worker for worker in self._fleet.workers if worker.state == "ready"]
         held = [(worker, self._queue.held_by(worker.id)) for worker in ready]
-        if all(records for _, records in held) or any(worker.orders.released for worker in ready):
+        if all(entries for _, entries in held) or any(worker.orders.released for worker in ready):
             return  # nobody is without, or one is on its way
         job_speed = self._fleet.speed.tokens_per_second(now) / counts["running"]
         movable = [
-            (num_left, worker, record.job_id)
-            for worker, records in held
-            if len(records) > 1
-            for record in records
-            if (num_left := self._num_left_to_move(record)) > job_speed * MIN_MOVE_SECONDS > 0
+            (num_left, worker, entry.job_id)
+            for worker, entries in held
+            if len(entries) > 1
+            for entry in entries
+            if (num_left := self._num_left_to_move(entry)) > job_speed * MIN_MOVE_SECONDS > 0
         ]
         if movable:
             _, worker, job_id = max(movable, key=lambda entry: entry[0])
             worker.ask_back(job_id)
 
-    def _dealt(self, workers: list[Worker], now: float) -> Iterator[tuple[Worker, tuple[Assignment, ...]]]:
-        """New jobs for workers, one after the other for whoever has the least left to do, while they take any."""
-        dealt: list[list[Assignment]] = [[] for _ in workers]
+    def _end(self, worker: Worker) -> None:
+        if self._queue.held_by(worker.id):
+            self._fleet.drain(worker)
+        else:
+            self._fleet.retire(worker)
+
+    def _deal(self, workers: Sequence[Worker], now: float) -> None:
+        """Have jobs claimed for workers, one after the other for whoever has the least left to do, while any is taken.
+
+        The worker with the job that ends last gets no more than let it end in time.
+        """
         last = self._balance.of_last(now) if self._queue.counts()["pending"] else None
-        takers = [(self._queue.num_left(worker.id), n) for n, worker in enumerate(workers)]
+        takers = [(self._queue.num_left(worker.id), number) for number, worker in enumerate(workers)]
         heapify(takers)
         while takers:
             num_left, number = takers[0]
-            is_spared = last is not None and last.worker is workers[number] and not self._balance.may_have_more(last)
-            record = None if is_spared else self._next_for(workers[number], num_left, now)
-            if record is None:
+            worker = workers[number]
+            is_spared = last is not None and last.worker is worker and not self._balance.may_have_more(last)
+            entry = None if is_spared else self._next_for(worker, num_left, now)
+            if entry is None:
                 heappop(takers)
-            else:
-                dealt[number].append(self._assignment(record, workers[number]))
-                heapreplace(takers, (self._queue.num_left(workers[number].id), number))
-        return zip(workers, map(tuple, dealt), strict=True)
+                continue
+            self._claims.ask(entry.job_id, worker.id, worker.info.numerics if worker.info else "")
+            heapreplace(takers, (num_left + entry.max_tokens, number))
 
-    def _next_for(self, worker: Worker, num_left: int, now: float) -> JobRecord | None:
+    def _next_for(self, worker: Worker, num_left: int, now: float) -> JobEntry | None:
         """Take a job for a worker that has so many tokens left to draw, if it should have one more."""
         num_held = len(self._queue.held_by(worker.id))
         if self._balance.has_share(num_held, num_left) or self._slots.is_full(worker, num_held):
@@ -100,19 +111,29 @@ class Dispatcher:
         has_room = partial(self._slots.has_room, worker, self._queue.growths(worker.id))
         return self._queue.take(worker.id, now, has_room)
 
-    def _assignment(self, record: JobRecord, worker: Worker) -> Assignment:
-        """Claim the next attempt at a job: whoever had it before can't touch the new attempt's files."""
-        numerics = worker.info.numerics if worker.info else ""
-        attempt = self._checkpoints.claim(record.job_id, worker.id, numerics)
-        queue, job_id = self._queue, record.job_id
+    def _begin_slice(self, worker: Worker) -> None:
+        """Have a worker go on with its jobs, and with those that are claimed by now."""
+        held = {entry.job_id: entry for entry in self._queue.held_by(worker.id)}
+        made = self._claims.made(worker.id)
+        assignments = [
+            self._assignment(held[job_id], worker, attempt) for job_id, attempt in made.items() if job_id in held
+        ]
+        has_jobs = bool(held.keys() - self._claims.under_way(worker.id))
+        if has_jobs or worker.orders.cancelled:
+            num_pages = self._slots.num_pages(worker)
+            orders = replace(worker.orders, assignments=tuple(assignments), num_pages=num_pages)
+            self._fleet.work(worker, orders, SLICE_SECONDS)
+
+    def _assignment(self, entry: JobEntry, worker: Worker, attempt: int) -> Assignment:
+        """A claimed attempt at a job: whoever had it before can't touch the new attempt's files."""
+        queue, job_id = self._queue, entry.job_id
         num_tokens = queue.num_reported_tokens(job_id)
-        self._context.display.note(JobStarted(record.job.name, worker.id, attempt, num_tokens))
-        return Assignment(record, attempt, num_tokens, queue.num_shared_tokens(job_id), queue.seniority(job_id))
+        self._context.display.note(JobStarted(entry.name, worker.id, attempt, num_tokens))
+        shared, seniority = queue.num_shared_tokens(job_id), queue.seniority(job_id)
+        return Assignment(self._bodies.record(entry), attempt, num_tokens, shared, seniority)
 
-    def _num_left(self, record: JobRecord) -> int:
-        return record.job.sampling.max_tokens - self._queue.num_reported_tokens(record.job_id)
-
-    def _num_left_to_move(self, record: JobRecord) -> int:
+    def _num_left_to_move(self, entry: JobEntry) -> int:
         """Tokens that a job has left, 0 where that is too few for the move to pay."""
-        num_done, num_left = self._queue.num_reported_tokens(record.job_id), self._num_left(record)
-        return num_left if num_left >= MIN_SHARE_LEFT * (record.num_prompt_tokens + num_done) else 0
+        num_done = self._queue.num_reported_tokens(entry.job_id)
+        num_left = entry.max_tokens - num_done
+        return num_left if num_left >= MIN_SHARE_LEFT * (entry.num_prompt_tokens + num_done) else 0

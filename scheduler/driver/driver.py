@@ -39,7 +39,7 @@ class Driver:
 
     def __init__(self, context: DriverContext, hold: Hold) -> None:
         self._context = context
-        self._hold = hold
+        self._hold, self._clock = hold, context.clock
         self._run, self._queue, self._fleet = context.run, context.queue, context.fleet
         self._settlement = Settlement(context)
         self._intake = Intake(context, self._settlement)
@@ -68,7 +68,7 @@ class Driver:
             while self._queue.num_unfinished and not self._is_to_stop():
                 self._step()
             if self._queue.num_unfinished:
-                self._census.take(time.monotonic())  # counts the workers' time while they are there
+                self._census.take(self._clock())  # counts the workers' time while they are there
                 self._context.display.note(LimitReached(self.reached_limit) if self.reached_limit else RunStopping())
                 self._drain_all("driver_stopped")
             state = self._write_output()
@@ -80,6 +80,7 @@ class Driver:
             self._hold.go_on_through(run)
             raise
         finally:
+            self._dispatcher.stop()
             self._fleet.stop()
             self._sharding.stop()
             with contextlib.suppress(StoreError, RunError):  # the error that brought us here matters more
@@ -93,7 +94,7 @@ class Driver:
         return self._is_stopping or self.reached_limit is not None
 
     def _step(self) -> None:
-        now = time.monotonic()
+        now = self._clock()
         if self._hold.is_due(now):  # first of all: it fails where the run is no longer ours
             self._beat("running")
             with self._hold.beating():  # there may be a hundred thousand of them
@@ -118,8 +119,8 @@ class Driver:
         """Have all workers write their checkpoints and hand their jobs back, in the grace period."""
         for worker in self._fleet.workers:
             worker.begin_drain(reason, self._context.grace_seconds)
-        last = time.monotonic() + self._context.grace_seconds + DRAIN_SLACK_SECONDS
-        while self._queue.counts()["running"] and (now := time.monotonic()) < last:
+        last = self._clock() + self._context.grace_seconds + DRAIN_SLACK_SECONDS
+        while self._queue.counts()["running"] and (now := self._clock()) < last:
             self._dispatcher.hand_out(now)
             for event in self._fleet.wait(WAIT_SECONDS, now):
                 self._intake.take_in(event)
@@ -171,6 +172,6 @@ class Driver:
         at_risk = self._intake.tokens_at_risk()
         if state != "running":
             self._queue.stop_running()
-        figures = self._census.take(time.monotonic())
+        figures = self._census.take(self._clock())
         limit = None if state == "running" else self.reached_limit
         self._context.display.update(self._hold.beat(state=state, running=at_risk, reached_limit=limit, **figures))

@@ -45,7 +45,7 @@ class Census:
         totals = counters.totals()
         return {
             "jobs": counters.jobs,
-            "max_tokens": {record.job.name: record.job.sampling.max_tokens for record, _ in queue.running()},
+            "max_tokens": {entry.name: entry.max_tokens for entry, _ in queue.running()},
             "num_generated_tokens": queue.num_generated_tokens,
             "num_total_tokens": self._context.spent.num_tokens,
             "worker_seconds": round(self._context.spent.worker_seconds, 3),
@@ -71,7 +71,7 @@ class Census:
             pid=info.pid,
             node_id=info.node_id,
             numerics=info.numerics,
-            jobs=tuple(record.job.name for record in self._context.queue.held_by(worker.id)),
+            jobs=tuple(entry.name for entry in self._context.queue.held_by(worker.id)),
             metrics_address=info.metrics_address,
             tokens_per_second=round(worker.speed.tokens_per_second(now), 2),
             last_checkpoint=None if counters is None else counters.last_checkpoint,

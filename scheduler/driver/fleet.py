@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from swiftbatch.jobs.backoff import Backoff
 from swiftbatch.scheduler.cluster import remote
 from swiftbatch.scheduler.cluster.actors import WorkerInfo, WorkerSpec
-from swiftbatch.scheduler.cluster.bootstrap import own_code
+from swiftbatch.scheduler.cluster.bootstrap import Code, own_code
 from swiftbatch.scheduler.cluster.remote import last_words
-from swiftbatch.scheduler.driver.speed import Speed
+from swiftbatch.scheduler.driver.speed import Speed, monotonic
 from swiftbatch.scheduler.driver.step_pace import StepPace
 from swiftbatch.scheduler.process.awake_clock import AwakeClock
 from swiftbatch.worker.session.work import Orders, WorkReport
@@ -37,8 +37,8 @@ class Worker:
     patience: float = math.inf  # until its call is answered; a start takes as long as it takes
     silent_since: float = 0.0  # on the fleet's clock
     drain_reason: str | None = None  # the reason why it takes no more work: a word for the metrics
-    drain_by: float = 0.0  # in `time.monotonic()` seconds
     num_fitting: int | None = None  # jobs that were left when its memory ran out, until one of them has left, too
+    drain_by: float = 0.0  # in `time.monotonic()` seconds
     speed: Speed = field(default_factory=lambda: Speed(time.monotonic()))
 
     @property
@@ -87,14 +87,33 @@ class Lost:
 Event = Started | Reported | Lost
 
 
+class Calls(Protocol):
+    """The way to workers: `scheduler.cluster.remote`, or what stands for it where there are none."""
+
+    def create_actor(self, worker_id: str, spec: WorkerSpec, code: Code, *, num_cpus: int, num_gpus: int) -> Any: ...
+
+    def wait(self, calls: list[Any], seconds: float) -> list[Any]: ...
+
+    def answer(self, call: Any) -> WorkerInfo | WorkReport: ...
+
+    def kill(self, actor: Any) -> None: ...
+
+
 class Fleet:
     """Keeps up to a wished number of workers alive and carries one call to each at a time.
 
     A started worker that does not answer for `timeout` seconds is lost.
     """
 
-    def __init__(self, spec: WorkerSpec, cluster: Cluster, timeout: float) -> None:
-        self._spec = spec
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        cluster: Cluster,
+        timeout: float,
+        calls: Calls = remote,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        self._spec, self._calls, self._now = spec, calls, clock
         self._code = own_code(is_sent=not cluster.is_embedded)
         self._cluster = cluster
         self._timeout = timeout
@@ -102,7 +121,7 @@ class Fleet:
         self._num_created = 0
         self._restart_not_before = 0.0
         self.num_failed_starts = 0  # in a row; a worker that starts sets it back
-        self.speed = Speed(time.monotonic())  # the speed of all workers, the lost ones too
+        self.speed = Speed(clock())  # the speed of all workers, the lost ones too
         self.pace = StepPace()
         self.workers: list[Worker] = []
 
@@ -113,8 +132,8 @@ class Fleet:
             self._num_created += 1
             worker_id = f"w{self._num_created}"
             num_cpus, num_gpus = self._cluster.num_cpus_per_worker(), self.num_gpus_per_worker()
-            actor = remote.create_actor(worker_id, self._spec, self._code, num_cpus=num_cpus, num_gpus=num_gpus)
-            self.workers.append(Worker(worker_id, actor, actor.start.remote()))
+            actor = self._calls.create_actor(worker_id, self._spec, self._code, num_cpus=num_cpus, num_gpus=num_gpus)
+            self.workers.append(Worker(worker_id, actor, actor.start.remote(), speed=Speed(self._now())))
 
     def num_gpus_per_worker(self) -> int:
         """1 where each worker has a GPU to itself, 0 where they run on CPUs."""
@@ -146,12 +165,12 @@ class Fleet:
         calls = {worker.call: worker for worker in self.workers if worker.call is not None}
         if not calls:
             return []
-        events = [self._event(calls[call], now) for call in remote.wait(list(calls), seconds)]
+        events = [self._event(calls[call], now) for call in self._calls.wait(list(calls), seconds)]
         return [*events, *self._silent()]
 
     def retire(self, worker: Worker) -> None:
         """End a worker that is no longer wanted, or out of reach, or broken inside: it must not work on."""
-        remote.kill(worker.actor)
+        self._calls.kill(worker.actor)
         self.workers.remove(worker)
 
     def stop(self) -> None:
@@ -175,7 +194,7 @@ class Fleet:
     def _event(self, worker: Worker, now: float) -> Event:
         call, worker.call = worker.call, None
         try:
-            answer = remote.answer(call)
+            answer = self._calls.answer(call)
         except remote.WorkerLostError as error:
             return self._lose(worker, error, now)
         if isinstance(answer, WorkerInfo):
@@ -186,7 +205,7 @@ class Fleet:
         num_jobs = len(answer.progress) + len(answer.finished)
         self.pace.add(num_jobs, answer.num_generated_tokens, self._clock.now() - worker.silent_since)
         for speed in (self.speed, worker.speed):
-            speed.add(answer.num_generated_tokens, time.monotonic())
+            speed.add(answer.num_generated_tokens, self._now())
         return Reported(worker, answer)
 
     def _lose(self, worker: Worker, error: remote.WorkerLostError, now: float) -> Lost:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, Self
 
@@ -18,6 +18,7 @@ from swiftbatch.jobs.run.run import Run, RunError
 from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.scheduler.driver.backlog import count_jobs
 from swiftbatch.scheduler.driver.heartbeat import AT_REST, beat_seconds, stopped
+from swiftbatch.scheduler.driver.speed import monotonic
 from swiftbatch.scheduler.driver.takeover import Epoch
 
 KNOWN = ("running", "num_generated_tokens", "num_total_tokens", "worker_seconds")  # fields of the last driver's beat
@@ -26,11 +27,18 @@ KNOWN = ("running", "num_generated_tokens", "num_total_tokens", "worker_seconds"
 class Hold:
     """The hold on one run, until its block ends."""
 
-    def __init__(self, run: Run, may_take_over: bool = False, forgets_cancel: bool = False) -> None:
+    def __init__(
+        self,
+        run: Run,
+        may_take_over: bool = False,
+        forgets_cancel: bool = False,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
         """Claim the run as `Epoch.begin` does; with `forgets_cancel`, jobs cancelled before may run.
 
         The run need not be there yet. Raises RunTakenError, StoreError.
         """
+        self._clock = clock
         self._run = run  # for the thread: a command that ends does not wait for a driver's long retries
         self.epoch = Epoch.begin(run, may_take_over)
         run.delete_leftovers()
@@ -55,13 +63,13 @@ class Hold:
         self.epoch = self.epoch.through(run)
 
     def is_due(self, now: float) -> bool:
-        """Return whether a beat's time has passed since the last one (`now` in `time.monotonic()` seconds)."""
+        """Return whether a beat's time has passed since the last one (`now` on the hold's clock)."""
         return now >= self._next_beat
 
     def beat(self, **figures: Any) -> Progress:
         """Write a beat with these figures, by the names of `Progress`, and return it. Raises StoreError."""
         claim, run = self.epoch.claim, self.epoch.run
-        self._next_beat = time.monotonic() + beat_seconds(run.store)
+        self._next_beat = self._clock() + beat_seconds(run.store)
         beat = Progress(
             updated=time.time(),
             started=claim.started,

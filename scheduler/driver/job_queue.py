@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import count
 
+import numpy as np
+from numpy.typing import NDArray
+
 from swiftbatch.jobs.backoff import Backoff
-from swiftbatch.jobs.job import JobRecord
+from swiftbatch.jobs.run.job_index import JobEntry
 from swiftbatch.jobs.shared_prompts import NOT_SHARED, SharedPrompt
 from swiftbatch.scheduler.driver.lengths import Forecast, Lengths
-from swiftbatch.scheduler.driver.waiting_jobs import UnfinishedJob, WaitingJobs
+from swiftbatch.scheduler.driver.unfinished_job import UnfinishedJob
+from swiftbatch.scheduler.driver.untouched_jobs import UntouchedJobs
+from swiftbatch.scheduler.driver.waiting_jobs import WaitingJobs
 from swiftbatch.worker.caches.memory.pages import Growth
 
 RETRIES = Backoff(first=0.5, longest=60.0)
@@ -18,7 +23,7 @@ NUM_GROUPS = 8  # of prompts, those that a worker had last: it may still have ke
 PROGRESS_SHARE = 0.01  # an attempt that adds less than this share of max_tokens has made no progress
 
 
-def _always(growth: Growth) -> bool:
+def _always(_growth: Growth) -> bool:
     return True
 
 
@@ -31,59 +36,62 @@ class JobQueue:
     All totals are kept up to date, so that no call but `unfinished` and `stop_running` gets dearer with more jobs.
     """
 
-    def __init__(self, max_attempts: int) -> None:
+    def __init__(
+        self, max_attempts: int, untouched: UntouchedJobs | None = None, lengths: Lengths | None = None
+    ) -> None:
+        """`untouched` are jobs that no worker has had; others are added one by one. `lengths` are of ended ones."""
         self._max_attempts = max_attempts
+        self._untouched = untouched or UntouchedJobs.none()
         self._num_ended = {"finished": 0, "failed": 0, "cancelled": 0}
         self.num_generated_tokens = 0  # of all jobs so far, the finished ones included
-        self.num_tokens_left = 0  # if every job runs to its max_tokens
-        self._unfinished: dict[str, UnfinishedJob] = {}
+        self._num_tokens_left = 0  # of the jobs in `_touched`, if each runs to its max_tokens
+        self._touched: dict[str, UnfinishedJob] = {}  # unfinished jobs that are not among the untouched
         self._running: dict[str, UnfinishedJob] = {}
         self._held: dict[str, set[str]] = defaultdict(set)  # the same jobs by worker
         self._groups: dict[str, deque[int]] = defaultdict(lambda: deque(maxlen=NUM_GROUPS))  # of prompts, by worker
-        self._waiting = WaitingJobs()
-        self._lengths, self._seniorities = Lengths(), count()
+        self._waiting = WaitingJobs(self._untouched)
+        self._lengths, self._seniorities = lengths or Lengths(), count()
         self._known_forecast: Forecast | None = None  # None once jobs have moved on
 
     def add(
-        self, record: JobRecord, num_generated_tokens: int = 0, priority: int = 0, prompt: SharedPrompt = NOT_SHARED
+        self, entry: JobEntry, num_generated_tokens: int = 0, priority: int = 0, prompt: SharedPrompt = NOT_SHARED
     ) -> None:
         """Add a job to do; `num_generated_tokens` are the most that an earlier attempt is known to have had."""
-        job = UnfinishedJob(record, num_generated_tokens, num_generated_tokens, priority, prompt)
-        self._unfinished[record.job_id] = job
         self.num_generated_tokens += num_generated_tokens
-        self.num_tokens_left += job.num_left
-        self._waiting.put(job)
+        self._touch(UnfinishedJob(entry, num_generated_tokens, num_generated_tokens, priority, prompt))
 
-    def add_ended(self, state: str, num_generated_tokens: int, max_tokens: int | None = None) -> None:
-        """Count a job that an earlier driver saw end; one with `max_tokens` tells how long others may become."""
-        self._num_ended[state] += 1
-        if max_tokens is not None:
-            self._lengths.note(num_generated_tokens, max_tokens)
+    def add_ended(self, state: str, num_generated_tokens: int, num_jobs: int = 1) -> None:
+        """Count jobs that an earlier driver saw end; the tokens are those of all."""
+        self._num_ended[state] += num_jobs
         self.num_generated_tokens += num_generated_tokens
 
-    def take(self, worker_id: str, now: float, has_room: Callable[[Growth], bool] = _always) -> JobRecord | None:
-        """Give a worker the first job that may run now beside those it has, or None.
+    def take(self, worker_id: str, now: float, has_room: Callable[[Growth], bool] = _always) -> JobEntry | None:
+        """Give a worker the first job that may run now beside those it has, and has room there; None if none.
 
         Of equal priority and about as long, one comes first whose prompt is like those that the worker has read.
         """
         if self._has_loner(worker_id):
             return None
         held, groups, forecast = self._held[worker_id], self._groups[worker_id], self._forecast()
-        job = self._waiting.take(bool(held), now, groups, lambda job: has_room(_growth(job, forecast)))
+        job = self._waiting.first(bool(held), now, groups, lambda job: has_room(_growth(job, forecast)))
         if job is None:
             return None
+        self._waiting.take(job)
         if job.prompt.group is not None and job.prompt.group not in groups:
             groups.append(job.prompt.group)
         if job.seniority is None:
             job.seniority = next(self._seniorities)
         job.worker_id = worker_id
-        held.add(job.record.job_id)
-        self._running[job.record.job_id] = job
-        return job.record
+        if job.entry.job_id not in self._touched:
+            self._touched[job.entry.job_id] = job
+            self._num_tokens_left += job.num_left
+        held.add(job.entry.job_id)
+        self._running[job.entry.job_id] = job
+        return job.entry
 
-    def held_by(self, worker_id: str) -> list[JobRecord]:
+    def held_by(self, worker_id: str) -> list[JobEntry]:
         """The jobs that a worker has: taken for it, and since then not put back or ended."""
-        return [self._running[job_id].record for job_id in sorted(self._held[worker_id])]
+        return [self._running[job_id].entry for job_id in sorted(self._held[worker_id])]
 
     def num_left(self, worker_id: str) -> int:
         """The tokens that a worker's jobs have left if all run to their `max_tokens`."""
@@ -96,7 +104,7 @@ class JobQueue:
 
     def progress(self, job_id: str, num_generated_tokens: int) -> None:
         """Note how far a job is; enough progress clears its strikes."""
-        if job := self._unfinished.get(job_id):
+        if job := self._find(job_id):
             self._set_tokens(job, num_generated_tokens)
             if job.num_strikes and self._has_progressed(job):
                 job.num_strikes, job.runs_alone = 0, False
@@ -105,22 +113,23 @@ class JobQueue:
 
     def finish(self, job_id: str, num_generated_tokens: int) -> None:
         """Note a result."""
-        if job := self._unfinished.get(job_id):
+        if job := self._find(job_id):
             self._set_tokens(job, num_generated_tokens)
-            self._lengths.note(num_generated_tokens, job.record.job.sampling.max_tokens)
+            self._lengths.note(num_generated_tokens, job.entry.max_tokens)
             self.drop(job_id, "finished")
 
     def drop(self, job_id: str, state: str) -> None:
         """Have a job ended, if it had not already: `finished`, `failed` or `cancelled`."""
-        if job := self._unfinished.pop(job_id, None):
+        if job := self._find(job_id):
+            del self._touched[job_id]
             self._take_back(job)
             self._waiting.drop(job)
-            self.num_tokens_left -= job.num_left
+            self._num_tokens_left -= job.num_left
             self._num_ended[state] += 1
 
     def lose(self, job_id: str, now: float) -> bool:
         """Put a job back whose attempt was lost. Returns False if it has no attempt left: then it is to be dropped."""
-        job = self._unfinished[job_id]
+        job = self._known(job_id)
         job.num_strikes = 1 if self._has_progressed(job) else job.num_strikes + 1
         job.runs_alone = job.num_strikes >= max(1, min(2, self._max_attempts - 1))
         job.num_tokens_at_last_loss = max(job.num_tokens_at_last_loss, job.num_generated_tokens)
@@ -137,43 +146,75 @@ class JobQueue:
         for job_id in list(self._running):
             self.release(job_id)
 
-    def record(self, job_id: str) -> JobRecord | None:
+    def entry(self, job_id: str) -> JobEntry | None:
         """The job, while it is still to do."""
-        job = self._unfinished.get(job_id)
-        return job.record if job else None
+        job = self._find(job_id)
+        return job.entry if job else None
+
+    def entries(self, job_ids: Iterable[str]) -> list[JobEntry]:
+        """Those of some jobs that are still to do: for many at once far sooner than `entry` for each."""
+        wanted = set(job_ids)
+        for job in self._untouched.take_all(wanted.difference(self._touched)):
+            self._touch(job)
+        return [self._touched[job_id].entry for job_id in sorted(wanted.intersection(self._touched))]
 
     def num_reported_tokens(self, job_id: str) -> int:
         """The tokens that a job had when it was last heard of."""
-        return self._unfinished[job_id].num_generated_tokens
+        return self._known(job_id).num_generated_tokens
 
     def num_shared_tokens(self, job_id: str) -> int:
         """The number of first tokens of a job's prompt that other jobs have as well."""
-        return self._unfinished[job_id].prompt.num_tokens
+        return self._known(job_id).prompt.num_tokens
 
     def seniority(self, job_id: str) -> int:
         """The number that a job has kept since its first attempt, lower than those of jobs that began later."""
-        return self._unfinished[job_id].seniority or 0
+        return self._known(job_id).seniority or 0
 
     def unfinished(self) -> list[str]:
         """Ids of all jobs still to do."""
-        return list(self._unfinished)
+        return [*self._touched, *self._untouched.job_ids()]
 
-    def running(self) -> list[tuple[JobRecord, int]]:
+    def places(self) -> NDArray[np.int64]:
+        """The places of all jobs still to do among the rows of all tables of their run, ascending."""
+        touched = [job.entry.place for job in self._touched.values()]
+        return np.sort(np.concatenate([np.array(touched, np.int64), self._untouched.places()]))
+
+    def running(self) -> list[tuple[JobEntry, int]]:
         """Running jobs with the tokens they have, in the order they were taken."""
-        return [(job.record, job.num_generated_tokens) for job in self._running.values()]
+        return [(job.entry, job.num_generated_tokens) for job in self._running.values()]
 
     @property
     def num_unfinished(self) -> int:
-        return len(self._unfinished)
+        return len(self._touched) + self._untouched.num_left
+
+    @property
+    def num_tokens_left(self) -> int:
+        """Tokens that are still to come if every job runs to its max_tokens."""
+        return self._num_tokens_left + self._untouched.num_tokens_left
 
     def counts(self) -> dict[str, int]:
         num_running = len(self._running)
-        return {"pending": len(self._unfinished) - num_running, "running": num_running, **self._num_ended}
+        return {"pending": self.num_unfinished - num_running, "running": num_running, **self._num_ended}
+
+    def _find(self, job_id: str) -> UnfinishedJob | None:
+        if job_id not in self._touched:
+            self.entries([job_id])
+        return self._touched.get(job_id)
+
+    def _known(self, job_id: str) -> UnfinishedJob:
+        job = self._find(job_id)
+        assert job is not None, f"job {job_id} has ended"
+        return job
+
+    def _touch(self, job: UnfinishedJob) -> None:
+        """Take a job in that waits."""
+        self._touched[job.entry.job_id] = job
+        self._num_tokens_left += job.num_left
+        self._waiting.put(job)
 
     def _forecast(self) -> Forecast:
         if self._known_forecast is None:
-            jobs = self._running.values()
-            running = ((job.num_generated_tokens, job.record.job.sampling.max_tokens) for job in jobs)
+            running = ((job.num_generated_tokens, job.entry.max_tokens) for job in self._running.values())
             self._known_forecast = self._lengths.forecast(running)
         return self._known_forecast
 
@@ -181,7 +222,7 @@ class JobQueue:
         return any(self._running[job_id].runs_alone for job_id in self._held[worker_id])
 
     def _has_progressed(self, job: UnfinishedJob) -> bool:
-        needed = max(1, int(PROGRESS_SHARE * job.record.job.sampling.max_tokens))
+        needed = max(1, int(PROGRESS_SHARE * job.entry.max_tokens))
         return job.num_generated_tokens >= job.num_tokens_at_last_loss + needed
 
     def _set_tokens(self, job: UnfinishedJob, num_generated_tokens: int) -> None:
@@ -189,7 +230,7 @@ class JobQueue:
         num_left = job.num_left
         self.num_generated_tokens += num_generated_tokens - job.num_generated_tokens
         job.num_generated_tokens = num_generated_tokens
-        self.num_tokens_left += job.num_left - num_left
+        self._num_tokens_left += job.num_left - num_left
 
     def _put_back(self, job: UnfinishedJob, not_before: float) -> None:
         self._take_back(job)
@@ -197,12 +238,12 @@ class JobQueue:
         self._waiting.put(job)
 
     def _take_back(self, job: UnfinishedJob) -> None:
-        if self._running.pop(job.record.job_id, None):
-            self._held[job.worker_id].remove(job.record.job_id)
+        if self._running.pop(job.entry.job_id, None):
+            self._held[job.worker_id].remove(job.entry.job_id)
 
 
 def _growth(job: UnfinishedJob, forecast: Forecast) -> Growth:
     """The positions of a job: its prompt's, and those of the tokens that it has and is expected to have."""
-    num_prompt_tokens, max_tokens = job.record.num_prompt_tokens, job.record.job.sampling.max_tokens
-    num_final_tokens = forecast.final_tokens(job.num_generated_tokens, max_tokens)
+    num_prompt_tokens = job.entry.num_prompt_tokens
+    num_final_tokens = forecast.final_tokens(job.num_generated_tokens, job.entry.max_tokens)
     return Growth(num_prompt_tokens + job.num_generated_tokens, num_prompt_tokens + num_final_tokens)

@@ -5,7 +5,6 @@ A job then has a result, is back in the queue, given up, or cancelled.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
@@ -20,6 +19,8 @@ from swiftbatch.scheduler.driver.context import DriverContext
 from swiftbatch.scheduler.driver.fleet import Event, Lost, Reported, Started, Worker
 from swiftbatch.worker.session.work import WorkReport
 
+CANCELLED_AT_ONCE = 10_000  # jobs in memory: a whole run may be cancelled
+
 
 class Settlement:
     """Writes what became of jobs, and keeps queue, counters and display in step with it."""
@@ -27,18 +28,19 @@ class Settlement:
     def __init__(self, context: DriverContext) -> None:
         self._run, self._queue = context.run, context.queue
         self._counters, self._display = context.counters, context.display
+        self._clock = context.clock
         self._checkpoints = CheckpointStore.of(context.run)
         self._cancelling: set[str] = set()  # job ids to cancel as soon as no worker has them
 
     def put_back(self, job_id: str, reason: str, message: str) -> None:
         """Queue a job whose attempt was lost, or give it up; `reason` and `message` as in `Lost`."""
-        record = self._queue.record(job_id)
-        if record is None or self._has_ended(job_id):
+        entry = self._queue.entry(job_id)
+        if entry is None or self._has_ended(job_id):
             return
         self._counters.num_preemptions[reason] += 1
         num_tokens = self._queue.num_reported_tokens(job_id)
-        if self._queue.lose(job_id, time.monotonic()):
-            self._display.note(JobPutBack(record.job.name, reason, num_tokens, is_lost=True))
+        if self._queue.lose(job_id, self._clock()):
+            self._display.note(JobPutBack(entry.name, reason, num_tokens, is_lost=True))
         else:
             num_attempts = self._checkpoints.attempts(job_id)
             text = f"given up after {num_attempts} attempts; the last one: {message}"
@@ -51,32 +53,32 @@ class Settlement:
 
     def release(self, job_id: str, reason: str) -> None:
         """Queue a job again that its worker gave up through no fault of the job; `reason` as in `Lost`."""
-        record = self._queue.record(job_id)
-        if record is None or self._has_ended(job_id):
+        entry = self._queue.entry(job_id)
+        if entry is None or self._has_ended(job_id):
             return
         self._counters.num_preemptions[reason] += 1
         self._queue.release(job_id)
         num_tokens = self._queue.num_reported_tokens(job_id)
-        self._display.note(JobPutBack(record.job.name, reason, num_tokens, is_lost=False))
+        self._display.note(JobPutBack(entry.name, reason, num_tokens, is_lost=False))
 
     def take_cancel_requests(self) -> None:
         """Cancel the jobs that users asked for, except those that a worker has: these wait for its next report."""
         is_whole_run, requested = self._run.cancel_requests()
-        unfinished = set(self._queue.unfinished())
-        self._cancelling = unfinished if is_whole_run else requested & unfinished
-        self._cancel(self._cancelling.difference(record.job_id for record, _ in self._queue.running()))
+        wanted = self._queue.unfinished() if is_whole_run else [e.job_id for e in self._queue.entries(requested)]
+        self._cancelling = set(wanted)
+        self._cancel(self._cancelling.difference(entry.job_id for entry, _ in self._queue.running()))
 
     def cancel_held(self, worker: Worker) -> None:
         """Cancel those of a worker's jobs that are to be cancelled, and have it drop them."""
-        cancelled = self._cancelling.intersection(record.job_id for record in self._queue.held_by(worker.id))
+        cancelled = self._cancelling.intersection(entry.job_id for entry in self._queue.held_by(worker.id))
         self._cancel(cancelled)
         worker.cancel(cancelled)
 
     def finish(self, job_id: str, num_generated_tokens: int) -> None:
         """Count a job whose result is in the run folder."""
-        if record := self._queue.record(job_id):
+        if entry := self._queue.entry(job_id):
             self._queue.finish(job_id, num_generated_tokens)
-            self._display.note(JobFinished(record.job.name, num_generated_tokens))
+            self._display.note(JobFinished(entry.name, num_generated_tokens))
 
     def _has_ended(self, job_id: str) -> bool:
         """Return whether there is nothing left to queue: a result that is there counts, whoever wrote it."""
@@ -89,20 +91,22 @@ class Settlement:
         return False
 
     def _cancel(self, job_ids: Iterable[str]) -> None:
-        records = [record for job_id in job_ids if (record := self._queue.record(job_id))]
-        write_cancelled(self._run, records)
-        for record in records:
-            self._queue.drop(record.job_id, "cancelled")
-            self._counters.jobs_finished[CANCELLED] += 1
-            self._display.note(JobCancelled(record.job.name))
+        remaining = list(job_ids)
+        for start in range(0, len(remaining), CANCELLED_AT_ONCE):
+            entries = self._queue.entries(remaining[start : start + CANCELLED_AT_ONCE])
+            write_cancelled(self._run, entries)
+            for entry in entries:
+                self._queue.drop(entry.job_id, "cancelled")
+                self._counters.jobs_finished[CANCELLED] += 1
+                self._display.note(JobCancelled(entry.name))
 
     def _give_up(self, job_id: str, code: str, message: str) -> None:
         """Dead-letter: the job's error goes to the run folder, its token log stays for `resume --retry-failed`."""
-        if record := self._queue.record(job_id):
-            self._run.write_error(job_id, error_line(record, code, message))
+        if entry := self._queue.entry(job_id):
+            self._run.write_error(job_id, error_line(entry, code, message))
             self._queue.drop(job_id, "failed")
             self._counters.jobs_finished["failed"] += 1
-            self._display.note(JobGivenUp(record.job.name, message))
+            self._display.note(JobGivenUp(entry.name, message))
 
 
 class Intake:
@@ -129,10 +133,10 @@ class Intake:
 
     def tokens_at_risk(self) -> dict[str, int]:
         """The tokens of running and lost jobs by name: not all of them may be in a checkpoint."""
-        lost = [record for job_id in self._lost_ids if (record := self._queue.record(job_id))]
-        self._lost_ids = {record.job_id for record in lost}
-        running = {record.job.name: num_tokens for record, num_tokens in self._queue.running()}
-        return running | {record.job.name: self._queue.num_reported_tokens(record.job_id) for record in lost}
+        lost = [entry for job_id in self._lost_ids if (entry := self._queue.entry(job_id))]
+        self._lost_ids = {entry.job_id for entry in lost}
+        running = {entry.name: num_tokens for entry, num_tokens in self._queue.running()}
+        return running | {entry.name: self._queue.num_reported_tokens(entry.job_id) for entry in lost}
 
     def _take_in_report(self, worker: Worker, report: WorkReport) -> None:
         if report.counters is not None:
@@ -169,16 +173,16 @@ class Intake:
         """End a worker that has drained; jobs that it had not taken in yet go back too."""
         if worker.drain_reason is None:
             self._display.note(WorkerStopping(worker.id, reason))
-        for record in self._queue.held_by(worker.id):
-            self._settlement.release(record.job_id, reason)
+        for entry in self._queue.held_by(worker.id):
+            self._settlement.release(entry.job_id, reason)
         self._fleet.retire(worker)
 
     def _take_in_loss(self, worker: Worker, reason: str, message: str) -> None:
         """Put a lost worker's jobs back. A worker that was to end anyway is no reason to blame them."""
         self._display.note(WorkerLost(worker.id, reason, message))
-        for record in self._queue.held_by(worker.id):
-            self._lost_ids.add(record.job_id)
+        for entry in self._queue.held_by(worker.id):
+            self._lost_ids.add(entry.job_id)
             if worker.drain_reason is not None or reason == "node_drained":
-                self._settlement.release(record.job_id, worker.drain_reason or reason)
+                self._settlement.release(entry.job_id, worker.drain_reason or reason)
             else:
-                self._settlement.put_back(record.job_id, reason, f"worker {worker.id} was lost: {message}")
+                self._settlement.put_back(entry.job_id, reason, f"worker {worker.id} was lost: {message}")

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 
 RATE_SECONDS = 20.0  # tokens/s are of this last stretch of time
+
+
+def monotonic() -> float:
+    """The clock of drivers, where no other is given."""
+    return time.monotonic()
 
 
 class Speed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from swiftbatch.jobs.job import JobRecord
+from swiftbatch.jobs.run.job_index import JobEntry
 from swiftbatch.jobs.run.results import error_line
 from swiftbatch.jobs.run.run import Run, RunError
 from swiftbatch.scheduler.driver.backlog import count_jobs, write_cancelled
@@ -19,16 +19,17 @@ EXPIRED = "batch_expired"  # the error code of a job that did not end in time, a
 EXPIRED_MESSAGE = "This request could not be executed before the completion window expired."
 
 
-def find_jobs(run: Run, custom_id: str) -> list[JobRecord]:
+def find_jobs(run: Run, custom_id: str) -> list[JobEntry]:
     """The run's job of that `custom_id`, or all choices of that line. Raises RunError."""
-    if found := [record for record in run.jobs() if record.job.custom_id == custom_id]:
+    index = run.job_index()
+    if found := [index.entry(int(row)) for row in index.rows_of("custom_id", [custom_id])]:
         return found
     raise RunError(f"no job {custom_id!r} in the run at {run.store.shown_uri}; its jobs are in jobs.parquet")
 
 
 def cancel_jobs(run: Run, custom_id: str | None) -> str:
     """Cancel one job, or all unfinished ones; returns a line for the user. Raises RunError, StoreError."""
-    chosen = run.jobs() if custom_id is None else find_jobs(run, custom_id)
+    chosen = None if custom_id is None else find_jobs(run, custom_id)
     unfinished = _unfinished(run, chosen)
     if not unfinished:
         return "nothing to cancel: it has ended already"
@@ -44,7 +45,7 @@ def cancel_jobs(run: Run, custom_id: str | None) -> str:
                 return f"asked the driver to cancel {what}"
 
 
-def _cancel(run: Run, hold: Hold, chosen: Sequence[JobRecord], *, is_whole_run: bool) -> None:
+def _cancel(run: Run, hold: Hold, chosen: Sequence[JobEntry] | None, *, is_whole_run: bool) -> None:
     unfinished = _unfinished(run, chosen)
     run.set_damaged_aside([record.job_id for record in unfinished])  # a folder in an error's place, for one
     write_cancelled(run, unfinished)
@@ -68,16 +69,17 @@ def _is_asked(run: Run, job_ids: Sequence[str | None]) -> bool:
     return progress is not None and liveness(run, progress) == "alive"
 
 
-def _unfinished(run: Run, chosen: Sequence[JobRecord]) -> list[JobRecord]:
-    ended = set().union(*run.ended())
-    return [record for record in chosen if record.job_id not in ended]
+def _unfinished(run: Run, chosen: Sequence[JobEntry] | None) -> list[JobEntry]:
+    """Those of the chosen jobs, of all for None, that have not ended."""
+    finished, failed = run.ended()
+    entries = run.job_index().entries() if chosen is None else chosen
+    return [entry for entry in entries if entry.job_id not in finished and entry.job_id not in failed]
 
 
 def expire_jobs(run: Run) -> None:
     """Give all unfinished jobs an error. Raises RunTakenError while a driver is at work, RunError, StoreError."""
     with Hold(run, may_take_over=True) as hold:
-        finished, failed = run.ended()
-        unfinished = [record for record in run.jobs() if record.job_id not in finished | failed]
+        unfinished = _unfinished(run, None)
         run.set_damaged_aside([record.job_id for record in unfinished])
         for record in unfinished:
             run.write_error(record.job_id, error_line(record, EXPIRED, EXPIRED_MESSAGE))

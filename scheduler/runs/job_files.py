@@ -7,11 +7,10 @@ import os
 import stat
 from collections.abc import Iterator, Sequence
 
-from swiftbatch.jobs.input.columns import Columns
 from swiftbatch.jobs.input.input_file import odd_kind
+from swiftbatch.jobs.input.lines import JobLine
 from swiftbatch.jobs.input.places import at_hand, found_files
 from swiftbatch.jobs.input.reader import JobReader
-from swiftbatch.jobs.job import JobUrl
 from swiftbatch.jobs.storage.store import Store
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
@@ -40,15 +39,14 @@ def digest_of(folder: Store, path: str) -> str:
     return digest.hexdigest()
 
 
-def read_job_files(said: Sequence[str], run_seed: int, columns: Columns, endpoint: JobUrl | None = None) -> JobReader:
-    """Read job files, in the order of `found_files`. Raises InputFileError, StoreError."""
+def job_lines(said: Sequence[str], reader: JobReader) -> Iterator[tuple[int, JobLine]]:
+    """The jobs of files, as they are read, in the order of `found_files`. Raises InputFileError, StoreError."""
     files = found_files(said)
-    reader = JobReader(run_seed, columns, endpoint, is_for_many=len(files) > 1)
+    reader.is_for_many = len(files) > 1
     for file in files:
         with at_hand(file) as (path, name):
-            reader.read(path, name)
+            yield from reader.lines(path, name)
     reader.end()
-    return reader
 
 
 def _walk(folder: Store, below: str) -> Iterator[str]:

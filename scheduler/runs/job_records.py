@@ -3,65 +3,70 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from swiftbatch.jobs.input.lines import JobLine
 from swiftbatch.jobs.input.reader import Reject
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.repetition import RepetitionDetection
-from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.jobs.sampling import SamplingParams, ThinkingEnd
 from swiftbatch.jobs.shared_prompts import prompt_keys
 from swiftbatch.worker.caches.room import KVRoom, KVRoomError
 from swiftbatch.worker.constraints.definitions import StructureError
 from swiftbatch.worker.model.files import ModelFiles
 from swiftbatch.worker.model.text import TextCodec
 
+RULED = ("thinking_token_budget", "thinking_end", "structured_outputs")  # fields that a model may not be able to follow
+
 
 @dataclass(frozen=True)
-class MadeRecords:
-    """The jobs of some lines, the lines that are none, and the fields without effect: how many good lines have each.
+class LineNotes:
+    """What was found in lines beside jobs: those that are none, and how many good ones have a field without effect.
 
     `priorities` are by `custom_id`, but for those that are 0.
     """
 
-    records: list[JobRecord] = field(default_factory=list)
     rejects: list[Reject] = field(default_factory=list)
     priorities: dict[str, int] = field(default_factory=dict)
     without_effect: Counter[str] = field(default_factory=Counter)
 
 
 def make_records(
-    lines: Sequence[tuple[int, JobLine]],
+    lines: Iterable[tuple[int, JobLine]],
+    notes: LineNotes,
     files: ModelFiles,
     codec: TextCodec,
     max_tokens: int | None = None,
     room: KVRoom | None = None,
     loop_guard: RepetitionDetection | None = None,
-) -> MadeRecords:
-    """Count each prompt's tokens; a line that does not fit the model's positions, or the caches' room, is a reject.
+    thinking_end: ThinkingEnd | None = None,
+) -> Iterator[JobRecord]:
+    """The jobs of lines, as these come, with the tokens of their prompts counted.
 
-    So is one that names a token which the model does not have. `max_tokens` are those of a line that leaves them open,
-    None for all that the model's positions leave; `loop_guard` is for a line that says nothing of loops.
+    A line that does not fit the model's positions, or the caches' room, is a reject. So is one that names a token which
+    the model does not have. `max_tokens` are those of a line that leaves them open, None for all that the model's
+    positions leave; `loop_guard` and `thinking_end` are for a line that says nothing of these.
     """
-    made = MadeRecords()
+    longest = 0  # that is known to have room: to look up what is free costs more than all else
     for line_number, line in lines:
         try:
             prompts = _prompts(line, codec, max_tokens, files)
             _refuse_unfit_sampling(line, min(prompt.limit for prompt in prompts), codec, files.vocab_size)
-            if room is not None:
-                room.refuse_too_long(max(prompt.num_tokens + prompt.limit for prompt in prompts))
+            length = max(prompt.num_tokens + prompt.limit for prompt in prompts)
+            if room is not None and length > longest:
+                room.refuse_too_long(length)
+                longest = length
         except (ValueError, KVRoomError) as error:
-            made.rejects.append(Reject(line_number, line.custom_id, str(error)))
+            notes.rejects.append(Reject(line_number, line.custom_id, str(error)))
             continue
-        for job in line.jobs([prompt.limit for prompt in prompts], loop_guard):
+        if line.priority:
+            notes.priorities[line.custom_id] = line.priority
+        notes.without_effect.update(_without_effect(line, codec))
+        for job in line.jobs([prompt.limit for prompt in prompts], loop_guard, thinking_end):
             prompt = prompts[job.choice_index // line.num_choices]
             job_id = job.job_id(files.fingerprint)
-            made.records.append(JobRecord(job_id, job, line_number, prompt.num_tokens, prompt_keys=prompt.keys))
-        if line.priority:
-            made.priorities[line.custom_id] = line.priority
-        made.without_effect.update(_without_effect(line, codec))
-    return made
+            yield JobRecord(job_id, job, line_number, prompt.num_tokens, prompt_keys=prompt.keys)
 
 
 @dataclass(frozen=True)
@@ -120,7 +125,8 @@ def _refuse_unfit_sampling(line: JobLine, limit: int, codec: TextCodec, vocab_si
         )
     codec.bad_word_ids(sampling["bad_words"])
     try:
-        codec.rules(SamplingParams(**sampling, max_tokens=limit))
+        if any(sampling.get(name) is not None for name in RULED):
+            codec.rules(SamplingParams(**sampling, max_tokens=limit))
     except StructureError as error:
         raise (ValueError(f"field '{line.format_field}': {error.reason}") if line.format_field else error) from None
     named = {"logit_bias": [token for token, _ in sampling["logit_bias"]], "stop_token_ids": sampling["stop_token_ids"]}

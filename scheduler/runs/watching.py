@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
-from swiftbatch.jobs.job import JobRecord
+from swiftbatch.jobs.run.job_index import JobEntry
 from swiftbatch.jobs.run.run import Progress, Run, RunError
 from swiftbatch.scheduler.display.display import Display
 from swiftbatch.scheduler.display.events import DriverAwaited, DriverSilent
@@ -91,10 +91,10 @@ def _num_common(shown: str, text: str) -> int:
     return len(shown) if text.startswith(shown) else next(differing, len(text))
 
 
-def _find_choice(run: Run, custom_id: str, choice: int) -> JobRecord:
+def _find_choice(run: Run, custom_id: str, choice: int) -> JobEntry:
     records = find_jobs(run, custom_id)
     for record in records:
-        if record.job.choice_index == choice:
+        if record.choice_index == choice:
             return record
     raise RunError(f"no choice {choice} of job {custom_id!r}: expected one of its {len(records)}, counted from 0")
 

@@ -8,11 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from swiftbatch.jobs.chat import Message
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.input.reader import Reject
+from swiftbatch.jobs.job import Job, JobRecord
 from swiftbatch.jobs.run.records import DriverClaim
-from swiftbatch.jobs.run.results import error_line
+from swiftbatch.jobs.run.results import Reasoning, error_line, success_line
 from swiftbatch.jobs.run.run import Run, WorkerStatus
+from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.metrics.report.clock import clock, ticks
 from swiftbatch.metrics.report.curves import acceptance_by_length, ms_per_token_by_length, throughput
 from swiftbatch.metrics.report.facts import EXCERPT_CHARACTERS, gather
@@ -213,6 +216,28 @@ def test_of_long_texts_the_beginning_is_shown(tmp_path: Path) -> None:
     assert "<bdi>Call me Ishmael.</bdi>" in page
     assert page.count("Call me Ishmael.") == 1 + EXCERPT_CHARACTERS // 17
     assert page.count("…</bdi>") == 2
+
+
+def test_thoughts_that_were_cut_are_counted_with_the_command_that_goes_on(tmp_path: Path) -> None:
+    run = new_run(str(tmp_path / "run"))
+    sampling, messages = SamplingParams(max_tokens=300, seed=1), (Message(role="user", content="Why?"),)
+    for number, (reason, content) in enumerate([("length", ""), ("length", "So"), ("stop", "")]):
+        job = Job(custom_id=f"j{number}", url="/v1/chat/completions", messages=messages, sampling=sampling)
+        chat = JobRecord(job.job_id("f1"), job, number, 5)
+        run.add_jobs([chat])
+        line = success_line(
+            *(chat, "run-1", f"hm{content}", reason),
+            model="embedded",
+            system_fingerprint=run.manifest.fingerprint,
+            token_ids=np.zeros(300, np.uint32),
+            metrics={},
+            reasoning=Reasoning("hm", content, 2),
+        )
+        assert run.write_result(chat.job_id, line)
+    page = page_of(run)
+    assert "with an empty answer: 1." in page
+    assert f"swiftbatch extend {run.store.shown_uri} --max-tokens 600" in page
+    assert "empty answer" not in page_of(preempted_run(str(tmp_path / "other")))
 
 
 def test_plain_decoding_has_no_acceptance_curve(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ def test_every_example_becomes_a_job(tmp_path: Path) -> None:
     markers = ("<think>", "</think>")  # which the embedded model does not have of its own
     submission = submit_file(str(path), str(tmp_path / "run"), max_tokens=100, thinking_markers=markers)
     assert submission.rejects == []
-    assert {record.job.custom_id for record in submission.records} == {line["custom_id"] for line in lines}
+    assert set(submission.jobs.custom_ids()) == {line["custom_id"] for line in lines}
     assert len(lines) > 25
 
 

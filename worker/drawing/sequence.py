@@ -94,6 +94,14 @@ class Sequence:
         self.rewinds, self.sampling = rewinds, self.sampling.model_copy(update={"seed": seed})
         self.noise = GumbelNoise(seed, self.vocab_size, self._device)
 
+    def with_output(self, output_ids: list[int]) -> Sequence:
+        """A sequence of its own with another output, which goes on behind it; log-probabilities are not asked for."""
+        again = copy.copy(self)
+        again._buffer, again._length = self._buffer.copy(), self.num_prompt_tokens
+        again.finish_reason = None
+        again.extend(output_ids)
+        return again
+
     def rewound(self, num_tokens: int) -> Sequence:
         """A sequence of its own with the first `num_tokens` of the output, which goes on with other noise."""
         again = copy.copy(self)

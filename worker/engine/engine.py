@@ -93,8 +93,8 @@ class Engine:
             self.sharing.keep(self._slots[sequence.sequence_id])
         self._drop(sequence)
 
-    def rewind(self, again: Sequence) -> None:
-        """Go on with a sequence in place of the one that it was `rewound` from."""
+    def replace(self, again: Sequence) -> None:
+        """Go on with a sequence in place of one of the same id: `rewound` from it, or with another output behind it."""
         slot = self._slots[again.sequence_id]
         replaced, cache, num_shared_tokens = slot.sequence, slot.cache, slot.num_shared_tokens
         del slot  # a GPU's room for its counts is free again for those of the other

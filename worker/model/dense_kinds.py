@@ -46,6 +46,18 @@ COHERE = Form(
     epsilon_key="layer_norm_eps",
     scales={"logits_factor": "logit_scale"},
 )
+GEMMA2 = Form(
+    "attention_bias",
+    "attention_bias",
+    norms=AROUND_PARTS,
+    norm_form=NormForm.ONE_MORE,
+    activation_key="hidden_activation",
+    scales_by_width=True,
+    scales={"score_width": "query_pre_attn_scalar"},
+    caps=GEMMA_CAPS,
+    windows=TypesOrPattern(2, None),
+    unused=("sliding_window_size",),
+)
 KINDS = {
     "apertus": Form(
         "attention_bias",
@@ -75,28 +87,10 @@ KINDS = {
         activations={**ACTIVATIONS, "gelu": Activation.GELU_TANH},
         scales_by_width=True,
     ),
-    "gemma2": Form(
-        "attention_bias",
-        "attention_bias",
-        norms=AROUND_PARTS,
-        norm_form=NormForm.ONE_MORE,
-        activation_key="hidden_activation",
-        scales_by_width=True,
-        scales={"score_width": "query_pre_attn_scalar"},
-        caps=GEMMA_CAPS,
-        windows=TypesOrPattern(2, None),
-        unused=("sliding_window_size",),
-    ),
-    "gemma3_text": Form(
-        "attention_bias",
-        "attention_bias",
+    "gemma2": GEMMA2,
+    "gemma3_text": replace(
+        GEMMA2,
         has_head_norms=True,
-        norms=AROUND_PARTS,
-        norm_form=NormForm.ONE_MORE,
-        activation_key="hidden_activation",
-        scales_by_width=True,
-        scales={"score_width": "query_pre_attn_scalar"},
-        caps=GEMMA_CAPS,
         windows=TypesOrPattern(6),
         window_angles=WindowAngles(1e6, 1e4, "rope_local_base_freq"),
         unused=("_sliding_window_pattern",),
@@ -122,6 +116,9 @@ KINDS = {
         names={"query_norm": "self_attn.query_layernorm", "key_norm": "self_attn.key_layernorm"},
         unused=HUNYUAN_UNUSED,
     ),
+    "internlm3": Form("qkv_bias", "bias", "bias"),
+    "iquestcoder": Form(*IN_ALL),
+    "jais2": Form(*IN_ALL, norm_form=NormForm.SHIFTED, has_gates=False, epsilon_key="layer_norm_eps"),
     "llama": Form(*IN_ALL),
     "ministral": Form(windows=by_layer_types),
     "ministral3": Form(windows=in_all_layers_if_said, growth_key="llama_4_scaling_beta"),
@@ -150,4 +147,5 @@ KINDS = {
         unused=("layer_norm_epsilon",),
     ),
     "smollm3": Form(*IN_ALL, still=by_no_rope_layers),
+    "vaultgemma": replace(GEMMA2, norms={"input_norm": "input_layernorm", "mlp_norm": "pre_feedforward_layernorm"}),
 }

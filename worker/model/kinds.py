@@ -9,10 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 SUPPORTED_KINDS = (
+    "afmoe",
     "apertus",
     "arcee",
     "cohere",
     "cohere2",
+    "cohere2_moe",
     "cwm",
     "deepseek_v2",
     "deepseek_v3",
@@ -20,6 +22,8 @@ SUPPORTED_KINDS = (
     "ernie4_5",
     "ernie4_5_moe",
     "exaone4",
+    "exaone_moe",
+    "flex_olmo",
     "gemma",
     "gemma2",
     "gemma3_text",
@@ -30,12 +34,22 @@ SUPPORTED_KINDS = (
     "gpt_neox",
     "gpt_oss",
     "granite",
+    "granite_swa",
     "granitemoe",
+    "granitemoe_swa",
     "granitemoehybrid",
+    "granitemoeshared",
     "helium",
     "hunyuan_v1_dense",
+    "hunyuan_v1_moe",
+    "hy_v3",
+    "internlm3",
+    "iquestcoder",
+    "jais2",
+    "laguna",
     "llama",
     "llama4_text",
+    "mellum",
     "minimax_m2",
     "ministral",
     "ministral3",
@@ -57,7 +71,9 @@ SUPPORTED_KINDS = (
     "qwen3_next",
     "seed_oss",
     "smollm3",
+    "solar_open",
     "starcoder2",
+    "vaultgemma",
 )
 
 KERNELS_LACK = {  # what keeps kinds that run here from our kernels, which then attend at most
@@ -66,12 +82,18 @@ KERNELS_LACK = {  # what keeps kinds that run here from our kernels, which then 
     "glm4_moe_lite": "its layers have experts, and latent keys and values",
     "gpt_neox": "its norms subtract means, and its layers attend and feed forward side by side",
     "gpt_oss": "its layers have experts and sinks",
+    "granite_swa": "its layers have sinks, and angles of their own",
+    "granitemoe_swa": "its layers have experts and sinks",
     "llama4_text": "its layers have experts and chunks",
     "olmo": "its norms have no weights, and subtract means",
     "phi": "its norms subtract means, and its layers attend and feed forward side by side",
 }
-EXPERTS = ("dots1", "ernie4_5_moe", "glm4_moe", "granitemoe", "minimax_m2", "mixtral", "olmoe", "phimoe")
-KERNELS_LACK |= dict.fromkeys((*EXPERTS, "qwen2_moe", "qwen3_moe"), "its layers have experts")
+EXPERTS = (
+    *("afmoe", "cohere2_moe", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe", "granitemoe"),
+    *("granitemoeshared", "hunyuan_v1_moe", "hy_v3", "laguna", "mellum", "minimax_m2", "mixtral", "olmoe", "phimoe"),
+    *("qwen2_moe", "qwen3_moe", "solar_open"),
+)
+KERNELS_LACK |= dict.fromkeys(EXPERTS, "its layers have experts")
 RECURRENT_KINDS = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")  # whose gated delta nets run here
 KERNELS_LACK |= dict.fromkeys(RECURRENT_KINDS, "three of four layers are gated delta nets")
 RECURRENT = "linear_attention"  # what configs call layers with a state in place of keys and values

@@ -12,7 +12,10 @@ from typing import Any
 from swiftbatch.worker.model.dense_config import OtherDecoderError, read_dense
 
 SHIFTING = {"dynamic", "longrope", "su"}
-FIXED_BY_ALPHA = ("hunyuan_v1_dense",)  # kinds whose `dynamic` angles are those of one base where an `alpha` is said
+FIXED_BY_ALPHA = (
+    "hunyuan_v1_dense",
+    "hunyuan_v1_moe",
+)  # kinds whose `dynamic` angles are those of one base where an `alpha` is said
 
 
 def shifting_rotary(config: dict[str, Any]) -> str | None:

@@ -30,6 +30,9 @@ GENERIC = "TokenizersBackend"  # the class that reads `tokenizer.json` and adds 
 PLAIN_KINDS = ("llama", "qwen3")  # whose tokenizers are what `tokenizer.json` says
 
 
+NO_MARKERS = "and no markers of thinking are known of this model (--thinking-markers names them)"
+
+
 class TextCodec:
     """A model's tokenizer, and the markers between which it thinks: those named, none for (), else the model's own.
 
@@ -123,6 +126,8 @@ class TextCodec:
                 f"field 'thinking_token_budget': found {budget}, and no markers of thinking are known of this model; "
                 "expected no such field, or a run with --thinking-markers"
             )
+        if params.thinking_end == "close" and self.markers is None:
+            raise ConstraintError(f"field 'thinking_end': found 'close', {NO_MARKERS}; expected no such field")
         text = None if structure is None else self._grammars.grammar(structure)
         thinks = thinking is not None and (thinking.is_open or thinking.opening != "never")
         if thinking is None or not thinks or (budget is None and text is None):

@@ -14,6 +14,7 @@ Config = Mapping[str, Any]
 
 NESTING = {  # kinds of whole models that were held against transformers' own, and the kind of text that they default to
     "gemma3": "gemma3_text",
+    "kimi_k25": "deepseek_v3",
     "llama4": "llama4_text",
     "mistral3": "mistral",
     "qwen3_5": "qwen3_5_text",
@@ -47,11 +48,12 @@ LEFT_OUT: dict[str, dict[str, Any]] = {  # what published configs leave to the c
         "vocab_size": 262_208,
     },
     "starcoder2": {"tie_word_embeddings": True},
+    "vaultgemma": {"tie_word_embeddings": True},
 }
 OF_THE_WHOLE = ("quantization_config", "compression_config", "eos_token_id", "tie_word_embeddings")
 OF_IMAGES = ("mrope_interleaved", "mrope_section")  # positions of texts are the same in all three directions
 OTHER_TOWERS = re.compile(
-    r"^(?:model\.)?(?:visual|vision_\w+|multi_modal_projector|audio_\w+|embed_(?:vision|audio))\."
+    r"^(?:model\.)?(?:visual|vision_\w+|multi_modal_projector|mm_projector|audio_\w+|embed_(?:vision|audio))\."
 )
 PREDICTORS = re.compile(r"^(?:model\.)?(?:mtp|mtp_layers|nextn_predict_layers)\.")
 TURNED_EXPERTS = re.compile(r"\.mlp\.experts\.(gate_up|down)_proj$")

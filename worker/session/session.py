@@ -30,6 +30,7 @@ from swiftbatch.worker.drafters.gpu_room import slots_wanted
 from swiftbatch.worker.drawing.finite import NOT_FINITE
 from swiftbatch.worker.drawing.rules import CONSTRAINT_REFUSED, ConstraintError
 from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.engine.closing import closed
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.engine.stopping import LENGTH, may_rewind, rewound, text_of
 from swiftbatch.worker.exactness.verdicts import exactness_of
@@ -84,10 +85,9 @@ class WorkerSession:
 
     def _slots_wanted(self, files: ModelFiles) -> SlotsWanted | None:
         """A GPU is shared out for the run's longest job; on a CPU caches come one by one."""
-        jobs = [] if resolve_device(self._config.device).type == "cpu" else self._run.jobs()
-        if not jobs:
+        longest_job = 0 if resolve_device(self._config.device).type == "cpu" else self._run.longest_job()
+        if not longest_job:
             return None
-        longest_job = max(record.max_length for record in jobs)
         config = self._config
         return slots_wanted(config.engine, files, config.dtype, longest_job, config.draft_model)
 
@@ -111,6 +111,10 @@ class WorkerSession:
             for job in [job for job in self._running.values() if job.sequence.finish_reason is not None]:
                 if may_rewind(job.sequence):
                     self._rewind(job)
+                    continue
+                if (again := closed(job.sequence, job.thinking)) is not None:
+                    self.engine.replace(again)
+                    job.sequence = again
                     continue
                 if self._is_kept(job):
                     self._checkpointing.keep(job, self._config.grace_seconds)
@@ -216,7 +220,7 @@ class WorkerSession:
         """Take the repetitions of the loop back that the job has ended in."""
         again = rewound(job.sequence)
         self._checkpointing.rewind(job, again)
-        self.engine.rewind(again)
+        self.engine.replace(again)
         job.sequence = again
 
     def _finish(self, job: RunningJob, finished: list[JobProgress], failed: list[tuple[str, str]]) -> None:

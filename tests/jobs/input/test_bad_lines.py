@@ -87,7 +87,7 @@ BAD_LINES: list[tuple[Any, list[str]]] = [
     ),
     (
         GOOD | {"repetition_detection": {"action": "restart"}},
-        ["'repetition_detection.action'", 'found "restart"', "'stop' or 'rewind'"],
+        ["'repetition_detection.action'", 'found "restart"', "'stop', 'rewind' or 'close'"],
     ),
     (
         GOOD | {"repetition_detection": {"max_rewinds": 101}},
@@ -192,6 +192,12 @@ BAD_LINES: list[tuple[Any, list[str]]] = [
     (GOOD | {"thinking_token_budget": True}, ["'thinking_token_budget'", "found true", "a whole number"]),
     (GOOD | {"thinking_token_budget": 5.0}, ["'thinking_token_budget'", "found 5.0", "a whole number"]),
     (GOOD | {"thinking_token_budget": {"tokens": 5}}, ["'thinking_token_budget'", "a whole number"]),
+    (GOOD | {"thinking_end": "open"}, ["'thinking_end'", 'found "open"', "'stop' or 'close'"]),
+    (GOOD | {"thinking_end": "close", "logprobs": 1}, ["'thinking_end'", "found 'close' with logprobs"]),
+    (
+        GOOD | {"logprobs": 1, "repetition_detection": {"max_pattern_size": 4, "min_count": 2, "action": "close"}},
+        ["'repetition_detection.action'", "found 'close' with logprobs"],
+    ),
     (GOOD | {"guided_regex": "a"}, ["'guided_regex'", "old name", "structured_outputs.regex"]),
     (GOOD | {"min_tokens": -1}, ["'min_tokens'", "found -1", "greater than or equal to 0"]),
     (GOOD | {"min_tokens": 6}, ["'min_tokens'", "found 6", "at most max_tokens, 5"]),

@@ -20,10 +20,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from swiftbatch.jobs.input.columns import Columns
 from swiftbatch.jobs.input.input_file import InputFileError
-from swiftbatch.jobs.input.reader import MAX_LINE_BYTES, read_jobs
-from swiftbatch.scheduler.runs.job_files import read_job_files
+from swiftbatch.jobs.input.reader import MAX_LINE_BYTES, JobReader, read_jobs
+from swiftbatch.scheduler.runs.job_files import job_lines
 from tests import ROOT
 from tests.jobs.input.job_lines import CHAT, GOOD
 
@@ -62,11 +61,12 @@ def test_a_compressed_file_is_read_as_what_it_holds_whatever_its_name(
 def test_a_compressed_file_behind_a_uri_is_read_and_a_damaged_one_is_named_by_it(tmp_path: Path) -> None:
     path = tmp_path / "jobs.jsonl.gz"
     path.write_bytes(gzip.compress(TEXT))
-    found = read_job_files([path.as_uri()], 1, Columns())
-    assert [number for number, _ in found.jobs] + [reject.line_number for reject in found.rejects] == [1, 4, 3]
+    reader = JobReader(1)
+    assert [number for number, _ in job_lines([path.as_uri()], reader)] == [1, 4]
+    assert [reject.line_number for reject in reader.rejects] == [3]
     path.write_bytes(gzip.compress(TEXT)[:-1])
     with pytest.raises(InputFileError, match=f"^cannot read the job file {path.as_uri()}: its gzip data is damaged"):
-        read_job_files([path.as_uri()], 1, Columns())
+        list(job_lines([path.as_uri()], JobReader(1)))
 
 
 @pytest.mark.parametrize("compress", [bytes, *COMPRESSED])

@@ -53,6 +53,7 @@ LATER = {
     "logprobs": 0,
     "structured_outputs": {"regex": "a+"},
     "thinking_token_budget": 0,
+    "thinking_end": "close",
 }
 
 

@@ -40,8 +40,7 @@ def write(path: Path, columns: dict[str, Any]) -> Path:
 
 def read(path: Path, *said: str) -> tuple[list[JobLine], list[Reject]]:
     reader = JobReader(1, Columns.parse(said))
-    reader.read(str(path), str(path))
-    return [line for _, line in reader.jobs], reader.rejects
+    return [line for _, line in reader.lines(str(path), str(path))], reader.rejects
 
 
 def refused(path: Path, *said: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,11 @@ from pyarrow import parquet
 
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.input.columns import ColumnError, Columns
+from swiftbatch.jobs.input.lines import JobLine
 from swiftbatch.jobs.input.places import found_files
-from swiftbatch.jobs.input.reader import JobReader
+from swiftbatch.jobs.input.reader import JobReader, Reject
 from swiftbatch.jobs.storage.store import Store
-from swiftbatch.scheduler.runs.job_files import read_job_files
+from swiftbatch.scheduler.runs.job_files import job_lines
 from tests.jobs.input.job_lines import GOOD
 
 
@@ -31,11 +33,27 @@ def write(path: Path, *names: str, **fields: Any) -> bytes:
     return path.read_bytes()
 
 
-def read(*said: str, columns: tuple[str, ...] = ()) -> JobReader:
-    return read_job_files(said, 1, Columns.parse(columns))
+@dataclass
+class FoundLines:
+    """What was read of some files."""
+
+    reader: JobReader
+    jobs: list[tuple[int, JobLine]]
+
+    @property
+    def rejects(self) -> list[Reject]:
+        return self.reader.rejects
+
+    def placed(self, reject: Reject) -> Reject:
+        return self.reader.placed(reject)
 
 
-def names(found: JobReader) -> list[str]:
+def read(*said: str, columns: tuple[str, ...] = ()) -> FoundLines:
+    reader = JobReader(1, Columns.parse(columns))
+    return FoundLines(reader, list(job_lines(said, reader)))
+
+
+def names(found: FoundLines) -> list[str]:
     return [line.custom_id for _, line in found.jobs]
 
 

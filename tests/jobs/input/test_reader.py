@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from swiftbatch.jobs.input.reader import BYTE_ORDER_MARK, MAX_LINE_BYTES, InputFileError, read_jobs
 from swiftbatch.jobs.job import Job, JobRecord
-from swiftbatch.jobs.run import job_table
 from tests.jobs.input.job_lines import CHAT, GOOD, OPEN_LIMIT, batch, read, read_lines
+from tests.jobs.run.table_file import from_parquet, to_parquet
 
 pytestmark = pytest.mark.long
 
@@ -246,4 +246,4 @@ def test_a_good_line_is_the_same_jobs_in_both_forms_and_they_come_back_from_a_ru
     jobs = short.jobs([OPEN_LIMIT] * num_prompts)
     assert len({job.job_id("m") for job in jobs}) == len(jobs) == num_prompts * fields["n"]
     records = [JobRecord(job.job_id("m"), job, 1, 3) for job in jobs]
-    assert job_table.from_parquet(job_table.to_parquet(records, "run-1"), "run-1") == records
+    assert from_parquet(to_parquet(records, "run-1"), "run-1") == records

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from swiftbatch.jobs.json_lines import SEAL, dump_line, sealed, unsealed
-from swiftbatch.jobs.run import job_table
 from swiftbatch.jobs.run.run import Run, RunError
 from swiftbatch.jobs.storage.store import Store
 from tests.jobs.run.run_parts import MANIFEST, failed_line, make_record
+from tests.jobs.run.table_file import from_parquet, to_parquet
 
 LINE = b'{"id": "a", "text": "The lighthouse"}'
 
@@ -61,13 +61,13 @@ def test_a_changed_letter_of_a_result_is_named_and_its_job_runs_again(tmp_path: 
 
 def test_a_changed_bit_of_the_table_of_jobs_is_never_another_prompt(tmp_path: Path) -> None:
     records = [make_record("fox"), make_record("dog")]
-    data = job_table.to_parquet(records, "run-1")
+    data = to_parquet(records, "run-1")
     num_noticed = 0
     for place in range(0, len(data), 3):
         changed = bytearray(data)
         changed[place] ^= 1
         try:
-            assert job_table.from_parquet(bytes(changed), "run-1") == records
+            assert from_parquet(bytes(changed), "run-1") == records
         except (ValueError, OSError):
             num_noticed += 1
     assert num_noticed > 50
@@ -75,7 +75,7 @@ def test_a_changed_bit_of_the_table_of_jobs_is_never_another_prompt(tmp_path: Pa
 
 def test_a_table_of_another_run_is_refused(tmp_path: Path) -> None:
     run = Run.create_or_open(str(tmp_path / "run"), MANIFEST)
-    other = job_table.to_parquet([make_record("fox")], "run-of-another")
+    other = to_parquet([make_record("fox")], "run-of-another")
     Store(str(tmp_path / "run")).write("jobs.parquet", other)
     with pytest.raises(RunError, match=f'jobs of run "run-of-another", expected those of {MANIFEST.run_id}'):
         run.jobs()

@@ -45,6 +45,7 @@ RUN_JSON = """{
   "seed": 7,
   "max_tokens": null,
   "loop_guard": null,
+  "thinking_end": null,
   "logprobs_mode": "raw_logprobs",
   "thinking_markers": null,
   "versions": {

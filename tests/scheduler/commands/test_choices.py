@@ -60,7 +60,7 @@ def test_a_custom_id_is_a_duplicate_whatever_choices_it_has(tmp_path: Path, tiny
     path = write_jobs(tmp_path / "jobs.jsonl", job("a", n=2), job("a", n=2), job("a"))
     submission = submit_file(path, str(tmp_path / "run"), model=str(tiny_model))
     assert [reject.line_number for reject in submission.rejects] == [2, 3]
-    assert len(submission.records) == 2
+    assert len(submission.jobs) == 2
 
 
 def test_results_are_one_line_for_each_input_line_that_is_whole(run: Run) -> None:

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from swiftbatch.scheduler.chaos.chaos_options import ChaosOptions
 from swiftbatch.scheduler.limits import Limits
 from swiftbatch.scheduler.runs.settings import Settings
+from swiftbatch.scheduler.scale.scale_options import ScaleOptions
 from swiftbatch.scheduler.serve.options import ServeOptions
 from swiftbatch.worker.bench.agreement import AgreementOptions
 from swiftbatch.worker.bench.auto.auto_bench import AutoBenchOptions
@@ -62,6 +63,7 @@ FIELDS = {
     "bench long": defaults(LongBenchOptions),
     "bench all": defaults(SuiteOptions),
     "bench gpu": defaults(GPUBenchOptions),
+    "bench scale": defaults(ScaleOptions),
     "bench ablation tokenswift": defaults(AblationOptions),
     "bench ablation triforce": defaults(PromptAblationOptions),
     "bench ablation griffin": defaults(GriffinAblationOptions),

@@ -28,10 +28,9 @@ def _without_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that is unfinished ends at once, at its `max_tokens`."""
 
     def finish_all(run: Run, hold: Hold, queue: JobQueue, *_: object) -> tuple[str, None]:
+        records = {record.job_id: record for record in run.jobs()}
         for job_id in queue.unfinished():
-            record = queue.record(job_id)
-            assert record is not None
-            finish(run, record)
+            finish(run, records[job_id])
             CheckpointStore.of(run).clear(job_id)
         run.write_output(hold.epoch.check)
         hold.end("finished")

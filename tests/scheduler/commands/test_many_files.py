@@ -39,7 +39,7 @@ def names(run: Run) -> list[str]:
 def test_files_are_one_submission_and_later_files_come_behind(place: str, tiny_model: Path) -> None:
     first = submit(["b.jsonl", "a.jsonl"], place, tiny_model)
     assert names(first.run) == ["b1", "a1", "a2"]
-    assert [record.line_number for record in first.records] == [1, 4, 6]
+    assert [entry.line_number for entry in first.jobs.entries()] == [1, 4, 6]
     kept = [(reject.file, reject.line_number, reject.custom_id) for reject in Run.open(place).rejects()]
     assert kept == [("b.jsonl", 2, None), ("b.jsonl", 3, "too-long"), ("a.jsonl", 2, "b1")]
     write_jobs(Path("c.jsonl"), job("c1"), job("a1", max_tokens=21))
@@ -62,12 +62,12 @@ def test_a_job_of_one_file_beside_a_reject_of_another_at_the_same_line(place: st
     write_jobs(Path("y.jsonl"), job("y", n=3))
     again = submit(["x.jsonl", "y.jsonl"], place, tiny_model)
     assert [(reject.file, reject.line_number, reject.custom_id) for reject in again.rejects] == [("y.jsonl", 1, "y")]
-    assert [record.job.name for record in again.records] == ["x[0]", "x[1]"]
+    assert [entry.name for entry in again.jobs.entries()] == ["x[0]", "x[1]"]
 
 
 def test_what_is_told_names_the_files(place: str, tiny_model: Path) -> None:
     made = submit(["a.jsonl", "b.jsonl"], place, tiny_model)
-    write_cancelled(made.run, made.records)
+    write_cancelled(made.run, made.jobs.entries())
     told = invoke("submit", "a.jsonl", "b.jsonl", "--run", place)
     assert told.exit_code == 1
     assert "rejected b.jsonl:1 (b1): field 'custom_id': found \"b1\" again (first in a.jsonl:2)" in told.stderr
@@ -89,7 +89,7 @@ def test_a_data_set_is_submitted_by_its_columns(place: str, tiny_model: Path) ->
     made = submit(["data.parquet"], place, tiny_model, "prompt=text")
     assert names(made.run) == ["data.parquet:1", "data.parquet:3"]
     assert made.without_effect == {"label": 2}
-    write_cancelled(made.run, made.records)
+    write_cancelled(made.run, made.jobs.entries())
     told = invoke("submit", "data.parquet", "--run", place, "--column", "prompt=text").output
     assert "rejected line 2 (data.parquet:2): fields 'prompt' and 'messages': found neither" in told
     assert "fields without effect here: label (2 lines)" in told

@@ -90,7 +90,7 @@ def test_bad_lines_are_shown_and_kept_and_stop_no_other_job(tmp_path: Path, tiny
     assert [record.job.custom_id for record in submission.run.jobs()] == ["good", "../../etc/x"]
     rejects = submission.run.rejects()
     assert [reject.line_number for reject in rejects] == [2, 3, 4, 5]
-    num_prompt_tokens = submission.records[0].num_prompt_tokens
+    num_prompt_tokens = submission.jobs.entry(0).num_prompt_tokens
     assert f"prompt ({num_prompt_tokens} tokens) and max_tokens (5000)" in rejects[1].reason
     assert f"need {num_prompt_tokens + 5000} positions, expected at most the model's 4096" in rejects[1].reason
 
@@ -104,7 +104,7 @@ def test_a_job_that_names_tokens_that_the_model_does_not_have_is_rejected(tmp_pa
         job("stop", stop_token_ids=[3, vocab_size + 7]),
     )
     submission = submit_file(path, str(tmp_path / "run"), model=str(tiny_model))
-    assert [record.job.custom_id for record in submission.records] == ["good"]
+    assert list(submission.jobs.custom_ids()) == ["good"]
     assert [(reject.line_number, reject.reason) for reject in submission.rejects] == [
         (2, f"field 'logit_bias': found token {vocab_size}, the model's are 0 to {vocab_size - 1}"),
         (3, f"field 'stop_token_ids': found token {vocab_size + 7}, the model's are 0 to {vocab_size - 1}"),
@@ -117,7 +117,7 @@ def test_a_job_that_fills_the_positions_to_the_last_is_taken(tmp_path: Path, tin
         tmp_path / "jobs.jsonl", job("fits", 4096 - num_prompt_tokens), job("not", 4097 - num_prompt_tokens)
     )
     submission = submit_file(path, str(tmp_path / "run"), model=str(tiny_model))
-    assert [record.job.custom_id for record in submission.records] == ["fits"]
+    assert list(submission.jobs.custom_ids()) == ["fits"]
     assert [reject.custom_id for reject in submission.rejects] == ["not"]
 
 
@@ -162,10 +162,10 @@ def test_a_changed_file_of_the_model_s_text_is_another_model(
         assert locate_model(str(model)).fingerprint == parts_fit  # drafts do not depend on it
         older = run.manifest.model_copy(update={"text_fingerprint": None})
         run.store.write("run.json", older.model_dump_json().encode())  # as an older version wrote it
-        assert submit_file(jobs_file, place).records
+        assert len(submit_file(jobs_file, place).jobs)
         run.store.write("run.json", run.manifest.model_dump_json().encode())
     (model / name).write_text(before)
-    assert submit_file(jobs_file, place).records
+    assert len(submit_file(jobs_file, place).jobs)
 
 
 def test_strict_refuses_the_whole_file_and_makes_no_run(tmp_path: Path, tiny_model: Path) -> None:

@@ -7,18 +7,19 @@ from pathlib import Path
 from swiftbatch.jobs.input.reader import read_jobs
 from swiftbatch.jobs.run.run import WorkerStatus
 from swiftbatch.scheduler.demo.__main__ import NUM_TOKENS, DemoKill, kill_lines, prepare
-from swiftbatch.scheduler.runs.job_records import make_records
+from swiftbatch.scheduler.runs.job_records import LineNotes, make_records
 from swiftbatch.worker.model.files import ModelFiles
 from swiftbatch.worker.model.text import TextCodec
 
 
 def test_the_demos_jobs_are_all_taken_and_long(tmp_path: Path, embedded_files: ModelFiles) -> None:
     jobs, rejects = read_jobs(str(prepare(tmp_path / "demo-run")), 0)
-    made = make_records(jobs, embedded_files, TextCodec(embedded_files))
+    notes = LineNotes()
+    records = list(make_records(jobs, notes, embedded_files, TextCodec(embedded_files)))
     assert not rejects
-    assert not made.rejects
-    assert len(made.records) >= 4
-    assert all(record.job.sampling.max_tokens == NUM_TOKENS == 2000 for record in made.records)
+    assert not notes.rejects
+    assert len(records) >= 4
+    assert all(record.job.sampling.max_tokens == NUM_TOKENS == 2000 for record in records)
 
 
 def test_every_demo_starts_afresh_and_deletes_no_other_folder(tmp_path: Path) -> None:

@@ -47,7 +47,8 @@ def test_every_job_is_counted_where_it_stands(run: Run) -> None:
     finish(run, b, 5)
     run.write_error(b.job_id, error_line(b, "attempts_failed", "a late result makes up for it"))
     run.write_error(c.job_id, error_line(c, "attempts_failed", "its workers died"))
-    write_cancelled(run, [d])
+    write_cancelled(run, [run.job_index().entry(3)])
+    assert run.job_index().entry(3).job_id == d.job_id
     log_tokens(run, e, 3)
     queue = load_queue(run, 5)
     counts = {"pending": 2, "running": 0, "finished": 2, "failed": 1, "cancelled": 1}
@@ -66,7 +67,7 @@ def test_cancelled_jobs_are_written_several_at_a_time(run: Run, monkeypatch: pyt
         write(folder, path, data)
 
     monkeypatch.setattr(LocalFolder, "write", beside_another)
-    write_cancelled(run, run.jobs())
+    write_cancelled(run, run.job_index().entries())
     assert count_jobs(run)["cancelled"] == 6
 
 

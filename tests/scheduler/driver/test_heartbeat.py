@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from swiftbatch.jobs.input.reader import Reject
+from swiftbatch.jobs.run.job_index import JobEntry
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.metrics.counters import EngineCounters
 from swiftbatch.metrics.driver_counters import DriverCounters
@@ -27,7 +28,6 @@ from swiftbatch.scheduler.driver.hold import Hold
 from swiftbatch.scheduler.driver.job_queue import JobQueue
 from swiftbatch.scheduler.driver.speed import Speed
 from swiftbatch.worker.config import EngineConfig
-from tests.jobs.run.run_parts import make_record
 from tests.scheduler.driver.driver_parts import make_context, make_run
 from tests.simulated_clock import SimulatedClock
 
@@ -40,9 +40,9 @@ def make_fleet(run: Run) -> Fleet:
 
 def test_a_beat_says_what_the_queue_holds_and_who_writes_it(tmp_path: Path) -> None:
     run, queue = make_run(tmp_path / "run", {"a": 300}), JobQueue(5)
-    queue.add(make_record("a"))
+    queue.add(JobEntry("a-1", "a", 1, 3, 5))
     queue.take("w1", 0.0)
-    queue.progress(make_record("a").job_id, 3)
+    queue.progress("a-1", 3)
     context = make_context(run, make_fleet(run), queue)
     now = time.monotonic()
     context.fleet.speed = Speed(now - 2.0)
@@ -62,7 +62,7 @@ def test_a_beat_says_what_the_queue_holds_and_who_writes_it(tmp_path: Path) -> N
 
 def test_a_beat_says_what_the_driver_and_all_its_workers_have_counted(tmp_path: Path) -> None:
     run, queue, counters = make_run(tmp_path / "run", {"a": 300}), JobQueue(5), DriverCounters()
-    queue.add(make_record("a"))
+    queue.add(JobEntry("a-1", "a", 1, 3, 5))
     queue.take("w1", 0.0)
     run.write_rejects([Reject(line_number, None, "odd") for line_number in range(1, 5)])
     context = make_context(run, make_fleet(run), queue, counters=counters)

@@ -87,7 +87,7 @@ def test_of_two_submits_to_a_new_run_at_once_one_is_taken_in_whole_and_the_other
     make_records = submission.make_records
 
     def made(*args: Any) -> Any:
-        records = make_records(*args)
+        records = list(make_records(*args))
         both_ready.wait()
         return records
 

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import random
 
-from swiftbatch.jobs.job import Job, JobRecord
-from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.jobs.run.job_index import JobEntry
 from swiftbatch.scheduler.driver.job_queue import JobQueue
 
 
-def record(custom_id: str, max_tokens: int, line_number: int = 1) -> JobRecord:
-    job = Job(
-        custom_id=custom_id, url="/v1/completions", prompt="x", sampling=SamplingParams(max_tokens=max_tokens, seed=1)
-    )
-    return JobRecord(custom_id, job, line_number, 10)
+def entry(custom_id: str, max_tokens: int, line_number: int = 1) -> JobEntry:
+    return JobEntry(custom_id, custom_id, line_number, 10, max_tokens)
 
 
 def take(queue: JobQueue, worker_id: str, now: float) -> str | None:
@@ -22,19 +18,19 @@ def take(queue: JobQueue, worker_id: str, now: float) -> str | None:
 
 
 def held(queue: JobQueue, worker_id: str) -> list[str]:
-    return [record.job_id for record in queue.held_by(worker_id)]
+    return [entry.job_id for entry in queue.held_by(worker_id)]
 
 
 def give_other(queue: JobQueue, worker_id: str, now: float) -> None:
     """Let a worker have a job, so that the next one it takes has a neighbour."""
-    queue.add(record("other", 1000))
+    queue.add(entry("other", 1000))
     assert take(queue, worker_id, now) == "other"
 
 
 def test_the_longest_job_is_taken_first_and_equals_in_file_order() -> None:
     queue = JobQueue(max_attempts=5)
     for line_number, (name, max_tokens) in enumerate([("b", 50), ("a", 50), ("long", 200)], start=1):
-        queue.add(record(name, max_tokens, line_number))
+        queue.add(entry(name, max_tokens, line_number))
     assert [take(queue, "w1", 0.0) for _ in range(4)] == ["long", "b", "a", None]
 
 
@@ -43,7 +39,8 @@ def test_the_lowest_priority_is_taken_before_any_longer_job_also_after_it_was_pu
     for line_number, (name, max_tokens, priority) in enumerate(
         [("later", 900, 7), ("longest", 500, 0), ("plain", 50, 0), ("soon", 10, -1), ("first", 20, -(2**63))], start=1
     ):
-        queue.add(record(name, max_tokens, line_number), priority=priority)
+        queue.add(entry(name, max_tokens, line_number), priority=priority)
+    assert queue.take("w1", 0.0, lambda growth: growth.end != 30) is None  # it alone is asked about, and stays
     assert [take(queue, "w1", 0.0) for _ in range(2)] == ["first", "soon"]
     queue.release("soon")
     assert [take(queue, "w1", 0.0) for _ in range(5)] == ["soon", "longest", "plain", "later", None]
@@ -52,7 +49,7 @@ def test_the_lowest_priority_is_taken_before_any_longer_job_also_after_it_was_pu
 def test_where_the_longest_has_no_room_a_shorter_one_goes_first_and_the_longest_is_asked_for_again() -> None:
     queue = JobQueue(max_attempts=5)
     for line_number, (name, max_tokens) in enumerate([("huge", 9000), ("long", 5000), ("short", 90)], start=1):
-        queue.add(record(name, max_tokens, line_number))
+        queue.add(entry(name, max_tokens, line_number))
     taken = queue.take("w1", 0.0, lambda growth: growth.end < 6000)
     assert taken is not None
     assert taken.job_id == "long"
@@ -62,15 +59,15 @@ def test_where_the_longest_has_no_room_a_shorter_one_goes_first_and_the_longest_
 
 def test_no_job_goes_first_for_its_length_before_one_of_a_lower_priority() -> None:
     queue = JobQueue(max_attempts=5)
-    queue.add(record("long", 5000), priority=0)
-    queue.add(record("short", 90), priority=1)
+    queue.add(entry("long", 5000), priority=0)
+    queue.add(entry("short", 90), priority=1)
     assert queue.take("w1", 0.0, lambda growth: growth.end < 1000) is None
 
 
 def test_a_job_keeps_the_seniority_of_its_first_attempt() -> None:
     queue = JobQueue(max_attempts=5)
     for line_number, name in enumerate("abc"):
-        queue.add(record(name, 100, line_number))
+        queue.add(entry(name, 100, line_number))
     assert [take(queue, "w1", 0.0) for _ in range(2)] == ["a", "b"]
     queue.release("a")
     assert [take(queue, "w2", 0.0) for _ in range(2)] == ["a", "c"]
@@ -80,8 +77,9 @@ def test_a_job_keeps_the_seniority_of_its_first_attempt() -> None:
 def test_jobs_are_expected_to_become_as_long_as_those_that_have_ended() -> None:
     queue = JobQueue(max_attempts=5)
     for number in range(200):
-        queue.add(record(f"j{number}", 6400, number))
-    assert [queue.growths("w1") for _ in range(1) if queue.take("w1", 0.0)] == [[(10, 6410)]]
+        queue.add(entry(f"j{number}", 6400, number))
+    assert take(queue, "w1", 0.0) == "j0"
+    assert queue.growths("w1") == [(10, 6410)]
     for _ in range(150):
         done = queue.take("w2", 0.0)
         assert done is not None
@@ -95,7 +93,7 @@ def test_jobs_are_expected_to_become_as_long_as_those_that_have_ended() -> None:
 
 def test_a_lost_job_waits_longer_each_time_and_has_its_attempts() -> None:
     queue = JobQueue(max_attempts=3)
-    queue.add(record("a", 100))
+    queue.add(entry("a", 100))
     assert queue.take("w1", 0.0)
     assert queue.lose("a", 100.0)
     assert queue.take("w1", 100.4) is None
@@ -108,7 +106,7 @@ def test_a_lost_job_waits_longer_each_time_and_has_its_attempts() -> None:
 
 def test_a_job_that_moves_on_between_losses_is_never_given_up() -> None:
     queue = JobQueue(max_attempts=2)
-    queue.add(record("a", 1000), num_generated_tokens=100)
+    queue.add(entry("a", 1000), num_generated_tokens=100)
     for num_tokens in range(110, 1000, 10):
         assert queue.take("w1", 1e9)
         queue.progress("a", num_tokens)
@@ -120,8 +118,8 @@ def test_a_job_that_moves_on_between_losses_is_never_given_up() -> None:
 
 def test_a_job_lost_twice_without_progress_runs_alone() -> None:
     queue = JobQueue(max_attempts=5)
-    queue.add(record("suspect", 500))
-    queue.add(record("good", 100))
+    queue.add(entry("suspect", 500))
+    queue.add(entry("good", 100))
     taken = []
     for now in (0.0, 10.0):
         taken += [take(queue, "w1", now), take(queue, "w1", now)]
@@ -132,7 +130,7 @@ def test_a_job_lost_twice_without_progress_runs_alone() -> None:
     give_other(queue, "w2", 20.0)
     assert take(queue, "w2", 20.0) == "good"  # the longer suspect is passed over beside a neighbour
     assert take(queue, "w1", 20.0) == "suspect"
-    queue.add(record("new", 10))
+    queue.add(entry("new", 10))
     assert queue.take("w1", 20.0) is None
     queue.progress("suspect", 50)
     assert take(queue, "w1", 20.0) == "new"
@@ -141,7 +139,7 @@ def test_a_job_lost_twice_without_progress_runs_alone() -> None:
 
 def test_a_released_job_is_at_hand_at_once_and_without_a_strike() -> None:
     queue = JobQueue(max_attempts=1)
-    queue.add(record("a", 100))
+    queue.add(entry("a", 100))
     for _ in range(3):
         assert take(queue, "w1", 0.0) == "a"
         queue.progress("a", 0)
@@ -161,7 +159,7 @@ def test_a_released_job_is_at_hand_at_once_and_without_a_strike() -> None:
 
 def test_a_suspect_that_proves_itself_late_may_have_neighbours_again() -> None:
     queue = JobQueue(max_attempts=5)
-    queue.add(record("a", 100))
+    queue.add(entry("a", 100))
     for now in (0.0, 10.0):
         queue.take("w1", now)
         queue.lose("a", now)
@@ -175,7 +173,7 @@ def test_a_suspect_that_proves_itself_late_may_have_neighbours_again() -> None:
 def test_a_job_that_ended_while_it_waited_is_not_taken() -> None:
     queue = JobQueue(max_attempts=5)
     for name in ("a", "b", "c", "d"):
-        queue.add(record(name, 100))
+        queue.add(entry(name, 100))
     assert take(queue, "w1", 0.0) == "a"
     queue.lose("a", 0.0)
     queue.finish("a", 30)
@@ -192,8 +190,8 @@ def test_order_and_totals_hold_over_any_sequence_of_events() -> None:
     """Against the plain rules, computed anew each time over all jobs."""
     rng = random.Random(5)
     queue = JobQueue(max_attempts=100)
-    left = {f"j{i}": record(f"j{i}", rng.choice([5, 50, 500]), line_number=i) for i in range(60)}
-    tokens, num_left, running = dict.fromkeys(left, 0), {n: r.job.sampling.max_tokens for n, r in left.items()}, set()
+    left = {f"j{i}": entry(f"j{i}", rng.choice([5, 50, 500]), line_number=i) for i in range(60)}
+    tokens, num_left, running = dict.fromkeys(left, 0), {n: r.max_tokens for n, r in left.items()}, set()
     priorities = {name: rng.choice([-3, 0, 0, 5]) for name in left}
     for job in left.values():
         queue.add(job, priority=priorities[job.job_id])
@@ -204,20 +202,20 @@ def test_order_and_totals_hold_over_any_sequence_of_events() -> None:
             waiting = [n for n in left if n not in running]
             first = max(
                 waiting,
-                key=lambda n: (-priorities[n], left[n].job.sampling.max_tokens, -left[n].line_number),
+                key=lambda n: (-priorities[n], left[n].max_tokens, -left[n].line_number),
                 default=None,
             )
             assert take(queue, f"w{step}", 0.0) == first
             running |= {first} if first else set()
             holders |= {first: f"w{step}"} if first else {}
         elif event == "progress" and name in left:
-            tokens[name] = rng.randrange(left[name].job.sampling.max_tokens + 1)
+            tokens[name] = rng.randrange(left[name].max_tokens + 1)
             queue.progress(name, tokens[name])
         elif event in ("lose", "release") and name in running:
             running.remove(name)
             queue.release(name) if event == "release" else queue.lose(name, -1e6)
         elif event == "finish" and name in left and rng.random() < 0.3:
-            tokens[name] = rng.randrange(left.pop(name).job.sampling.max_tokens + 1)
+            tokens[name] = rng.randrange(left.pop(name).max_tokens + 1)
             queue.finish(name, tokens[name])
             running.discard(name)
         assert held(queue, holders.get(name, "")) == [name] * (name in running)

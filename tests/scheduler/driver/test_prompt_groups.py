@@ -18,16 +18,17 @@ from swiftbatch.scheduler.driver.dispatch import Dispatcher
 from swiftbatch.scheduler.driver.fleet import Worker
 from swiftbatch.scheduler.driver.job_queue import JobQueue
 from swiftbatch.worker.session.work import Orders
-from tests.jobs.run.run_parts import MANIFEST
+from tests.jobs.run.run_parts import MANIFEST, make_record
 from tests.scheduler.driver.driver_parts import make_context
-from tests.scheduler.driver.test_job_queue import record, take
+from tests.scheduler.driver.queue_parts import untouched
+from tests.scheduler.driver.test_job_queue import entry, take
 
 
 def queue_of(*jobs: tuple[str, int, int | None]) -> JobQueue:
     """Jobs of (name, tokens, group), in file order."""
     queue = JobQueue(max_attempts=5)
     for line_number, (name, max_tokens, group) in enumerate(jobs, start=1):
-        queue.add(record(name, max_tokens, line_number), prompt=SharedPrompt(group, 64))
+        queue.add(entry(name, max_tokens, line_number), prompt=SharedPrompt(group, 64))
     return queue
 
 
@@ -52,8 +53,9 @@ def test_a_long_job_does_not_wait_for_the_sake_of_a_much_shorter_one_s_prompt() 
 def test_no_prompt_goes_before_a_priority() -> None:
     queue = JobQueue(max_attempts=5)
     for line_number, (name, priority, group) in enumerate([("a1", 0, 1), ("a2", 5, 1), ("b", 1, 2), ("c", 0, None)], 1):
-        queue.add(record(name, 90, line_number), priority=priority, prompt=SharedPrompt(group, 64))
-    assert [take(queue, "w1", 0.0) for _ in range(4)] == ["a1", "c", "b", "a2"]
+        queue.add(entry(name, 90, line_number), priority=priority, prompt=SharedPrompt(group, 64))
+    for expected in ("a1", "c", "b", "a2"):
+        assert take(queue, "w1", 0.0) == expected
 
 
 def test_a_job_that_comes_back_waits_among_its_group_again() -> None:
@@ -66,13 +68,51 @@ def test_a_job_that_comes_back_waits_among_its_group_again() -> None:
 def test_a_worker_hears_how_much_of_a_prompt_other_jobs_of_the_run_have(tmp_path: Path) -> None:
     run, book = Run.create_or_open(str(tmp_path), MANIFEST), list(range(100))
     keys = [prompt_keys(book), prompt_keys([*book, 1]), prompt_keys([1, *book])]
-    run.add_jobs([replace(record(f"j{i}", 10, i), prompt_keys=each) for i, each in enumerate(keys)])
+    run.add_jobs([replace(make_record(f"j{i}", i), prompt_keys=each) for i, each in enumerate(keys)])
     told: list[Orders] = []
     worker = Worker("w1", None, None, WorkerInfo("host", 1, None, "node", "", num_free_positions=100_000))
     fleet: Any = SimpleNamespace(workers=[worker], work=lambda worker, orders, seconds: told.append(orders))
     Dispatcher(make_context(run, fleet, load_queue(run, 5), slots=4)).hand_out(0.0)
     [orders] = told
     assert [each.num_shared_tokens for each in orders.assignments] == [64, 64, 0]
+
+
+@given(
+    jobs=st.lists(st.tuples(st.integers(1, 9), st.none() | st.integers(0, 3), st.integers(-1, 1)), max_size=12),
+    events=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 4)), max_size=40),
+)
+def test_jobs_that_wait_in_arrays_are_taken_as_those_that_were_added_one_by_one(
+    jobs: list[tuple[int, int | None, int]], events: list[tuple[int, int]]
+) -> None:
+    entries = [entry(f"j{i}", num_tokens, i // 2) for i, (num_tokens, *_) in enumerate(jobs)]
+    prompts = [SharedPrompt(group, 0 if group is None else 64) for _, group, _ in jobs]
+    one_by_one, from_arrays = JobQueue(2), JobQueue(2, untouched(entries, prompts, [priority for *_, priority in jobs]))
+    for each, prompt, (*_, priority) in zip(entries, prompts, jobs, strict=True):
+        one_by_one.add(each, priority=priority, prompt=prompt)
+    running: list[str] = []
+    for now, (worker, action) in enumerate([*events, *((0, 0) for _ in jobs)]):
+        for queue in (one_by_one, from_arrays):
+            if action == 1 and running:
+                queue.release(running[0])
+            elif action == 2 and running:
+                queue.lose(running[0], now)
+            elif action == 3 and jobs:
+                queue.drop(f"j{now % len(jobs)}", "cancelled")
+        if action == 3 and jobs and f"j{now % len(jobs)}" in running:
+            running.remove(f"j{now % len(jobs)}")
+        elif action in (1, 2) and running:
+            running.pop(0)
+        longest = 5 if action == 4 else 9  # tokens that there is room for
+        entries_taken = [
+            queue.take(f"w{worker}", now, lambda growth, longest=longest: growth.end <= 10 + longest)
+            for queue in (one_by_one, from_arrays)
+        ]
+        taken = [each.job_id if each else None for each in entries_taken]
+        assert taken[0] == taken[1]
+        running += [name for name in taken[:1] if name is not None]
+        assert one_by_one.counts() == from_arrays.counts()
+        assert one_by_one.num_tokens_left == from_arrays.num_tokens_left
+    assert sorted(one_by_one.unfinished()) == sorted(from_arrays.unfinished())
 
 
 @given(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.repetition import RepetitionDetection, loop_guard
 from swiftbatch.jobs.run.run import Run, RunError
 from swiftbatch.jobs.shared_prompts import prompt_keys
@@ -90,10 +91,33 @@ def test_a_line_that_says_nothing_of_loops_has_the_run_s_guard(tmp_path: Path, t
         submit_file(path, str(tmp_path / "unguarded"), loop_guard="stop")
 
 
+def test_a_line_that_says_nothing_of_a_thought_s_end_has_the_run_s(tmp_path: Path, tiny_model: Path) -> None:
+    said: dict[str, dict[str, object]] = {
+        "unsaid": {},
+        "off": {"thinking_end": "stop"},
+        "own": {"thinking_end": "close"},
+        "measured": {"logprobs": 1},
+        "both": {"logprobs": 1, "thinking_end": "close"},
+    }
+    lines = [LIMITED | {"custom_id": name} | fields for name, fields in said.items()]
+    path, place = write_jobs(tmp_path / "jobs.jsonl", *lines), str(tmp_path / "run")
+    asked = {"model": str(tiny_model), "thinking_end": "close"}
+    with pytest.raises(UserError, match=r"^--thinking-end: found close, and no markers of thinking are known"):
+        submit_file(path, place, **asked)
+    made = submit_file(path, place, thinking_markers=(" the", " dog"), loop_guard="close", **asked)
+    found = {record.job.custom_id: record.job.sampling for record in made.run.jobs()}
+    ends = {name: sampling.thinking_end for name, sampling in found.items()}
+    assert ends == {"unsaid": "close", "off": None, "own": "close", "measured": None}
+    guards = {name: sampling.repetition_detection for name, sampling in found.items()}
+    assert guards == dict.fromkeys(("unsaid", "off", "own"), loop_guard("close")) | {"measured": loop_guard("stop")}
+    [reject] = made.rejects
+    assert reject.reason.startswith("field 'thinking_end': found 'close' with logprobs, expected no such field")
+
+
 def test_a_run_of_an_earlier_version_goes_on_and_has_no_limit_of_its_own(tmp_path: Path, tiny_model: Path) -> None:
     path, place = write_jobs(tmp_path / "jobs.jsonl", LIMITED), str(tmp_path / "run")
     run = submit_file(path, place, model=str(tiny_model)).run
-    newer = ("max_tokens", "loop_guard", "thinking_markers")
+    newer = ("max_tokens", "loop_guard", "thinking_end", "thinking_markers")
     older = {name: value for name, value in run.manifest.model_dump().items() if name not in newer}
     run.store.write("run.json", json.dumps(older).encode())
     again = submit_file(path, place)
@@ -146,7 +170,7 @@ def test_fields_without_effect_are_told_of_in_one_line(tmp_path: Path, tiny_mode
     )
     submission = submit_file(path, str(tmp_path / "run"), model=str(tiny_model))
     assert submission.without_effect == {"user": 2, "stream": 1, "messages[].name": 1, "reasoning_effort": 1}
-    write_cancelled(submission.run, submission.records)
+    write_cancelled(submission.run, submission.jobs.entries())
     found = "messages[].name (1 line), reasoning_effort (1 line), stream (1 line), user (2 lines)"
     told = invoke("submit", path, "--run", str(tmp_path / "run")).output
     assert told.count("without effect") == 1

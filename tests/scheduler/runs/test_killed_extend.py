@@ -63,13 +63,12 @@ def check(uri: str, model: Path, max_tokens: int) -> None:
     assert lengths(run) == [20, 20, 20]
     extend(run, model, max_tokens)
     queue = load_queue(run, 5)
-    assert sorted(record.job.name for job_id in queue.unfinished() if (record := queue.record(job_id))) == NAMES
+    assert sorted(entry.name for entry in queue.entries(queue.unfinished())) == NAMES
+    records = {record.job_id: record for record in run.jobs()}
     for job_id in queue.unfinished():
-        record = queue.record(job_id)
-        assert record is not None
         assert queue.num_reported_tokens(job_id) == 20
         assert CheckpointStore.of(run).attempts(job_id) == 1
-        finish(run, record)
+        finish(run, records[job_id])
     extend(run, model, max_tokens)
     assert lengths(run) == [max_tokens] * 3
     assert [record.job.name for record in run.jobs()] == NAMES

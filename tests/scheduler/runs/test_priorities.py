@@ -17,7 +17,7 @@ def order(run: Run) -> list[str]:
     """The names of the unfinished jobs in the order in which workers get them."""
     queue = load_queue(run, 5)
     taken = iter(lambda: queue.take("w1", 0.0), None)
-    return [record.job.name for record in taken]
+    return [entry.name for entry in taken]
 
 
 def submit(folder: Path, model: Path, *lines: dict[str, object]) -> Run:
@@ -60,4 +60,4 @@ def test_what_is_no_whole_number_of_64_bits_is_a_rejected_line(value: object, tm
     assert reject.line_number == 1
     assert "priority" in reject.reason
     assert "found" in reject.reason
-    assert [record.job.custom_id for record in submitted.records] == ["b"]
+    assert list(submitted.jobs.custom_ids()) == ["b"]

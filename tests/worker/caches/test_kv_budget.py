@@ -100,7 +100,7 @@ def test_a_submission_refuses_it_and_takes_the_others(
 ) -> None:
     kv_offload = str(tmp_path) if has_folder else None
     submission = submitted(jobs_file, tmp_path, model=str(endless_model), device="cpu", kv_offload=kv_offload)
-    assert [record.job.custom_id for record in submission.records] == ["good"]
+    assert list(submission.jobs.custom_ids()) == ["good"]
     [reject] = submission.rejects
     assert (reject.line_number, reject.custom_id) == (1, "huge")
     assert reject.reason.startswith("max_tokens: cannot allocate")

@@ -120,7 +120,7 @@ def test_a_rewound_sequence_gives_others_what_it_still_has(tiny: TargetModel, mo
     engine.start(first, None, 256)
     while first.num_generated_tokens < 20:
         engine.step()
-    engine.rewind(again := first.rewound(5))
+    engine.replace(again := first.rewound(5))
     late = sequence(tiny, "bb", book)
     engine.start(late, None, 256)
     to_the_end(engine, [again, late])

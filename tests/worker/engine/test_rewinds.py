@@ -104,7 +104,7 @@ def run(target: TargetModel, engine_name: str, sequences: list[Sequence]) -> lis
     while engine.sequences:
         for sequence in [each for each in engine.sequences if each.finish_reason is not None]:
             if may_rewind(sequence):
-                engine.rewind(rewound(sequence))
+                engine.replace(rewound(sequence))
             else:
                 engine.stop(sequence)
                 ended[sequence.sequence_id] = sequence

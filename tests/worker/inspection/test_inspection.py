@@ -30,7 +30,7 @@ from swiftbatch.worker.model.kinds import KERNELS_LACK, SUPPORTED_KINDS
 from swiftbatch.worker.model.text_view import text_view
 from swiftbatch.worker.target.native_forwards import NativeForwards
 from swiftbatch.worker.target.target import TargetModel
-from tests.worker.model.kind_parts import tiny_config, tiny_target
+from tests.worker.model.kind_parts import EACH_KIND, tiny_config, tiny_target
 from tests.worker.model.test_nested_models import publish, whole_model
 
 
@@ -58,7 +58,7 @@ def test_a_nested_model_is_counted_without_its_tower(tmp_path: Path) -> None:
     assert sum(found.formats.values()) == model.num_parameters() > text
 
 
-@pytest.mark.parametrize("kind", SUPPORTED_KINDS)
+@pytest.mark.parametrize("kind", EACH_KIND)
 def test_the_path_that_is_told_is_the_one_that_is_taken(kind: str) -> None:
     """On a CPU whose kernels run here: those of all of a forward, of its attention, or of none."""
     variant = chosen_variant()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
@@ -22,6 +23,11 @@ from swiftbatch.worker.target.transformers_forwards import TransformersForwards
 
 VOCAB_SIZE = 97
 NUM_POSITIONS = 1024
+LATER = (  # kinds whose parts others have as well: what a test asks of every kind is asked of them in slow tests
+    *("afmoe", "cohere2_moe", "exaone_moe", "flex_olmo", "granite_swa", "granitemoe_swa", "granitemoeshared"),
+    *("hunyuan_v1_moe", "hy_v3", "internlm3", "iquestcoder", "jais2", "laguna", "mellum", "solar_open", "vaultgemma"),
+)
+EACH_KIND = [pytest.param(kind, marks=pytest.mark.slow) if kind in LATER else kind for kind in SUPPORTED_KINDS]
 SIZES = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
@@ -63,12 +69,22 @@ RECURRENT = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
 }
 ALL_WINDOWED = {"use_sliding_window": True, "max_window_layers": 2, "layer_types": None}
+WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+OWN_THETAS = {"layer_types": ["full_attention", "sliding_attention"] * 2, "layer_rope_theta": [10000.0, 0.0, 5e5, 1e4]}
 OWN_SIZES: dict[str, dict[str, Any]] = {
+    "afmoe": {"mup_enabled": True, "num_dense_layers": 1, "num_shared_experts": 1},
+    "cohere2_moe": {"num_shared_experts": 1, "first_k_dense_replace": 1, "expert_selection_fn": "sigmoid"},
     "deepseek_v2": {**LATENT, "topk_method": "greedy"},
     "deepseek_v3": LATENT,
     "glm4_moe_lite": LATENT,
     "dots1": {"n_group": 1, "topk_group": 1, "n_shared_experts": 1},
     "granitemoehybrid": {"layer_types": ["attention"] * 4, "num_local_experts": 0, "shared_intermediate_size": 96},
+    "granite_swa": OWN_THETAS,
+    "granitemoe_swa": {**OWN_THETAS, "shared_intermediate_size": 48},
+    "granitemoeshared": {"shared_intermediate_size": 48},
+    "hunyuan_v1_moe": {"moe_topk": [1, 2, 1, 2]},
+    "laguna": {**WINDOWS, "num_attention_heads_per_layer": [4, 8, 4, 8], "shared_expert_intermediate_size": 48},
+    "mellum": WINDOWS,
     "helium": {"head_dim": 16},  # its heads are as wide together as a row
     "olmoe": {"hidden_size": 128},  # its norms span the heads together
     "qwen2": ALL_WINDOWED,

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from swiftbatch.jobs.errors import ModelError
+from swiftbatch.worker.caches.memory.model_sizes import read_sizes
 from swiftbatch.worker.exactness import row_agreement as agreement
 from swiftbatch.worker.exactness.probe import probe_rows
 from swiftbatch.worker.exactness.row_agreement import compare
@@ -20,9 +21,18 @@ from swiftbatch.worker.model.digests import Digests
 from swiftbatch.worker.model.files import ModelFiles, locate_model
 from swiftbatch.worker.model.kinds import NEEDS, SUPPORTED_KINDS, UNSAID_LAYERS, what_it_lacks
 from swiftbatch.worker.model.span import FULL, Span
+from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.transformers_forwards import TransformersForwards
 from tests import ROOT
-from tests.worker.model.kind_parts import asks_for, gguf_section, tiny_config, tiny_model, tiny_target, where_it_runs
+from tests.worker.model.kind_parts import (
+    LATER,
+    asks_for,
+    gguf_section,
+    tiny_config,
+    tiny_model,
+    tiny_target,
+    where_it_runs,
+)
 
 pytestmark = pytest.mark.long
 
@@ -45,6 +55,18 @@ def test_every_kind_says_row_by_row_what_transformers_says(kind: str) -> None:
     assert found.num_same_choices >= found.num_rows - num_others
     [row] = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith(f"| `{kind}` |")]
     assert tuple(row.split(" | ")[1:4]) == (*where_it_runs(kind), asks_for(target))
+
+
+LOADED = ["laguna", *(pytest.param(kind, marks=pytest.mark.slow) for kind in LATER if kind != "laguna")]
+
+
+@pytest.mark.parametrize("kind", LOADED)
+def test_a_kind_says_the_same_from_files_as_its_class_writes_them(kind: str, tmp_path: Path) -> None:
+    tiny_model(tiny_config(kind)).save_pretrained(tmp_path)
+    target = TargetModel.load(locate_model(str(tmp_path)), "float32", "cpu")
+    assert compare(target).agrees
+    assert read_sizes(target.files, "float32") is not None, "a GPU's memory can be planned"
+    assert probe_rows(target, num_rows=100, seed=1, first_length=60).num_differing == 0
 
 
 def test_the_page_of_models_has_the_kinds_that_run_and_no_others() -> None:
@@ -137,6 +159,7 @@ def test_the_spans_of_layers_are_those_of_the_model_s_own_masks(kind: str, windo
         ({"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"]}, "mamba (Mamba-2)"),
         ({"model_type": "qwen3_5", "text_config": {"model_type": "nemotron_h"}}, "needs Mamba-2"),
         ({"model_type": "llava", "text_config": {"model_type": "llama"}}, "'llava' was not compared"),
+        ({"model_type": "internlm3", "rope_scaling": {"rope_type": "dynamic", "factor": 6.0}}, "dynamic"),
         ({"model_type": "llama", "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
         ({"model_type": "phi3", "rope_parameters": {"rope_type": "longrope"}}, "longrope"),
         ({"model_type": "gemma3_text", "rope_parameters": {"full_attention": {"rope_type": "dynamic"}}}, "dynamic"),
@@ -150,7 +173,7 @@ def test_a_model_that_needs_more_is_refused_in_a_line_before_anything_is_loaded(
     with pytest.raises(ModelError) as caught:
         locate_model(str(tmp_path))
     assert word in str(caught.value)
-    assert "kinds that run here: apertus, " in str(caught.value)
+    assert "kinds that run here: afmoe, " in str(caught.value)
     assert "\n" not in str(caught.value)
 
 

@@ -69,6 +69,49 @@ WHOLE["qwen3_vl_moe"] = (
     | VL_EXPERTS,
 )
 
+WHOLE["kimi_k25"] = (
+    "language_model.model.",
+    {
+        "model_type": "kimi_k2",
+        "attention_bias": False,
+        "aux_loss_alpha": 0.001,
+        "ep_size": 1,
+        "first_k_dense_replace": 1,
+        "head_dim": 16,  # of what is turned: published configs leave it to the class
+        "hidden_act": "silu",
+        "kv_lora_rank": 32,
+        "moe_intermediate_size": 48,
+        "moe_layer_freq": 1,
+        "n_group": 1,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_experts_per_tok": 2,
+        "num_key_value_heads": 4,
+        "num_nextn_predict_layers": 0,
+        "pretraining_tp": 1,
+        "q_lora_rank": 32,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 64.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+            "type": "yarn",
+        },
+        "rope_theta": 50000.0,
+        "routed_scaling_factor": 2.827,
+        "scoring_func": "sigmoid",
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+        "v_head_dim": 24,
+    },
+)
+
 
 RECURRENT_TEXT = {
     "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
@@ -120,7 +163,8 @@ def publish(model: Any, kind: str, folder: Path) -> ModelFiles:
     (folder / "config.json").write_text(json.dumps(config))
     model.save_pretrained(folder / "saved")
     tensors = {}
-    for name, tensor in load_file(folder / "saved" / "model.safetensors").items():
+    for saved, tensor in load_file(folder / "saved" / "model.safetensors").items():
+        name = saved.replace("language_model.model.blocks.", "language_model.model.layers.")  # as Kimi K2.5's has them
         known = text_name(name, text_view(config))
         is_body = known is not None and known.startswith("model.")
         head = "lm_head.weight" if prefix.startswith("model.") else "language_model.lm_head.weight"
@@ -182,6 +226,7 @@ def test_a_config_that_nests_a_quantized_model_is_refused_by_its_format(tmp_path
         ("model.visual.blocks.0.attn.qkv.weight", None),
         ("vision_tower.transformer.layers.0.attention.k_proj.weight", None),
         ("multi_modal_projector.linear_1.weight", None),
+        ("mm_projector.proj.0.weight", None),
         ("language_model.lm_head.weight", "lm_head.weight"),
         ("visual_words.weight", "visual_words.weight"),
     ],

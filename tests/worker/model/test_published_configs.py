@@ -671,6 +671,36 @@ OTHER_FORMS |= {  # soft caps, and positions from which queries grow, are cut do
 }
 
 
+OTHER_FORMS |= {  # as their classes name the keys
+    "VaultGemma 1B": {key: value for key, value in OTHER_FORMS["Gemma 2 27B"].items() if key != "sliding_window_size"}
+    | {"architectures": ["VaultGemmaForCausalLM"], "model_type": "vaultgemma"},
+    "Jais 2 8B": EVERYWHERE
+    | {
+        "architectures": ["Jais2ForCausalLM"],
+        "attention_bias": True,
+        "head_dim": 64,
+        "hidden_act": "relu2",
+        "layer_norm_eps": 1e-05,
+        "max_position_embeddings": 8192,
+        "mlp_bias": True,
+        "model_type": "jais2",
+        "rope_theta": 500000.0,
+    },
+    "IQuest Coder 40B": LLAMA | {"head_dim": 128, "model_type": "iquestcoder", "rope_theta": 500000.0},
+    "InternLM3 8B, without its long positions": EVERYWHERE
+    | {
+        "architectures": ["InternLM3ForCausalLM"],
+        "bias": False,
+        "head_dim": 128,
+        "max_position_embeddings": 32768,
+        "model_type": "internlm3",
+        "qkv_bias": False,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 50000000,
+    },
+}
+
+
 @pytest.mark.parametrize("name", OTHER_FORMS)
 def test_dense_decoders_by_other_names_say_in_our_kernels_what_transformers_says(name: str, tmp_path: Path) -> None:
     config = OTHER_FORMS[name] | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}

@@ -55,9 +55,25 @@ HUNYUAN: dict[str, Any] = {  # Hunyuan-1.8B-Instruct as it is published; widths 
 }
 
 
-def test_hunyuan_as_published_says_what_transformers_says(tmp_path: Path) -> None:
-    assert what_refuses(HUNYUAN, NOWHERE) is None
-    found = compare(TargetModel.load(saved_as(HUNYUAN, tmp_path), "float32", "cpu"))
+EXPERTS = {  # what Hunyuan-A13B says beside this
+    "architectures": ["HunYuanMoEV1ForCausalLM"],
+    "model_type": "hunyuan_v1_moe",
+    "moe_drop_tokens": False,
+    "moe_intermediate_size": [96, 96],
+    "moe_layer_num_skipped": 0,
+    "moe_topk": [2, 2],
+    "norm_topk_prob": True,
+    "num_experts": 4,
+    "num_shared_expert": [1, 1],
+    "use_mixed_mlp_moe": True,
+}
+
+
+@pytest.mark.parametrize("others", [{}, EXPERTS], ids=["dense", "experts"])
+def test_hunyuan_as_published_says_what_transformers_says(others: dict[str, Any], tmp_path: Path) -> None:
+    config = HUNYUAN | others
+    assert what_refuses(config, NOWHERE) is None
+    found = compare(TargetModel.load(saved_as(config, tmp_path), "float32", "cpu"))
     assert found.agrees, found
     assert found.num_same_choices == found.num_rows
 

@@ -11,7 +11,6 @@ from swiftbatch.worker.exactness.probe import probe_rows
 from swiftbatch.worker.exactness.row_agreement import compare
 from swiftbatch.worker.kernels.instruction_sets import NO_KERNELS, OVERRIDE
 from swiftbatch.worker.model.files import locate_model
-from swiftbatch.worker.model.kinds import SUPPORTED_KINDS
 from swiftbatch.worker.model.span import FULL
 from swiftbatch.worker.target import attention
 from swiftbatch.worker.target.attention import attend_in_torch
@@ -20,7 +19,7 @@ from swiftbatch.worker.target.kernel_attention import attends_of
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.transformers_forwards import TransformersForwards
 from tests.worker.kernels.kernel_parts import VARIANTS, needs_kernels
-from tests.worker.model.kind_parts import tiny_config, tiny_model, tiny_target
+from tests.worker.model.kind_parts import EACH_KIND, tiny_config, tiny_model, tiny_target
 
 pytestmark = [pytest.mark.long, needs_kernels]
 
@@ -35,7 +34,7 @@ def num_in_kernels(target: TargetModel) -> int:
     return sum(attend is not attend_in_torch for attend in target.forwards._attends)
 
 
-@pytest.mark.parametrize("kind", SUPPORTED_KINDS)
+@pytest.mark.parametrize("kind", EACH_KIND)
 def test_every_kind_says_what_transformers_says_with_kernels_in_all_layers_without_chunks(kind: str) -> None:
     target = tiny_target(kind, variant=VARIANT)
     assert num_in_kernels(target) == sum(span.kind != "chunk" for span in target.transformers.spans)

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.model.compute_path import path_on
+from swiftbatch.worker.model.files import locate_model, read_config
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.model.gguf.tiny_gguf import TINY, TOKENS, write_tiny
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-IN_KERNELS = ("granite", "llama", "phi3", "qwen2", "qwen3", "smollm3")
+WITH_EXPERTS = ("qwen2moe", "qwen3moe")
 TOKEN_IDS = [(7 * number + 3) % len(TOKENS) for number in range(48)]
 
 
@@ -34,3 +35,10 @@ def test_logits_are_those_of_the_dequantized_twin(name: str, dtype: str, tmp_pat
     assert logits.isfinite().all()
     assert logits.std() > 0.01
     assert torch.equal(logits, logits_of(twin, dtype))
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_dense_architectures_run_in_our_kernels(name: str, tmp_path: Path) -> None:
+    files = locate_model(str(write_tiny(name, tmp_path, torch.bfloat16)[0]))
+    path = path_on("cuda", read_config(files.name, files.path))
+    assert path.name == ("transformers" if name in WITH_EXPERTS else "kernels"), path

@@ -1,0 +1,146 @@
+"""What `bench scale` measures, a process for each: `python -m swiftbatch.scheduler.scale.stages STAGE OPTIONS`."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from swiftbatch.jobs.json_lines import dump_line, sealed
+from swiftbatch.jobs.run.results import success_line
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.metrics.driver_counters import DriverCounters
+from swiftbatch.scheduler.cluster.actors import WorkerSpec
+from swiftbatch.scheduler.cluster.cluster import Cluster
+from swiftbatch.scheduler.display.display import open_display
+from swiftbatch.scheduler.driver.backlog import load_queue
+from swiftbatch.scheduler.driver.context import DriverContext
+from swiftbatch.scheduler.driver.driver import Driver
+from swiftbatch.scheduler.driver.fleet import Fleet
+from swiftbatch.scheduler.driver.hold import Hold
+from swiftbatch.scheduler.limits import Limits, Spending
+from swiftbatch.scheduler.runs.cancellation import cancel_jobs
+from swiftbatch.scheduler.runs.settings import Settings
+from swiftbatch.scheduler.runs.submission import submission
+from swiftbatch.scheduler.scale.scale_options import JOBS_FILE, RUN, ScaleOptions
+from swiftbatch.scheduler.scale.stub_workers import SimulatedClock, StubCalls
+from swiftbatch.worker.bench.peak_memory import peak_bytes, reset_peak
+from swiftbatch.worker.config import EngineConfig
+
+MAX_ATTEMPTS = 5
+PATIENCE = 1e9  # seconds: no stub worker is ever given up
+
+
+def submit(options: ScaleOptions) -> dict[str, float]:
+    """Read the file of jobs, tokenize it, and add what is new to the run."""
+    with submission(str(options.folder / JOBS_FILE), str(options.folder / RUN), Settings()) as made:
+        return {"num_rejects": len(made.rejects)}
+
+
+def drive(options: ScaleOptions) -> dict[str, float]:
+    """Run jobs for a while with stub workers: `busy` is the driver's share of a core, and turns are its loop's."""
+    clock, run = SimulatedClock(), Run.open(str(options.folder / RUN))
+    calls = StubCalls(clock)
+    cluster = Cluster(is_embedded=True, num_gpus=0, watch=None)
+    fleet = Fleet(WorkerSpec(EngineConfig(), run.store.uri), cluster, PATIENCE, calls, clock.now)
+    hold, queue = Hold(run, clock=clock.now), load_queue(run, MAX_ATTEMPTS)
+    with open_display("quiet") as display:
+        context = DriverContext(
+            *(run, queue, fleet, display, DriverCounters(), options.num_workers, options.num_slots),
+            grace_seconds=0.0,
+            limits=Limits(),
+            spent=Spending(),
+            clock=clock.now,
+        )
+        driver = Driver(context, hold)
+        turns = DriverTurns(calls, options.num_seconds, driver.request_stop)
+        calls.at_turn = turns.turn
+        driver.run()
+    return turns.figures()
+
+
+class DriverTurns:
+    """What a driver does from its first turn until enough seconds are over."""
+
+    def __init__(self, calls: StubCalls, num_seconds: float, stop: Callable[[], None]) -> None:
+        self._calls, self._num_seconds, self._stop = calls, num_seconds, stop
+        self._turns: list[tuple[float, float]] = []  # simulated time and CPU time
+        self._counts = (0, 0)
+
+    def turn(self) -> None:
+        if self._turns and self._turns[-1][0] - self._turns[0][0] >= self._num_seconds:
+            self._stop()
+            return
+        self._turns.append((self._calls.clock.now(), time.process_time()))
+        self._counts = (self._calls.num_reports, self._calls.num_finished)
+
+    def figures(self) -> dict[str, float]:
+        (start, cpu_start), (end, cpu_end) = self._turns[0], self._turns[-1]
+        num_reports, num_finished = self._counts
+        turns = np.diff([now for now, _ in self._turns])
+        return {
+            "busy": (cpu_end - cpu_start) / max(end - start, 1e-9),
+            "ms_per_report": 1e3 * (cpu_end - cpu_start) / max(num_reports, 1),
+            "num_reports": num_reports,
+            "num_finished": num_finished,
+            "turn_p99_seconds": float(np.quantile(turns, 0.99)) if len(turns) else 0.0,
+        }
+
+
+def finish(options: ScaleOptions) -> dict[str, float]:
+    """Write results as workers would, of all jobs but a part: nothing here is measured for its own sake."""
+    run = Run.open(str(options.folder / RUN))
+    records = run.jobs()
+    results = options.folder / RUN / "results"
+    results.mkdir(exist_ok=True)
+    for record in records[: int(len(records) * options.share_done)]:
+        token_ids = np.zeros(record.job.sampling.max_tokens, np.uint32)
+        line = success_line(
+            *(record, run.manifest.run_id, "a text " * 8, "length"),
+            model=run.manifest.model,
+            system_fingerprint=run.manifest.fingerprint,
+            token_ids=token_ids,
+            metrics={"seconds": 1.0},
+        )
+        (results / f"{record.job_id}.json").write_bytes(sealed(dump_line(line)[:-1]))
+    return {}
+
+
+def resume(options: ScaleOptions) -> dict[str, float]:
+    """Find out what is left to do, as a driver does before it hands out the first job."""
+    run = Run.open(str(options.folder / RUN))
+    queue = load_queue(run, MAX_ATTEMPTS)
+    run.set_damaged_aside(queue.unfinished())
+    return {"num_unfinished": queue.num_unfinished}
+
+
+def cancel(options: ScaleOptions) -> dict[str, float]:
+    """Cancel what is left, with the output files written."""
+    cancel_jobs(Run.open(str(options.folder / RUN)), None)
+    return {}
+
+
+STAGES: dict[str, Callable[[ScaleOptions], dict[str, float]]] = {
+    "submit": submit,
+    "drive": drive,
+    "finish": finish,
+    "submit again": submit,
+    "resume": resume,
+    "cancel": cancel,
+}
+
+
+def measured(name: str, options: ScaleOptions) -> dict[str, Any]:
+    """A stage's CPU seconds and the memory that it took above what was there before, in bytes."""
+    before, started = reset_peak(), time.process_time()
+    figures = STAGES[name](options)
+    return {"stage": name, "cpu_seconds": time.process_time() - started, "peak_bytes": peak_bytes() - before, **figures}
+
+
+if __name__ == "__main__":
+    print(json.dumps(measured(sys.argv[1], ScaleOptions.model_validate_json(Path(sys.argv[2]).read_bytes()))))

@@ -1,0 +1,70 @@
+"""Tables of jobs are read part by part, in input order or at any place, and say how long their longest job is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pyarrow import parquet
+
+from swiftbatch.jobs.job import JobRecord
+from swiftbatch.jobs.run import job_table, table_parts
+from swiftbatch.jobs.run.run import Run
+from tests.jobs.run.run_parts import MANIFEST, make_record
+
+NAMES = [f"job-{number}" for number in range(7)]
+
+
+def longer(record: JobRecord, max_tokens: int) -> JobRecord:
+    sampling = record.job.sampling.model_copy(update={"max_tokens": max_tokens})
+    job = record.job.model_copy(update={"sampling": sampling})
+    return replace(record, job_id=job.job_id("f1"), job=job, supersedes=record.job_id)
+
+
+@pytest.fixture(params=["local", "s3"])
+def run(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Seven jobs in parts of two, one of which has been extended later, and one more."""
+    monkeypatch.setattr(job_table, "ROWS_PER_PART", 2)
+    uri = str(tmp_path / "run") if request.param == "local" else request.getfixturevalue("s3_uri")
+    run = Run.create_or_open(uri, MANIFEST)
+    run.add_jobs(make_record(name, number) for number, name in enumerate(NAMES))
+    run.add_jobs([longer(run.jobs()[3], 900), make_record("last", 7)])
+    return run
+
+
+def test_jobs_stand_in_input_order_each_in_its_newest_form(run: Run) -> None:
+    found = list(run.records())
+    assert [record.job.custom_id for record in found] == [*NAMES, "last"]
+    assert found[3].job.sampling.max_tokens == 900
+    index = run.job_index()
+    assert list(index.entries()) == [index.entry(row) for row in range(len(index))]
+    assert [entry.job_id for entry in index.entries()] == [record.job_id for record in found]
+    assert [entry.max_length for entry in index.entries()] == [record.max_length for record in found]
+    assert index.places.tolist() == [0, 1, 2, 7, 4, 5, 6, 8]
+
+
+def test_each_job_is_read_alone_in_any_order(run: Run) -> None:
+    index, records = run.job_index(), run.jobs()
+    wanted = [7, 0, 3, 5]  # rows
+    bodies = run.job_bodies(np.sort(index.places[wanted]))
+    for row in wanted:
+        assert bodies.record(index.entry(row)).job == records[row].job
+
+
+def test_the_longest_job_is_known_without_a_look_at_jobs(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(table_parts, "parts_of")
+    assert run.longest_job() == 903
+
+
+def test_no_part_of_a_table_has_too_many_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_table, "ROWS_PER_PART", 2)
+    run = Run.create_or_open(str(tmp_path / "run"), MANIFEST)
+    run.add_jobs(make_record(name) for name in NAMES)
+    metadata = parquet.read_metadata(tmp_path / "run" / "jobs.parquet")
+    assert [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)] == [2, 2, 2, 1]
+    monkeypatch.setattr(job_table, "LETTERS_PER_PART", 1)  # long prompts
+    other = Run.create_or_open(str(tmp_path / "other"), MANIFEST)
+    other.add_jobs(make_record(name) for name in NAMES)
+    assert parquet.read_metadata(tmp_path / "other" / "jobs.parquet").num_row_groups == len(NAMES)

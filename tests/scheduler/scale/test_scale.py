@@ -1,0 +1,43 @@
+"""What a driver costs is measured with its own parts, and all jobs come out of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.scheduler.cli import main
+from swiftbatch.scheduler.driver.backlog import count_jobs
+from swiftbatch.scheduler.scale.scale import STAGE_NAMES, render, write_jobs
+from swiftbatch.scheduler.scale.scale_options import JOBS_FILE, RUN, ScaleOptions
+from swiftbatch.scheduler.scale.stages import STAGES, measured
+
+NUM_JOBS = 20
+
+
+def test_each_stage_does_with_a_few_jobs_what_it_is_to_measure(tmp_path: Path) -> None:
+    assert tuple(STAGES) == STAGE_NAMES
+    options = ScaleOptions(num_jobs=NUM_JOBS, num_workers=2, num_slots=3, num_seconds=3.0, folder=tmp_path)
+    write_jobs(tmp_path / JOBS_FILE, NUM_JOBS)
+    found = {name: measured(name, options) for name in STAGE_NAMES}
+    assert found["submit"]["num_rejects"] == found["submit again"]["num_rejects"] == 0
+    assert found["drive"]["num_reports"] > 10
+    assert len(list((tmp_path / RUN / "checkpoints").iterdir())) >= 6  # all slots had a job
+    assert found["resume"]["num_unfinished"] == NUM_JOBS // 10
+    assert count_jobs(Run.open(str(tmp_path / RUN)))["cancelled"] == NUM_JOBS // 10
+    assert len((tmp_path / RUN / "output.jsonl").read_bytes().splitlines()) == NUM_JOBS
+    assert render(options, list(found.values())).row_count == len(STAGE_NAMES)
+
+
+@pytest.mark.slow
+def test_the_command_measures_ten_thousand_jobs(tmp_path: Path) -> None:
+    figures = tmp_path / "scale.json"
+    options = ["--jobs", "10000", "--workers", "100", "--folder", str(tmp_path / "scale"), "--json", str(figures)]
+    result = CliRunner().invoke(main, ["bench", "scale", *options])
+    assert result.exit_code == 0, result.output
+    found = {entry["stage"]: entry for entry in json.loads(figures.read_text())["results"]}
+    assert found["resume"]["num_unfinished"] == 1000
+    assert found["drive"]["num_finished"] > 0
