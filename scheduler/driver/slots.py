@@ -1,4 +1,4 @@
-"""How many jobs a worker takes: as many as its memory may be expected to hold, up to a number."""
+"""How many jobs a worker takes: as many as its memory may be expected to hold for a while, up to a number."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ MEMORY_SHARE = 0.8  # of what is free, for caches; drafts and checkpoints on the
 class Slots:
     """Says whether a worker takes one more job beside those that it has.
 
-    It may be wrong: a worker whose memory runs out hands its youngest jobs back. Then it gets no more until one of
-    those that it kept has left, so it hands jobs back no more often than jobs end.
+    It looks ahead for a while only, and may be wrong: a worker whose memory runs out hands its youngest jobs back. Then
+    it gets no more until one of those that it kept has left, so it hands jobs back no more often than jobs end.
     """
 
     def __init__(self, num_slots: int | None, fleet: Fleet) -> None:
@@ -33,7 +33,7 @@ class Slots:
         return 0 < num_held >= min(bounds)
 
     def has_room(self, worker: Worker, held: list[Growth], job: Growth) -> bool:
-        """Tell whether a job would fit beside those that a worker has, until they end; alone it always does."""
+        """Tell whether a job would fit beside those that a worker has, for a while; alone it always does."""
         num_pages = self.num_pages(worker)
         return not held or num_pages is None or most_pages([*held, job]) <= num_pages
 

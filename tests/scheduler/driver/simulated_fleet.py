@@ -18,6 +18,7 @@ from swiftbatch.jobs.run.results import success_line
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.metrics.driver_counters import DriverCounters
 from swiftbatch.scheduler.cluster.actors import WorkerInfo
+from swiftbatch.scheduler.driver import claims
 from swiftbatch.scheduler.driver.backlog import load_queue
 from swiftbatch.scheduler.driver.dispatch import Dispatcher
 from swiftbatch.scheduler.driver.fleet import Reported, Worker
@@ -156,6 +157,7 @@ class SimulatedRun:
         """Run all jobs; returns the seconds that it took."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(os, "fsync", lambda descriptor: None)  # the disk's time
+            patch.setattr(claims, "PATIENCE_SECONDS", 600.0)  # claims take no time here
             return self._to_the_end()
 
     def _to_the_end(self) -> float:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from swiftbatch.scheduler.driver.lengths import Forecast
+from swiftbatch.worker.caches.memory import pages
 from swiftbatch.worker.caches.memory.pages import pages_of
 from tests.scheduler.driver.simulated_fleet import SimulatedRun, StepModel
 
@@ -52,3 +53,16 @@ def test_memory_is_shared_by_long_jobs_at_different_lengths_and_short_ones_besid
     seconds = run.to_the_end()
     assert not run.counters.num_preemptions
     assert seconds < 0.9 * 5 * 1600 * 0.05
+
+
+def test_jobs_longer_than_the_horizon_take_turns_and_end_sooner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As above: while they are short, more than two run, and the youngest waits with its tokens when they are long."""
+    monkeypatch.setattr(pages, "HORIZON", 160)
+    limits = {f"long {number}": 1600 for number in range(10)} | {f"short {number}": 100 for number in range(60)}
+    sizes = {"num_workers": 1, "num_pages": 2 * pages_of(1600) + 10, "step": StepModel(base=0.05, per_job=0.0)}
+    run = SimulatedRun(tmp_path, limits, limits, **sizes)
+    seconds = run.to_the_end()
+    assert 0 < run.counters.num_preemptions["memory_full"] < 40
+    assert seconds < 0.75 * 5 * 1600 * 0.05

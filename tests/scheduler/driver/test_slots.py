@@ -13,7 +13,7 @@ from swiftbatch.scheduler.driver.slots import MEMORY_SHARE, Slots
 from swiftbatch.worker.caches.memory.pages import PAGE, Growth, most_pages
 from swiftbatch.worker.kernels.sizes import MOST_SLOTS
 
-SHORT, LONG = Growth(10, 1000), Growth(10, 50_000)
+SHORT, LONG = Growth(10, 60), Growth(10, 2000)
 
 
 def worker(num_pages: int, node: str = "node", num_slots: int | None = None) -> Worker:
@@ -48,15 +48,15 @@ def test_one_job_is_always_taken() -> None:
 
 def test_a_long_job_leaves_room_for_short_ones_that_end_before_it_is_long() -> None:
     one = worker(most_pages([LONG]))
-    assert slots(None, one).has_room(one, [LONG] + [SHORT] * 20, SHORT)
+    assert slots(None, one).has_room(one, [LONG] + [SHORT] * 4, SHORT)
     assert not slots(None, one).has_room(one, [LONG], LONG)
-    assert not slots(None, one).has_room(one, [Growth(49_900, 50_000)], SHORT)
+    assert not slots(None, one).has_room(one, [Growth(1950, 2000)], SHORT)
 
 
 def test_a_long_job_begins_when_it_will_only_be_long_after_others_have_ended() -> None:
     one = worker(most_pages([LONG]) + 20)
-    assert slots(None, one).has_room(one, [Growth(49_000, 50_000)], LONG)
-    assert not slots(None, one).has_room(one, [Growth(45_000, 50_000)], LONG)
+    assert slots(None, one).has_room(one, [Growth(1500, 2000)], LONG)
+    assert not slots(None, one).has_room(one, [Growth(500, 2000)], LONG)
 
 
 def test_workers_of_one_machine_share_its_memory() -> None:

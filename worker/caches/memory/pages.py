@@ -8,6 +8,7 @@ from typing import NamedTuple
 from swiftbatch.worker.caches.room import MAX_TREE_NODES
 
 PAGE = 64  # positions; a CPU's memory is taken in less
+HORIZON = 2048  # tokens that a job has room for when it begins: to leave and to come back costs far less than these
 ROOM_BEHIND = MAX_TREE_NODES + 1  # positions that a step may write behind the committed ones
 
 
@@ -28,12 +29,13 @@ def pages_of(num_positions: int) -> int:
 
 
 def most_pages(jobs: Iterable[Growth]) -> int:
-    """The most pages that jobs take at any time if they grow alike, and each leaves at its expected end.
+    """The most pages that jobs take within the horizon if they grow alike, and each leaves at its expected end.
 
-    That time is one of the ends: a job's pages are free again when it has left, and until then all others grow.
+    That time is one of the ends, or the horizon: a job's pages are free again when it has left, and until then all
+    others grow. What lies behind the horizon is left open: by then some have ended, or the youngest makes room.
     """
     most, now = 0, 0
     for count, job in enumerate(sorted(jobs, key=lambda job: job.left, reverse=True), start=1):
         now += job.now
-        most = max(most, now + count * (job.left + ROOM_BEHIND + PAGE - 1))
+        most = max(most, now + count * (min(job.left, HORIZON) + ROOM_BEHIND + PAGE - 1))
     return -(-most // PAGE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from swiftbatch.worker.caches.memory.pages import PAGE, ROOM_BEHIND, Growth, most_pages, pages_of
+from swiftbatch.worker.caches.memory.pages import HORIZON, PAGE, ROOM_BEHIND, Growth, most_pages, pages_of
 
 
 def peak(jobs: list[Growth]) -> int:
@@ -21,9 +21,14 @@ def test_a_plan_is_never_below_what_jobs_take_and_at_most_a_page_a_job_above() -
 
 
 def test_short_jobs_beside_long_ones_are_counted_until_they_end() -> None:
-    long, short = Growth(0, 64_000), Growth(0, 640)
-    assert most_pages([long]) == most_pages([long, *[short] * 20]) == pages_of(64_000) + 1
-    assert most_pages([short] * 90) > 900
+    long, short = Growth(0, HORIZON), Growth(0, HORIZON // 16)
+    assert most_pages([long]) == most_pages([long, *[short] * 5]) == pages_of(HORIZON) + 1
+    assert most_pages([long, *[short] * 20]) > pages_of(HORIZON) + 1
+
+
+def test_what_lies_behind_the_horizon_is_left_open() -> None:
+    assert most_pages([Growth(500, 10**6)] * 3) == most_pages([Growth(500, 500 + HORIZON)] * 3)
+    assert most_pages([Growth(10**5, 10**6)]) > pages_of(10**5 + HORIZON - 1)
 
 
 def test_a_job_takes_room_for_its_positions_and_one_step() -> None:
