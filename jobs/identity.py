@@ -42,7 +42,10 @@ class Identity(Strict):
         """Read what `pack` gave at the front of `data`, and its size in bytes. Raises ValueError for anything else."""
         try:
             (length,) = LENGTH.unpack_from(data)
-            job_id, fingerprint = bytes(data[LENGTH.size : LENGTH.size + length]).decode().split(" ")
+            text = bytes(data[LENGTH.size : LENGTH.size + length])
+            if len(text) < length:
+                raise ValueError("torn")
+            job_id, fingerprint = text.decode().split(" ")
         except (struct.error, ValueError):
             raise ValueError("found no job's name where one was expected") from None
         return cls(job_id=job_id, fingerprint=fingerprint), LENGTH.size + length

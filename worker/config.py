@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from swiftbatch.jobs.repetition import LoopAction
-from swiftbatch.jobs.run.dtypes import AttentionName, Device, Dtype, LinearName, LogprobsMode, ThinkingMarkers
+from swiftbatch.jobs.run.dtypes import AttentionName, Device, Dtype, KVDtype, LinearName, LogprobsMode, ThinkingMarkers
 from swiftbatch.jobs.sampling import ThinkingEnd
 from swiftbatch.worker.drafters.catalogue import DEFAULT_ENGINE
 from swiftbatch.worker.kernels.choice import CudaKernels
@@ -23,6 +23,7 @@ class Computation:
     draft_model: str | None = None  # folder with the engine's trained parts; None: the model's own
     kv_offload: str | None = None  # folder that key-value caches are kept in; None: on the device
     dtype: Dtype = "bfloat16"
+    kv_dtype: KVDtype | None = None  # of keys and values; None: as `dtype`
     device: Device = "auto"
     attention: AttentionName = CudaKernels.attention
     linear: LinearName = CudaKernels.linear

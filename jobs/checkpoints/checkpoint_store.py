@@ -8,6 +8,7 @@ checkpoints/<job_id>/<attempt>/claim.json            who took the job, when, on 
                                                      written before the token log that has these
                                kv-<start>-<end>.arrow        keys and values of some positions, never changed
                                drafter-<num_positions>.arrow
+                               states-<num_positions>.arrow  of layers that have one in place of keys and values
                                manifest.json         names segments (of earlier attempts too) and drafter state with
                                                      their checksums, written last
                                resume.json           how the attempt began, where it was not the first
@@ -30,6 +31,7 @@ from swiftbatch.jobs.checkpoints.files import (
     AttemptRecord,
     ClaimFile,
     DrafterEntry,
+    LayerStatesEntry,
     ResumeFile,
     ResumeRecord,
     SegmentEntry,
@@ -39,10 +41,11 @@ from swiftbatch.jobs.checkpoints.files import (
     dump_file,
     parse_file,
     segment_name,
+    states_name,
 )
 from swiftbatch.jobs.checkpoints.logprob_files import LogprobFiles, WrittenSpans
 from swiftbatch.jobs.checkpoints.segments import Segment, decode_segment, encode_segment, identity_of_segment
-from swiftbatch.jobs.checkpoints.state_file import State, decode_state, encode_state, identity_of_state
+from swiftbatch.jobs.checkpoints.state_file import LayerStates, State, decode_state, encode_state, identity_of_state
 from swiftbatch.jobs.checkpoints.timeline import Timeline
 from swiftbatch.jobs.checkpoints.token_log import Rewind, TokenIds, TokenLog, decode_log, encode_log
 from swiftbatch.jobs.identity import DamagedFileError, Identity
@@ -56,6 +59,8 @@ __all__ = [
     "AttemptRecord",
     "CheckpointStore",
     "DrafterEntry",
+    "LayerStates",
+    "LayerStatesEntry",
     "ResumeRecord",
     "Segment",
     "SegmentEntry",
@@ -223,14 +228,30 @@ class CheckpointStore:
         known = Known(entry.size, entry.sha256)
         return self._files.read_verified(path, known, self._identity(job_id), identity_of_state, decode_state)
 
+    def write_states(self, job_id: str, attempt: int, states: LayerStates) -> LayerStatesEntry:
+        """Write the states of layers, as `write_segment` does keys and values."""
+        data = encode_state(states.arrays, self._identity(job_id))
+        name = states_name(states.num_positions)
+        self._store.write(_path(job_id, attempt, name), data)
+        file = f"{attempt:04d}/{name}"
+        return LayerStatesEntry(file=file, num_positions=states.num_positions, size=len(data), sha256=digest(data))
+
+    def read_states(self, job_id: str, entry: LayerStatesEntry) -> LayerStates | None:
+        """The states of layers that a manifest names; None if they are damaged or absent."""
+        path = f"checkpoints/{job_id}/{entry.file}"
+        known = Known(entry.size, entry.sha256)
+        arrays = self._files.read_verified(path, known, self._identity(job_id), identity_of_state, decode_state)
+        return None if arrays is None else LayerStates(entry.num_positions, arrays)
+
     def write_manifest(self, job_id: str, attempt: int, manifest: StateManifest) -> int:
-        """Make what was written count, then remove the attempt's older drafter states. Returns bytes written."""
+        """Make what was written count, then remove the attempt's older states. Returns bytes written."""
         data = dump_file(manifest, self._identity(job_id))
         self._store.write(_path(job_id, attempt, "manifest.json"), data)
-        if manifest.drafter is not None:
-            for name in self._store.list(_folder(job_id, attempt)):
-                if name.startswith("drafter-") and f"{attempt:04d}/{name}" != manifest.drafter.file:
-                    self._store.delete(_path(job_id, attempt, name))
+        named = {entry.file for entry in (manifest.drafter, manifest.states) if entry is not None}
+        kinds = {file.partition("/")[2].partition("-")[0] for file in named}
+        for name in self._store.list(_folder(job_id, attempt)) if named else ():
+            if name.partition("-")[0] in kinds and f"{attempt:04d}/{name}" not in named:
+                self._store.delete(_path(job_id, attempt, name))
         return len(data)
 
     def read_manifest(self, job_id: str, attempt: int) -> StateManifest | None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import Final, Literal, Self, TypeVar
+from typing import Any, Final, Literal, Self, TypeVar
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, ValidationError, model_serializer, model_validator
 
 from swiftbatch.jobs.checkpoints.timeline import Moment, Timeline
 from swiftbatch.jobs.frozen import Strict
@@ -59,15 +59,36 @@ class DrafterEntry(Strict):
         return self
 
 
+class LayerStatesEntry(Strict):
+    """States of layers behind the first `num_positions` positions; `file` and `size` as in a `SegmentEntry`."""
+
+    file: str = Field(pattern=r"^[0-9]{4,}/states-[0-9]+\.arrow$")
+    num_positions: int = Field(gt=0)
+    size: int = Field(ge=0)
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+
+    @model_validator(mode="after")
+    def _is_named_after_its_positions(self) -> Self:
+        _check_name(self.file, states_name(self.num_positions))
+        return self
+
+    @property
+    def attempt(self) -> int:
+        """The attempt that wrote it."""
+        return int(self.file.partition("/")[0])
+
+
 class StateManifest(OwnedFile):
     """`manifest.json`: the segments of a sequence from position 0 on, without a gap, and the newest drafter state.
 
-    They are of the tokens that stood there after `num_rewinds` rewinds.
+    They are of the tokens that stood there after `num_rewinds` rewinds. A model with layers that have states has the
+    newest of these beside its segments; other models' manifests do not name any.
     """
 
     num_rewinds: int = Field(default=0, ge=0)
     segments: tuple[SegmentEntry, ...] = ()
     drafter: DrafterEntry | None = None
+    states: LayerStatesEntry | None = None
 
     @property
     def num_positions(self) -> int:
@@ -81,6 +102,14 @@ class StateManifest(OwnedFile):
                 raise ValueError(f"found the segment {segment.file}, expected one that starts at {expected}")
             expected = segment.end
         return self
+
+    @model_serializer(mode="wrap")
+    def _without_what_it_lacks(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Older versions refuse a field that they do not know."""
+        found: dict[str, Any] = dump(self)
+        if self.states is None:
+            found.pop("states", None)
+        return found
 
 
 class ResumeRecord(Strict):
@@ -168,6 +197,10 @@ def segment_name(start: int, end: int) -> str:
 
 def drafter_name(num_positions: int) -> str:
     return f"drafter-{num_positions}.arrow"
+
+
+def states_name(num_positions: int) -> str:
+    return f"states-{num_positions}.arrow"
 
 
 def _check_name(file: str, expected: str) -> None:

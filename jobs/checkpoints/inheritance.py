@@ -14,6 +14,7 @@ from swiftbatch.jobs.checkpoints.files import (
     AttemptRecord,
     ClaimFile,
     DrafterEntry,
+    LayerStatesEntry,
     ResumeFile,
     SegmentEntry,
     TimelineFile,
@@ -72,9 +73,12 @@ class _State:
         """Take what the manifests name, and each manifest behind it."""
         for attempt in range(1, self._checkpoints.attempts(self._earlier_id) + 1):
             if (manifest := self._checkpoints.read_manifest(self._earlier_id, attempt)) is not None:
-                segments = tuple(self._taken(manifest.segments))
-                own = manifest.model_copy(update={"segments": segments, "drafter": self._drafter(manifest.drafter)})
-                self._checkpoints.write_manifest(self._job_id, attempt, own)
+                own = {
+                    "segments": tuple(self._taken(manifest.segments)),
+                    "drafter": self._drafter(manifest.drafter),
+                    "states": self._states(manifest.states),
+                }
+                self._checkpoints.write_manifest(self._job_id, attempt, manifest.model_copy(update=own))
 
     def _taken(self, segments: Sequence[SegmentEntry]) -> Iterator[SegmentEntry]:
         """The segments up to one that can't be read: those behind it have nothing to go on from."""
@@ -97,6 +101,12 @@ class _State:
             return None
         place = (self._job_id, _attempt(entry), entry.num_positions)
         return self._checkpoints.write_drafter(*place, entry.engine, state)
+
+    def _states(self, entry: LayerStatesEntry | None) -> LayerStatesEntry | None:
+        states = None if entry is None else self._checkpoints.read_states(self._earlier_id, entry)
+        if entry is None or states is None:
+            return None
+        return self._checkpoints.write_states(self._job_id, entry.attempt, states)
 
 
 def _attempt(entry: SegmentEntry | DrafterEntry) -> int:

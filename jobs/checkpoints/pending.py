@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from swiftbatch.jobs.checkpoints.checkpoint_store import (
     CheckpointStore,
     DrafterEntry,
+    LayerStates,
+    LayerStatesEntry,
     Segment,
     SegmentEntry,
     State,
@@ -40,8 +42,9 @@ class KVSource(Protocol):
 class PendingCheckpoint:
     """The newest token log, timeline and state of one job, as far as they are not written.
 
-    A state is written as segments behind those there already, a manifest after each, then the drafter's file. A newer
-    state takes the place of one that is half-written: its segments go on where those of the older one are.
+    A state is written as segments behind those there already, a manifest after each, then the drafter's file; the
+    states of layers as soon as the segments reach them. A newer state takes the place of one that is half-written: its
+    segments go on where those of the older one are.
     """
 
     job_id: str
@@ -57,6 +60,8 @@ class PendingCheckpoint:
     token_ids: TokenIds = field(default_factory=lambda: np.zeros(0, dtype=np.uint32))  # of all positions of the state
     drafter_state: State = field(default_factory=dict)
     drafter: DrafterEntry | None = None
+    layer_states: LayerStates | None = None
+    states: LayerStatesEntry | None = None
     is_manifest_due: bool = False
 
     @property
@@ -68,12 +73,24 @@ class PendingCheckpoint:
         return max(self.num_written_positions, len(self.token_ids))
 
     @property
+    def num_positions_of_states(self) -> int:
+        """Positions of the newest states of layers, 0 without any."""
+        newest = self.layer_states or self.states
+        return newest.num_positions if newest else 0
+
+    @property
     def is_waiting(self) -> bool:
         return self.log is not None or self.timeline is not None or self.has_state
 
     @property
     def has_state(self) -> bool:
-        return bool(self.is_manifest_due or self.num_written_positions < len(self.token_ids) or self.drafter_state)
+        is_behind = self.num_written_positions < len(self.token_ids)
+        return bool(self.is_manifest_due or is_behind or self.drafter_state or self._may_write_states)
+
+    @property
+    def _may_write_states(self) -> bool:
+        """Tell whether states of layers wait that the segments reach."""
+        return self.layer_states is not None and self.layer_states.num_positions <= self.num_written_positions
 
     def rewind(self, log: TokenLog, num_positions: int, logprobs: TokenLogprobs | None = None) -> None:
         """Drop the state from `num_positions` on. The log is written first, then a manifest says so."""
@@ -82,6 +99,8 @@ class PendingCheckpoint:
         self.segments = [entry for entry in self.segments if entry.end <= num_positions]
         self.token_ids = self.token_ids[: self.num_written_positions]
         self.drafter_state, self.drafter = {}, None
+        self.layer_states = _up_to(self.layer_states, num_positions)
+        self.states = _up_to(self.states, num_positions)
         self.is_manifest_due = True
 
     def take_tokens(self) -> WriteFile:
@@ -104,6 +123,10 @@ class PendingCheckpoint:
         """Return a function that writes the next file of the state. Call it while `has_state`, and run it first."""
         if self.is_manifest_due:
             return self._write_manifest
+        if self._may_write_states:
+            states, self.layer_states = self.layer_states, None
+            assert states is not None
+            return partial(self._write_states, states)
         start = self.num_written_positions
         if start < len(self.token_ids):
             return partial(self._write_segment, start, self.token_ids[start : start + max_positions])
@@ -128,7 +151,23 @@ class PendingCheckpoint:
         self.is_manifest_due = True
         return self.drafter.size
 
+    def _write_states(self, states: LayerStates, checkpoints: CheckpointStore) -> int:
+        self.states = checkpoints.write_states(self.job_id, self.attempt, states)
+        self.is_manifest_due = True
+        return self.states.size
+
     def _write_manifest(self, checkpoints: CheckpointStore) -> int:
-        manifest = StateManifest(num_rewinds=self.num_rewinds, segments=tuple(self.segments), drafter=self.drafter)
+        segments = tuple(self.segments)
+        manifest = StateManifest(
+            num_rewinds=self.num_rewinds, segments=segments, drafter=self.drafter, states=self.states
+        )
         self.is_manifest_due = False
         return checkpoints.write_manifest(self.job_id, self.attempt, manifest)
+
+
+Positioned = TypeVar("Positioned", LayerStates, LayerStatesEntry)
+
+
+def _up_to(states: Positioned | None, num_positions: int) -> Positioned | None:
+    """States of layers that no position behind the first ones has changed."""
+    return states if states is not None and states.num_positions <= num_positions else None

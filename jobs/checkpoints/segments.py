@@ -16,7 +16,8 @@ from swiftbatch.jobs.identity import DamagedFileError, Identity
 
 VERSION = 2
 VERSION_OF_NOBODY = 1  # the version of older runs
-KV_DTYPES = (np.dtype("uint16"), np.dtype("float32"))  # 16-bit floats are kept as their bits: Arrow has no bfloat16
+# 16-bit floats are kept as their bits, since Arrow has no bfloat16; rows in 8 bits as the bytes of codes and scales
+KV_DTYPES = tuple(map(np.dtype, ("uint16", "float32", "int8", "uint8")))
 HEADERS_SIZE = 4096  # room for what Arrow puts before four tensors, and the second of them: a few hundred bytes in all
 
 
@@ -26,9 +27,7 @@ class Segment:
 
     start: int
     token_ids: TokenIds  # [num_positions]
-    kv: NDArray[
-        Any
-    ]  # [num_rows, num_positions, head_dim]; uint16 (the bits of a 16-bit float) or float32; may be a view
+    kv: NDArray[Any]  # [num_rows, num_positions, row_width] of one of `KV_DTYPES`; may be a view
 
     @property
     def end(self) -> int:
@@ -108,5 +107,5 @@ def _check(segment: Segment) -> None:
     if kv.dtype not in KV_DTYPES or kv.ndim != 3 or kv.shape[1] != len(token_ids) or kv.size == 0:
         raise TypeError(
             f"segment at {segment.start}: found KV of {kv.dtype} {kv.shape}, "
-            f"expected uint16 or float32 [num_rows, {len(token_ids)}, head_dim]"
+            f"expected {', '.join(map(str, KV_DTYPES))} [num_rows, {len(token_ids)}, row_width]"
         )

@@ -1,4 +1,4 @@
-"""A drafter's state as an Arrow IPC file: one record batch of one row, a binary column for each array.
+"""The state of a drafter, or of layers, as an Arrow IPC file: a record batch of one row, a binary column an array.
 
 The schema's metadata say whose it is; those of older runs do not.
 """
@@ -6,6 +6,7 @@ The schema's metadata say whose it is; those of older runs do not.
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,18 @@ State = dict[str, NDArray[Any]]
 
 IDENTITY = b"identity"
 PLAIN_KINDS = "biufc"  # bool, integers, floats, complex: nothing that would have to be pickled
+
+
+@dataclass(frozen=True)
+class LayerStates:
+    """The states that layers have behind the first `num_positions` positions, in place of keys and values."""
+
+    num_positions: int
+    arrays: State  # never changed
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays.values())
 
 
 def encode_state(state: State, identity: Identity) -> memoryview:

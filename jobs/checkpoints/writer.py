@@ -9,7 +9,14 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore, SegmentEntry, State, TokenIds, TokenLog
+from swiftbatch.jobs.checkpoints.checkpoint_store import (
+    CheckpointStore,
+    LayerStates,
+    SegmentEntry,
+    State,
+    TokenIds,
+    TokenLog,
+)
 from swiftbatch.jobs.checkpoints.logprob_files import WrittenSpans
 from swiftbatch.jobs.checkpoints.pending import FileKind, KVSource, PendingCheckpoint, WriteFile
 from swiftbatch.jobs.checkpoints.timeline import Timeline
@@ -104,10 +111,13 @@ class CheckpointWriter:
             self._opened(job_id).timeline = timeline
             self._changed.notify_all()
 
-    def put_state(self, job_id: str, token_ids: NDArray[np.integer], drafter: State) -> None:
+    def put_state(
+        self, job_id: str, token_ids: NDArray[np.integer], drafter: State, layers: LayerStates | None = None
+    ) -> None:
         """Have the state written of a sequence whose cache holds `token_ids` [num_positions], prompt included.
 
-        The arrays of `drafter` ({} = none) are given away: the caller must not change them. `token_ids` is copied.
+        The arrays of `drafter` ({} = none) and `layers` are given away: the caller must not change them. `token_ids`
+        is copied. Without `layers` those that came before stay.
         A cache behind the job's segments, as in the middle of a replay, has nothing new and is passed over.
         """
         copied = np.array(token_ids, dtype=np.uint32)
@@ -117,12 +127,18 @@ class CheckpointWriter:
                 raise ValueError(f"job {job_id} was opened without a source of KV: it has no state")
             if len(copied) >= job.num_positions:
                 job.token_ids, job.drafter_state = copied, drafter
+                job.layer_states = layers or job.layer_states
                 self._changed.notify_all()
 
     def num_state_positions(self, job_id: str) -> int:
         """Positions of the newest state put, or of the segments that the job was opened with."""
         with self._changed:
             return self._opened(job_id).num_positions
+
+    def num_positions_of_states(self, job_id: str) -> int:
+        """Positions of the newest states of layers put, 0 without any."""
+        with self._changed:
+            return self._opened(job_id).num_positions_of_states
 
     def close(self, job_id: str) -> None:
         """Drop what waits of a job and let the file being written end: nothing of the job is written afterwards."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 Dtype = Literal["bfloat16", "float32"]
+KVDtype = Literal["fp8", "int8"]  # of keys and values that are not in the run's dtype
 Device = Literal["auto", "cpu", "cuda"]
 AttentionName = Literal["triton", "flash"]  # of a GPU's kernels, as the next
 LinearName = Literal["cublas", "triton"]

@@ -11,7 +11,7 @@ from pydantic import Field
 from swiftbatch.jobs.checkpoints.timeline import Moment
 from swiftbatch.jobs.frozen import Frozen
 from swiftbatch.jobs.repetition import LoopAction
-from swiftbatch.jobs.run.dtypes import AttentionName, Device, Dtype, LinearName, LogprobsMode, ThinkingMarkers
+from swiftbatch.jobs.run.dtypes import AttentionName, Device, Dtype, KVDtype, LinearName, LogprobsMode, ThinkingMarkers
 from swiftbatch.jobs.sampling import ThinkingEnd
 
 RUN_VERSION = 1
@@ -42,6 +42,7 @@ class RunManifest(Frozen):
     draft_model: str | None = None  # folder of the engine's trained parts; None: the model's own
     kv_offload: str | None = None  # folder that key-value caches are kept in; None: on the device
     dtype: Dtype
+    kv_dtype: KVDtype | None = None  # of keys and values; None: as `dtype`, as in all older runs
     device: Device
     attention: AttentionName = "triton"  # the kernels of all runs before there was a choice
     linear: LinearName = "cublas"
@@ -63,7 +64,8 @@ class RunManifest(Frozen):
         It is kept in files: a field that comes later may count only where it is not what all runs had before.
         """
         model = [self.model_fingerprint, self.text_fingerprint, self.thinking_markers]
-        decisive = json.dumps([*model, self.dtype, self.logprobs_mode])
+        later = [] if self.kv_dtype is None else [self.kv_dtype]
+        decisive = json.dumps([*model, self.dtype, self.logprobs_mode, *later])
         return f"fp_{hashlib.sha256(decisive.encode()).hexdigest()[:16]}"
 
 

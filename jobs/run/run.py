@@ -335,9 +335,10 @@ class Run:
     def _fit_for(self, manifest: RunManifest) -> Run:
         self.refuse_other_model(manifest.model_fingerprint, manifest.text_fingerprint)
         self._refuse_other("dtype", f"dtype {self.manifest.dtype}", manifest.dtype)
+        self._refuse_other("kv_dtype", f"kv_dtype {self.manifest.kv_dtype}", manifest.kv_dtype)
         return self
 
-    def _refuse_other(self, field: str, shown: str, asked: str) -> None:
+    def _refuse_other(self, field: str, shown: str, asked: str | None) -> None:
         here = getattr(self.manifest, field)
         if here != asked:
             raise RunError(

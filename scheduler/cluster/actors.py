@@ -1,4 +1,4 @@
-"""A worker's session, as its process has it: started, then told what to do."""
+"""The Ray actor of a worker: starts its session, passes orders on, and turns SIGTERM and SIGINT into a drain."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class WorkerSpec:
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """The place of a started worker, and its resources: `node_id` is Ray's, the last three are the session's."""
+    """The place of a started worker, and its resources: `node_id` is Ray's, the last four are the session's."""
 
     host: str
     pid: int
@@ -40,6 +40,7 @@ class WorkerInfo:
     numerics: str
     num_free_positions: int
     num_slots: int | None = None
+    num_state_positions: int = 0  # that a job takes beside its own, of models whose layers have states
 
 
 class WorkerActor:
@@ -62,7 +63,8 @@ class WorkerActor:
             signal.signal(number, lambda _number, _frame: session.request_drain())
         node_id = str(ray.get_runtime_context().get_node_id())
         where = (socket.gethostname(), os.getpid(), session.metrics_address, node_id)
-        return WorkerInfo(*where, session.numerics, session.num_free_positions, session.num_slots)
+        sizes = (session.num_free_positions, session.num_slots, session.num_state_positions)
+        return WorkerInfo(*where, session.numerics, *sizes)
 
     def work(self, orders: Orders, seconds: float) -> WorkReport:
         return self._session.work(orders, seconds)

@@ -152,6 +152,13 @@ def fields(**options: Any) -> None:
 )
 @click.option("--rows", "row_counts", default="1,8,32", callback=_split, help="Rows of a forward, comma-separated.")
 @click.option("--rounds", "num_rounds", type=ANY_WHOLE_NUMBER, default=7, help="Rounds, of which the median counts.")
+@click.option(
+    "--shapes",
+    default="",
+    show_default=False,
+    callback=_split,
+    help="Also time matrices in the shapes of: qwen3-0.6b, llama-3.1-8b.",
+)
 @DTYPE
 @THREADS
 @JSON

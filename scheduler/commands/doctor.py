@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from swiftbatch.scheduler.commands.model_options import COMPUTING, CUDA_KERNELS, MODEL, say
+from swiftbatch.scheduler.commands.model_options import COMPUTING, CUDA_KERNELS, KV_DTYPE_HELP, KV_DTYPES, MODEL, say
 
 if TYPE_CHECKING:
     from swiftbatch.worker.config import Computation
@@ -20,6 +20,7 @@ TO_STDOUT = "-"
 @MODEL
 @COMPUTING
 @CUDA_KERNELS
+@click.option("--kv-dtype", type=KV_DTYPES, help=KV_DTYPE_HELP)
 @click.option(
     "--json",
     "json_path",
@@ -59,10 +60,12 @@ def doctor(json_path: str | None, **options: Any) -> None:
 
 def _on_a_gpu(config: Computation, show: Any) -> FirstRun | None:
     """The first run's list; None on a CPU, and for a model that its kernels do not know."""
+    from swiftbatch.worker.kernels.kv_dtypes import refuse_kv_dtype
     from swiftbatch.worker.target.loading import resolve_device
 
-    if resolve_device(config.device).type != "cuda":
+    if (device := resolve_device(config.device).type) != "cuda":
         return None
+    refuse_kv_dtype(config.kv_dtype, device)
     from swiftbatch.worker.exactness.first_run.first_run import first_run
 
     return first_run(config, show)

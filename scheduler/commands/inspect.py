@@ -69,6 +69,10 @@ def _running(found: Inspection) -> list[tuple[str, str]]:
         rows.append(("positions", f"{found.max_positions:,}"))
     if found.bytes_per_position:
         rows.append(("cache", f"{found.bytes_per_position:,} bytes per position in bfloat16"))
+    if found.state_bytes:
+        rows.append(
+            ("states", f"{found.state_bytes:,} bytes per job; {found.checkpointed_state_bytes:,} in a checkpoint")
+        )
     rows += [(name, _path(path)) for name, path in (("on a CPU", found.cpu), ("on a GPU", found.cuda)) if path]
     for gpu, by_length in found.slots.items():
         slots = ", ".join(f"{number} of {length:,}" for length, number in by_length.items())

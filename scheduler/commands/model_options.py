@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import click
 
-from swiftbatch.jobs.run.dtypes import AttentionName, Device, Dtype, LinearName
+from swiftbatch.jobs.run.dtypes import AttentionName, Device, Dtype, KVDtype, LinearName
 from swiftbatch.scheduler.commands.options.numbers import ANY_WHOLE_NUMBER, WholeNumber
 from swiftbatch.worker.config import Computation
 
@@ -24,6 +24,8 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 MAX_THREADS = 1024  # more than cores are slower, and millions end the process
 DTYPES, DEVICES = click.Choice(get_args(Dtype)), click.Choice(get_args(Device))
+KV_DTYPES = click.Choice(get_args(KVDtype))
+KV_DTYPE_HELP = "8-bit keys and values. [default: off]"
 ATTENTIONS, LINEARS = click.Choice(get_args(AttentionName)), click.Choice(get_args(LinearName))
 ATTENTION_HELP = "GPU: kernel for prefix attention."
 LINEAR_HELP = "GPU: kernel for products; see `doctor`."

@@ -17,6 +17,8 @@ from swiftbatch.scheduler.commands.model_options import (
     ATTENTIONS,
     DEVICES,
     DTYPES,
+    KV_DTYPE_HELP,
+    KV_DTYPES,
     LINEAR_HELP,
     LINEARS,
     THREAD_COUNT,
@@ -111,6 +113,7 @@ run_option, token_option = map(options_of, ("The run", "What decides the tokens;
     "--model", callback=filled, help=f"`embedded`, a folder, a .gguf, or a hub id. [default: {Computation.model}]"
 )
 @token_option("--dtype", type=DTYPES, help=f"[default: {Computation.dtype}]")
+@token_option("--kv-dtype", type=KV_DTYPES, help=KV_DTYPE_HELP)
 @token_option("--device", type=DEVICES, help=f"[default: {Computation.device}]")
 @token_option("--attention", type=ATTENTIONS, help=f"{ATTENTION_HELP} [default: {Computation.attention}]")
 @token_option("--linear", type=LINEARS, help=f"{LINEAR_HELP} [default: {Computation.linear}]")
@@ -171,8 +174,7 @@ def submit(
 ) -> None:
     """Run the jobs of one or more files, and wait. The same files again run the missing jobs.
 
-    JOBS are files of JSON lines (short form or OpenAI Batch) or Parquet files: paths, patterns such as
-    'part-*.jsonl.gz', `-` for standard input, s3://, gs://, file:// and hf://datasets/.
+    JOBS: JSON lines (short or OpenAI Batch) or Parquet: paths, 'a-*.gz', `-`, s3://, gs://, hf://.
 
     \b
     Exit code: 0 all jobs finished, 1 some failed or were rejected, 130 interrupted, 3 stopped at a limit,

@@ -1,4 +1,7 @@
-"""The queue of jobs: which runs next, who has it, when it is given up. Plain bookkeeping, no Ray and no files."""
+"""Tracks the jobs of a run: who has each, how often it was lost, when it is given up. No Ray and no files.
+
+Which one runs next is decided in `waiting_jobs.py`.
+"""
 
 from __future__ import annotations
 

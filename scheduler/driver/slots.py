@@ -35,7 +35,11 @@ class Slots:
     def has_room(self, worker: Worker, held: list[Growth], job: Growth) -> bool:
         """Tell whether a job would fit beside those that a worker has, for a while; alone it always does."""
         num_pages = self.num_pages(worker)
-        return not held or num_pages is None or most_pages([*held, job]) <= num_pages
+        if not held or worker.info is None or num_pages is None:
+            return not held or num_pages is None
+        beside = worker.info.num_state_positions
+        jobs = [Growth(each.now + beside, each.end + beside) for each in (*held, job)]
+        return most_pages(jobs) <= num_pages
 
     def num_pages(self, worker: Worker) -> int | None:
         """The worker's share of its machine's memory; who is still to start may come to the same machine.

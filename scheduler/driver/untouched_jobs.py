@@ -31,6 +31,7 @@ class UntouchedJobs:
         self._order = np.lexsort((columns["line_number"], -lengths, priorities)).astype(np.int32)
         self._first_of_class = _starts(priorities[self._order], lengths[self._order])  # in `_order`
         self._by_group = self._order[np.argsort(groups[self._order], kind="stable")]
+        self._sorted_groups = groups[self._by_group]
         self._is_out = np.zeros(len(index), bool)
         self.num_left = len(index)
         self.num_tokens_left = int(columns["max_tokens"].sum(dtype=np.int64))
@@ -61,10 +62,10 @@ class UntouchedJobs:
         """The first job of a group."""
         start = self._first_of.get(group)
         if start is None:
-            start = int(np.searchsorted(self._groups[self._by_group], group))
+            start = int(self._sorted_groups.searchsorted(group))
         start = self._passed(self._by_group, start, lambda row: bool(self._is_out[row]) and self._groups[row] == group)
         self._first_of[group] = start
-        is_there = start < len(self._by_group) and self._groups[self._by_group[start]] == group
+        is_there = start < len(self._by_group) and self._sorted_groups[start] == group
         return self._place(self._by_group, start) if is_there else None
 
     def first_of_class(self, priority: int, length_class: int) -> JobPlace | None:

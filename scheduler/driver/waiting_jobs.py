@@ -65,7 +65,8 @@ class WaitingJobs:
             return first
         while (fresh_head := _head(self._fresh)) is not None and fresh_head.job.prompt.group in self._begun:
             heappop(self._fresh)
-        own = [place for group in groups for place in (_head(self._groups[group]), self._untouched.first_of(group))]
+        own = [self._untouched.first_of(group) for group in groups]
+        own += [_head(self._groups[group]) for group in groups if group in self._groups]
         fresh = [fresh_head, self._untouched.first_fresh(self._begun)]
         better = [job for job in (_first(own), _first(fresh)) if job and job.may_precede(first)]
         return better[0] if better else first

@@ -19,6 +19,7 @@ from swiftbatch.worker.config import Computation
 from swiftbatch.worker.exactness.verdicts import known_verdict, verdict_key
 from swiftbatch.worker.kernels.choice import CudaKernels
 from swiftbatch.worker.kernels.instruction_sets import chosen_numerics
+from swiftbatch.worker.kernels.kv_dtypes import refuse_kv_dtype
 from swiftbatch.worker.model.files import ModelFiles, locate_model
 from swiftbatch.worker.model.text import TextCodec
 from swiftbatch.worker.target.hardware import cpu_capability, hardware_of, has_cuda
@@ -63,7 +64,7 @@ def with_absolute_folders(computation: Computation) -> Computation:
 
 def with_model(manifest: RunManifest, files: ModelFiles) -> RunManifest:
     """The manifest with the model's fingerprint, and what `swiftbatch doctor` found for it on this machine."""
-    torch_version = manifest.versions["torch"]
+    torch_version, kernels = manifest.versions["torch"], CudaKernels(manifest.attention, manifest.linear)
     key = verdict_key(
         files.fingerprint,
         manifest.dtype,
@@ -71,7 +72,7 @@ def with_model(manifest: RunManifest, files: ModelFiles) -> RunManifest:
         manifest.num_threads,
         hardware_of(manifest.device),
         torch_version,
-        chosen_numerics(manifest.device, manifest.dtype, CudaKernels(manifest.attention, manifest.linear)),
+        chosen_numerics(manifest.device, manifest.dtype, kernels, manifest.kv_dtype),
     )
     return manifest.model_copy(
         update={
@@ -124,6 +125,7 @@ def _new_manifest(settings: Settings) -> RunManifest:
         "num_threads": settings.said.get("num_threads", shared_cores),
     }
     refuse_kernels(computation.cuda_kernels, str(resolved["device"]), computation.dtype, settings.address)
+    refuse_kv_dtype(computation.kv_dtype, str(resolved["device"]))
     return RunManifest(
         run_id=f"run-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)}",
         created=time.time(),

@@ -23,7 +23,7 @@ from swiftbatch.scheduler.runs.job_records import LineNotes, make_records
 from swiftbatch.scheduler.runs.manifest import computation_of, kept_or_new_manifest, with_markers, with_model
 from swiftbatch.scheduler.runs.new_jobs import add_new
 from swiftbatch.scheduler.runs.settings import Settings
-from swiftbatch.worker.caches.room import KVRoom, bytes_per_position, check_folder, place_of_caches
+from swiftbatch.worker.caches.room import KVRoom, bytes_per_position, check_folder, place_of_caches, state_bytes
 from swiftbatch.worker.model.files import ModelFiles, locate_model, read_config
 from swiftbatch.worker.model.text import NO_MARKERS, TextCodec
 
@@ -123,5 +123,8 @@ def kv_room(manifest: RunManifest, files: ModelFiles, settings: Settings) -> KVR
     kv_offload = computation_of(manifest, settings).kv_offload
     check_folder(kv_offload)
     place = place_of_caches(manifest.device, kv_offload)
-    num_bytes = bytes_per_position(read_config(files.name, files.path), manifest.dtype)
-    return None if place is None or num_bytes is None else KVRoom(place, num_bytes)
+    config = read_config(files.name, files.path)
+    num_bytes = bytes_per_position(config, manifest.dtype, manifest.kv_dtype)
+    if place is None or num_bytes is None:
+        return None
+    return KVRoom(place, num_bytes, state_bytes(config, manifest.dtype))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from swiftbatch.jobs.identity import Identity
@@ -24,6 +24,7 @@ def test_a_packed_identity_comes_back_with_its_size(job_id: str, fingerprint: st
 
 
 @given(data=st.binary(max_size=60))
+@example(data=b"\x00\x01 ")  # cut off in the midst
 def test_bytes_without_an_identity_are_told(data: bytes) -> None:
     with contextlib.suppress(ValueError):
         found, size = Identity.unpack(data)
@@ -44,6 +45,8 @@ def test_what_another_file_says_of_itself_is_printed_as_one_line() -> None:
         {"model_fingerprint": "f2"},
         {"text_fingerprint": "t2"},
         {"dtype": "float32"},
+        {"kv_dtype": "int8"},
+        {"kv_dtype": "fp8"},
         {"logprobs_mode": "processed_logprobs"},
         {"thinking_markers": ("<t>", "</t>")},
     ],

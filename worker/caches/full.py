@@ -12,22 +12,22 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from swiftbatch.jobs.checkpoints.state_file import LayerStates
+from swiftbatch.jobs.run.dtypes import KVDtype
 from swiftbatch.worker.caches.huge_pages import FilledPages
 from swiftbatch.worker.caches.room import MAX_TREE_NODES as MAX_TREE_NODES
+from swiftbatch.worker.caches.room import state_bytes_of
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights
+from swiftbatch.worker.kernels.kv_rows import CODES, coded, numbers_of
+from swiftbatch.worker.kernels.sizes import KV_SCALE_BYTES
+from swiftbatch.worker.model.recurrent_sizes import RecurrentShape
 
-
-@dataclass(frozen=True)
-class RecurrentShape:
-    """Sizes of the gated delta nets of a model."""
-
-    num_layers: int
-    num_heads: int  # of values
-    num_key_heads: int
-    key_dim: int
-    value_dim: int
-    num_channels: int  # of the convolution in front
-    conv_width: int
+NUMPY_DTYPES = {  # of what `kv` gives, by that of the bits
+    torch.int16: np.uint16,
+    torch.float32: np.float32,
+    torch.int8: np.int8,
+    torch.uint8: np.uint8,
+}
 
 
 @dataclass(frozen=True)
@@ -41,19 +41,49 @@ class CacheShape:
     device: torch.device
     recurrent: RecurrentShape | None = None  # of layers with a state in place of keys and values
     short_length: int | None = None  # sequences of more positions turn by other angles; None where all turn alike
+    kv_dtype: KVDtype | None = None  # of the rows that full caches keep; None: `dtype`
 
     @classmethod
-    def of(cls, weights: DecoderWeights, device: torch.device) -> CacheShape:
+    def of(cls, weights: DecoderWeights, device: torch.device, kv_dtype: KVDtype | None = None) -> CacheShape:
         """The shape of a dense decoder's caches."""
         sizes, length = weights.sizes, weights.rotary.short_length
-        return cls(sizes.num_layers, sizes.num_kv_heads, sizes.head_dim, sizes.dtype, device, short_length=length)
+        counts = (sizes.num_layers, sizes.num_kv_heads, sizes.head_dim)
+        return cls(*counts, sizes.dtype, device, short_length=length, kv_dtype=kv_dtype)
+
+    @property
+    def row_dtype(self) -> torch.dtype:
+        """The dtype of the rows that full caches keep."""
+        return self.dtype if self.kv_dtype is None else CODES[self.kv_dtype]
+
+    @property
+    def row_width(self) -> int:
+        """The elements of such a row."""
+        return self.head_dim if self.kv_dtype is None else self.head_dim + KV_SCALE_BYTES
+
+    def kept(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows `[..., head_dim]` as full caches keep them."""
+        return rows if self.kv_dtype is None else coded(rows, self.row_dtype)
+
+    def numbers(self, rows: torch.Tensor) -> torch.Tensor:
+        """The numbers `[..., head_dim]` of kept rows."""
+        return numbers_of(rows, self.dtype)
 
     def first_angle(self, max_length: int) -> int:
         """The row of the model's table of angles where those of a sequence of at most so many positions begin."""
         return self.short_length if self.short_length is not None and max_length > self.short_length else 0
 
+    def state_bytes(self) -> int:
+        """The bytes of a sequence whatever its length: of layers that have a state in place of keys and values."""
+        return 0 if self.recurrent is None else state_bytes_of(self.recurrent, self.dtype.itemsize)
+
+    def checkpointed_state_bytes(self) -> int:
+        """The bytes of the states that a checkpoint holds."""
+        if self.recurrent is None:
+            return 0
+        return self.recurrent.checkpoint_bytes(self.dtype.itemsize)
+
     def bytes_per_position(self) -> int:
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return 2 * self.num_layers * self.num_kv_heads * self.row_width * self.row_dtype.itemsize
 
 
 class CacheSource(Protocol):
@@ -62,9 +92,12 @@ class CacheSource(Protocol):
     def kv(self, start: int, end: int) -> NDArray[Any]:
         """Return the keys and values of positions `[start, end)`, as `FullKVCache.kv` does."""
 
+    def states_at(self, end: int) -> LayerStates | None:
+        """Return the states of layers behind the first `end` positions, as `FullKVCache.states_at` does."""
+
 
 class FullKVCache:
-    """One preallocated buffer `[num_layers, 2, num_kv_heads, capacity, head_dim]`; entry = absolute position.
+    """One preallocated buffer `[num_layers, 2, num_kv_heads, capacity, row_width]`; entry = absolute position.
 
     The first `length` entries are committed. A step writes the root's row to entry `length` and the draft tree's nodes
     behind it, in node order; `commit` moves the accepted path next to the root and forgets the rest.
@@ -72,19 +105,21 @@ class FullKVCache:
     """
 
     comes_by_layer = False  # whether `layer` gives memory that holds other layers later
-    is_by_position = True  # whether `kv` tells all that the positions leave behind
+    boundary = 0  # behind which positions `states` are, of layers that have some
+    is_by_position = True  # whether `kv` tells all that the positions leave behind: else there are states, too
 
     def __init__(self, shape: CacheShape, max_length: int, buffer: torch.Tensor | None = None) -> None:
         """Make room for `max_length` positions and a tree: on the device, or in a `buffer` that lies elsewhere."""
-        size = (shape.num_layers, 2, shape.num_kv_heads, max_length + MAX_TREE_NODES, shape.head_dim)
+        size = (shape.num_layers, 2, shape.num_kv_heads, max_length + MAX_TREE_NODES, shape.row_width)
+        self.shape = shape
         self.length = 0
         self.first_angle = shape.first_angle(max_length)  # the same for all of its positions, however many there are
         self.num_copied = 0  # first positions that another sequence with the same tokens had
-        self._buffer = torch.empty(size, dtype=shape.dtype, device=shape.device) if buffer is None else buffer
+        self._buffer = torch.empty(size, dtype=shape.row_dtype, device=shape.device) if buffer is None else buffer
         self._filled = FilledPages(self._buffer) if buffer is None else None
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of one layer on the device, each `[num_kv_heads, capacity, head_dim]`."""
+        """Keys and values of one layer on the device, each `[num_kv_heads, capacity, row_width]`."""
         return self.stored(index)
 
     def stored(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -96,8 +131,8 @@ class FullKVCache:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keep rows `[num_kv_heads, num_rows, head_dim]`; returns the layer's keys and values, to attend to."""
         entries = slice(first_entry, first_entry + key.shape[1])
-        self._buffer[layer, 0, :, entries] = key
-        self._buffer[layer, 1, :, entries] = value
+        self._buffer[layer, 0, :, entries] = self.shape.kept(key)
+        self._buffer[layer, 1, :, entries] = self.shape.kept(value)
         return self.layer(layer)
 
     def keep(self, layer: int, first_entry: int, end: int) -> None:
@@ -112,7 +147,7 @@ class FullKVCache:
         self._grow(self.length + num_positions)
 
     def kv(self, start: int, end: int) -> NDArray[Any]:
-        """Keys and values of committed positions, `[num_rows, end - start, head_dim]`; 16-bit floats as their bits.
+        """Keys and values of committed positions, `[num_rows, end - start, row_width]`; 16-bit floats as their bits.
 
         On a CPU a view: committed positions keep their bits, so another thread may read it while decoding goes on.
         """
@@ -123,18 +158,43 @@ class FullKVCache:
     def load(self, kv: NDArray[Any]) -> None:
         """Commit the positions behind `length` from what `kv` returned. Raises ValueError where it does not fit."""
         rows = self._bits()
-        num_rows, capacity, head_dim = rows.shape[:-2].numel(), *rows.shape[-2:]
-        expected = np.dtype(np.uint16 if rows.dtype == torch.int16 else np.float32)
+        num_rows, capacity, width = rows.shape[:-2].numel(), *rows.shape[-2:]
+        expected = np.dtype(NUMPY_DTYPES[rows.dtype])
         end = self.length + kv.shape[1]
-        if (kv.shape[0], kv.shape[2], kv.dtype) != (num_rows, head_dim, expected) or end > capacity - MAX_TREE_NODES:
+        if (kv.shape[0], kv.shape[2], kv.dtype) != (num_rows, width, expected) or end > capacity - MAX_TREE_NODES:
             raise ValueError(
                 f"found keys and values of {kv.dtype} {list(kv.shape)}, expected {expected} [{num_rows}, at most "
-                f"{capacity - MAX_TREE_NODES - self.length}, {head_dim}]"
+                f"{capacity - MAX_TREE_NODES - self.length}, {width}]"
             )
         bits = kv.view(np.int16) if kv.dtype == np.uint16 else kv
         behind = rows[..., self.length : end, :]
         self._copy_in(behind, bits.reshape(behind.shape))
         self._grow(end)
+
+    def states(self) -> LayerStates | None:
+        """The newest states that a checkpoint can hold, of layers that have some; None where none has, or is due."""
+        return None
+
+    def states_at(self, end: int) -> LayerStates | None:
+        """The states of layers behind the first `end` positions, which `copyable_end` has said; None without any."""
+        return None
+
+    def set_states(self, states: LayerStates) -> None:
+        """Go on from the states of layers at their position, up to which keys and values are loaded.
+
+        Raises ValueError where they do not fit.
+        """
+        raise ValueError("found states of layers, expected none: all layers of the model attend")
+
+    def copyable_end(self, limit: int) -> int:
+        """The last position, `limit` at most, up to which another sequence can copy what this one has."""
+        return min(limit, self.length)
+
+    def expect_copies(self, end: int) -> None:
+        """Be ready to give others the first `end` positions, whatever comes behind them."""
+
+    def expect_returns(self, distance: int) -> None:
+        """Be ready to be rolled back by about so many positions."""
 
     def copy_from(self, source: CacheSource, end: int) -> None:
         """Commit the positions behind `length` up to `end` from who has the same tokens up to there."""

@@ -50,7 +50,7 @@ class FileHost:
 
     def __init__(self, shape: CacheShape, capacity: int, folder: str) -> None:
         """`capacity` is in whole blocks. Raises KVRoomError where the folder has no room for it."""
-        size = (shape.num_layers, 2, shape.num_kv_heads, capacity, shape.head_dim)
+        size = (shape.num_layers, 2, shape.num_kv_heads, capacity, shape.row_width)
         num_bytes = capacity * shape.bytes_per_position()
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
             self._fd = os.dup(file.fileno())
@@ -62,8 +62,8 @@ class FileHost:
                 f"no room for a cache of {num_bytes / 1e9:.2f} GB in {folder}: {error.strerror}"
             ) from None
         self._map = mmap.mmap(self._fd, num_bytes)
-        self.rows = torch.frombuffer(self._map, dtype=shape.dtype).view(size)
-        self._row_bytes = shape.head_dim * shape.dtype.itemsize
+        self.rows = torch.frombuffer(self._map, dtype=shape.row_dtype).view(size)
+        self._row_bytes = shape.row_width * shape.row_dtype.itemsize
         self._run_bytes = capacity * self._row_bytes  # one head's keys, or values, in one layer
         with contextlib.suppress(OSError):  # where there are no direct reads, as in tmpfs, they go through the cache
             fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) | os.O_DIRECT)

@@ -47,8 +47,8 @@ class OffloadedKVCache(FullKVCache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         end = first_entry + key.shape[1]
         self._layers.forget(first_entry)  # it was rolled back, or another view of it was ahead
-        self._buffer[layer, 0, :, first_entry:end] = key
-        self._buffer[layer, 1, :, first_entry:end] = value
+        self._buffer[layer, 0, :, first_entry:end] = self.shape.kept(key)
+        self._buffer[layer, 1, :, first_entry:end] = self.shape.kept(value)
         keys, values = self._layers.take(layer, self.length, first_entry, end)
         return keys, values
 

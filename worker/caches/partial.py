@@ -61,15 +61,16 @@ class Entries:
         entries = slice(first_entry, first_entry + positions.stop - positions.start)
         for layer in range(self.shape.num_layers):
             for part, source in enumerate(full.stored(layer)):
-                self.buffer[layer, part, :, entries] = source[:, positions]
+                self.buffer[layer, part, :, entries] = self.shape.numbers(source[:, positions])
 
     def gather(self, full: FullKVCache, positions: torch.Tensor, first_entry: int) -> None:
         """Copy each head's own `positions [num_layers, num_kv_heads, num_rows]` to consecutive entries."""
         entries = slice(first_entry, first_entry + positions.shape[2])
         for layer, own in enumerate(positions):
-            rows = own[..., None].expand(-1, -1, self.shape.head_dim)
             for part, source in enumerate(full.stored(layer)):
-                self.buffer[layer, part, :, entries] = source.gather(1, rows.to(source.device))
+                rows = own[..., None].expand(-1, -1, source.shape[-1])
+                gathered = source.gather(1, rows.to(source.device))
+                self.buffer[layer, part, :, entries] = self.shape.numbers(gathered)
 
     def gather_values(self, means: torch.Tensor, chunks: torch.Tensor, first_entry: int) -> None:
         """Make each head's own `chunks [num_layers, num_kv_heads, num_rows]` of means the values of entries."""
@@ -80,7 +81,7 @@ class Entries:
     def average(self, full: FullKVCache, part: int, positions: slice, means: torch.Tensor) -> None:
         """Fill `means [num_layers, num_kv_heads, num_chunks, head_dim]` with those of chunks of positions."""
         for layer, own in enumerate(means):
-            rows = full.stored(layer)[part][:, positions].to(means.device)
+            rows = self.shape.numbers(full.stored(layer)[part][:, positions]).to(means.device)
             chunks = rows.unflatten(1, (own.shape[1], -1))  # [num_kv_heads, num_chunks, chunk_size, head_dim]
             own.copy_(chunks.float().mean(dim=2))
 
@@ -88,7 +89,7 @@ class Entries:
         """Copy consecutive positions to any `entries [num_positions]`."""
         for layer in range(self.shape.num_layers):
             for part, source in enumerate(full.stored(layer)):
-                self.buffer[layer, part, :, entries] = source[:, positions].to(self.shape.device)
+                self.buffer[layer, part, :, entries] = self.shape.numbers(source[:, positions]).to(self.shape.device)
 
     def keep_path(self, root: int, path: list[int]) -> int:
         """Keep a path as `worker.caches.full.keep_path` does."""
@@ -181,7 +182,7 @@ class PartialCache(ABC):
 
     def _keys(self, full: FullKVCache, layer: int, positions: slice) -> torch.Tensor:
         """Keys of consecutive positions on the device, `[num_kv_heads, num_positions, head_dim]`."""
-        return full.stored(layer)[0][:, positions].to(self.shape.device)
+        return self.shape.numbers(full.stored(layer)[0][:, positions]).to(self.shape.device)
 
 
 def capacity_for(num_entries: int) -> int:

@@ -4,77 +4,24 @@ A recurrent layer has one state per sequence in place of keys and values per pos
 step. The cache keeps the state behind the committed positions, and the steps since a boundary some way back. A row of
 a draft tree starts at the state and takes the steps of its own path. So its bits follow from its path alone, and
 nothing has to be undone where a draft fails.
+
+States at boundaries are what checkpoints hold, what others with the same first tokens copy, and where a sequence goes
+back to. They are never changed, so whoever has one shares its memory.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.caches.full import CacheShape, FullKVCache, RecurrentShape
-from swiftbatch.worker.caches.room import MAX_TREE_NODES
+from swiftbatch.jobs.checkpoints.state_file import LayerStates
+from swiftbatch.worker.caches.full import CacheShape, CacheSource, FullKVCache
+from swiftbatch.worker.caches.kept_states import KeptStates
+from swiftbatch.worker.caches.recurrent_layer import LayerState, RecurrentLayer
+from swiftbatch.worker.caches.room import NUM_STEPS as NUM_STEPS
 from swiftbatch.worker.kernels.sizes import BLOCK
-
-NUM_STEPS = 2 * BLOCK + MAX_TREE_NODES + 1  # kept behind the boundary: of two blocks, of a root, of a tree
-
-
-class RecurrentLayer:
-    """One layer's state, and its steps by their positions behind the boundary.
-
-    `state [num_heads, key_dim, value_dim] float32` is behind the committed positions, `base` at the boundary.
-    A step turns a state into `decay * state + key (x) update`.
-    """
-
-    def __init__(self, shape: RecurrentShape, dtype: torch.dtype, device: torch.device) -> None:
-        self._group = shape.num_heads // shape.num_key_heads
-        self._num_before = shape.conv_width - 1  # inputs in front of the boundary
-        state = (shape.num_heads, shape.key_dim, shape.value_dim)
-        self.state, self.base = (torch.zeros(state, device=device) for _ in range(2))
-        self.inputs = torch.zeros(self._num_before + NUM_STEPS, shape.num_channels, dtype=dtype, device=device)
-        self.keys = torch.zeros(NUM_STEPS, shape.num_key_heads, shape.key_dim, device=device)
-        self.updates = torch.zeros(NUM_STEPS, shape.num_heads, shape.value_dim, device=device)
-        self.decays = torch.zeros(NUM_STEPS, shape.num_heads, device=device)
-
-    def convolved(self, steps: Tensor) -> Tensor:
-        """The inputs that the convolution of some steps reads: `steps [num_rows, conv_width]`, from -3 on."""
-        return self.inputs[steps + self._num_before]
-
-    def write_inputs(self, first: int, inputs: Tensor) -> None:
-        """Keep the inputs of consecutive steps, `[num_rows, num_channels]`."""
-        start = first + self._num_before
-        self.inputs[start : start + len(inputs)] = inputs
-
-    def write(self, step: int, key: Tensor, update: Tensor, decay: Tensor) -> None:
-        """Keep a step: `[num_key_heads, key_dim]`, `[num_heads, value_dim]`, `[num_heads]`, all float32."""
-        self.keys[step], self.updates[step], self.decays[step] = key, update, decay
-
-    def heads_of(self, keys: Tensor) -> Tensor:
-        """Keys of the value heads, `[num_heads, key_dim]`."""
-        return keys.repeat_interleave(self._group, dim=0)
-
-    def folded(self, state: Tensor, steps: list[int]) -> Tensor:
-        """A state behind some more steps."""
-        for step in steps:
-            state = state * self.decays[step][:, None, None]
-            state = state + self.heads_of(self.keys[step])[:, :, None] * self.updates[step][:, None]
-        return state
-
-    def keep_path(self, root: int, path: list[int]) -> None:
-        """Move the steps of the nodes `path` next to their root's."""
-        source, target = [root + 1 + node for node in path], list(range(root + 1, root + 1 + len(path)))
-        for rows in (self.inputs[self._num_before :], self.keys, self.updates, self.decays):
-            rows[target] = rows[source]
-
-    def move_base(self, num_steps: int) -> None:
-        """Set the boundary so many steps on."""
-        self.base = self.folded(self.base, list(range(num_steps)))
-        for rows in (self.inputs, self.keys, self.updates, self.decays):
-            rows[: len(rows) - num_steps] = rows[num_steps:].clone()
-
-    def clear(self) -> None:
-        """Set the state in front of all positions."""
-        for tensor in (self.state, self.base, self.inputs):
-            tensor.zero_()
+from swiftbatch.worker.model.recurrent_sizes import RecurrentShape
 
 
 class RecurrentCache(FullKVCache):
@@ -91,6 +38,7 @@ class RecurrentCache(FullKVCache):
         super().__init__(shape, max_length, buffer)
         self.boundary = 0
         self.recurrent = [RecurrentLayer(recurrent, shape.dtype, shape.device) for _ in range(recurrent.num_layers)]
+        self._kept = KeptStates()
 
     def commit(self, path: list[int]) -> None:
         root = self.length - self.boundary
@@ -108,16 +56,20 @@ class RecurrentCache(FullKVCache):
             self.boundary = self.length // BLOCK * BLOCK
 
     def roll_back(self, length: int) -> None:
-        """Forget all positions from `length` on; all positions where it lies in front of the boundary."""
+        """Forget all positions from `length` on; where it lies in front of the boundary, those behind a kept state."""
         if length == self.length:
             return
         super().roll_back(length)
-        if length < self.boundary or not length:
-            self.length = self.boundary = 0
+        self._kept.roll_back(length)
+        if length and length >= self.boundary:
+            for layer in self.recurrent:
+                layer.state = layer.folded(layer.base, list(range(length - self.boundary)))
+            return
+        self.length = self.boundary = 0
         for layer in self.recurrent:
-            if not self.length:
-                layer.clear()
-            layer.state = layer.folded(layer.base, list(range(self.length - self.boundary)))
+            layer.clear()
+        if nearest := self._kept.nearest(length):
+            self._start_at(*nearest)
 
     def clear(self) -> None:
         super().clear()
@@ -126,6 +78,47 @@ class RecurrentCache(FullKVCache):
 
     def prefix(self, length: int) -> FullKVCache:
         raise NotImplementedError("a state has no view at an earlier length")
+
+    def states(self) -> LayerStates | None:
+        return self.states_at(self.boundary) if self.boundary else None
+
+    def states_at(self, end: int) -> LayerStates | None:
+        """The states behind the first `end` positions: kept ones, or those of a boundary behind this cache's own."""
+        kept = self._kept.at(end)
+        layers = [layer.at(end - self.boundary) for layer in self.recurrent] if kept is None else kept
+        arrays = {f"{part}.{number}": each for number, layer in enumerate(layers) for part, each in _arrays(layer)}
+        return LayerStates(end, arrays)
+
+    def set_states(self, states: LayerStates) -> None:
+        end, num_layers = states.num_positions, len(self.recurrent)
+        if end % BLOCK or end > self.length or len(states.arrays) != 2 * num_layers:
+            raise ValueError(
+                f"found {len(states.arrays)} states of layers behind {end} positions, expected {2 * num_layers} behind "
+                f"a multiple of {BLOCK}, at most {self.length}"
+            )
+        self._start_at(end, [layer.taken(states.arrays, number) for number, layer in enumerate(self.recurrent)])
+
+    def copyable_end(self, limit: int) -> int:
+        end = min(limit, self.length) // BLOCK * BLOCK
+        kept = self._kept.nearest(limit)
+        return max(end if end >= self.boundary else 0, kept[0] if kept else 0)
+
+    def expect_copies(self, end: int) -> None:
+        self._kept.want(end // BLOCK * BLOCK)
+
+    def expect_returns(self, distance: int) -> None:
+        self._kept.want_every(-(-distance // BLOCK) * BLOCK)
+
+    def copy_from(self, source: CacheSource, end: int) -> None:
+        super().copy_from(source, end)
+        states = source.states_at(end)
+        assert states is not None  # `copyable_end` has promised it
+        self.set_states(states)
+
+    def _start_at(self, end: int, layers: list[LayerState]) -> None:
+        self.length = self.boundary = end
+        for layer, state in zip(self.recurrent, layers, strict=True):
+            layer.start_at(state)
 
     def _take_steps(self, start: int) -> None:
         """Bring the states to the end of what is committed, and the boundary near it."""
@@ -136,6 +129,14 @@ class RecurrentCache(FullKVCache):
             for layer in self.recurrent:
                 layer.move_base(BLOCK)
             self.boundary += BLOCK
+            if self._kept.wants(self.boundary):
+                self._kept.keep(self.boundary, [layer.at(0) for layer in self.recurrent])
+
+
+def _arrays(layer: LayerState) -> list[tuple[str, np.ndarray]]:
+    """A layer's part of `LayerStates`; 16-bit floats as their bits. On a CPU views."""
+    inputs = layer.inputs.view(torch.int16) if layer.inputs.element_size() == 2 else layer.inputs
+    return [("state", layer.state.cpu().numpy()), ("inputs", inputs.cpu().numpy())]
 
 
 def new_cache_of(shape: CacheShape, max_length: int, buffer: Tensor | None = None) -> FullKVCache:

@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from swiftbatch.jobs.errors import UserError
-from swiftbatch.worker.model.kinds import RECURRENT
+from swiftbatch.jobs.run.dtypes import KVDtype
+from swiftbatch.worker.kernels.sizes import BLOCK, KV_SCALE_BYTES
+from swiftbatch.worker.model.recurrent_sizes import RecurrentShape, num_attending_layers, recurrent_shape
 
 MEMORY = "the memory of this machine"
 GB = 1e9
 MAX_TREE_NODES = 127  # which every full cache has room for behind its positions
+NUM_STEPS = 2 * BLOCK + MAX_TREE_NODES + 1  # of a layer with a state, behind a boundary: two blocks, a root, a tree
 OWN_GROUP = Path("/sys/fs/cgroup")  # a container's own, as it sees it
 ITEM_SIZES = {"bfloat16": 2, "float32": 4}
 
@@ -50,31 +53,43 @@ def place_of_caches(device: str, kv_offload: str | None) -> str | None:
     return MEMORY if kv_offload else None
 
 
-def bytes_per_position(config: Mapping[str, Any], dtype: str) -> int | None:
+def bytes_per_position(config: Mapping[str, Any], dtype: str, kv_dtype: KVDtype | None = None) -> int | None:
     """Count the bytes of one position in the cache of a text model; None where its config does not say."""
     num_heads, hidden_size = config.get("num_attention_heads"), config.get("hidden_size")
     num_kv_heads = config.get("num_key_value_heads") or num_heads
     head_dim = config.get("head_dim") or (hidden_size // num_heads if num_heads and hidden_size else None)
     if "qk_nope_head_dim" in config:  # latent attention: `head_dim` is the rotary part alone
         head_dim = max(config["qk_nope_head_dim"] + config["qk_rope_head_dim"], config["v_head_dim"])
-    types = config.get("layer_types")
-    num_recurrent = types.count(RECURRENT) if isinstance(types, list) else 0
-    num_layers = (config.get("num_hidden_layers") or 0) - num_recurrent
+    num_layers = num_attending_layers(config)
     if not (num_layers and num_kv_heads and head_dim):
         return None
-    return int(2 * num_layers * num_kv_heads * head_dim * ITEM_SIZES[dtype])
+    row_bytes = head_dim * ITEM_SIZES[dtype] if kv_dtype is None else head_dim + KV_SCALE_BYTES
+    return int(2 * num_layers * num_kv_heads * row_bytes)
+
+
+def state_bytes(config: Mapping[str, Any], dtype: str) -> int:
+    """Count the bytes of the states that a sequence of a text model has; 0 where its layers have none."""
+    shape = recurrent_shape(config)
+    return 0 if shape is None else state_bytes_of(shape, ITEM_SIZES[dtype])
+
+
+def state_bytes_of(shape: RecurrentShape, item_size: int) -> int:
+    """The bytes of a sequence's states: at its end, at the boundary, and of the steps between."""
+    return 2 * shape.state_bytes + NUM_STEPS * shape.step_bytes(item_size)
 
 
 @dataclass(frozen=True)
 class KVRoom:
-    """A place of caches, and what a position takes there."""
+    """A place of caches, and what they take there."""
 
     place: str  # a folder, or `MEMORY`
     bytes_per_position: int
+    state_bytes: int = 0  # of a cache, whatever its length
 
     def refuse_too_long(self, num_positions: int, num_held: int = 0) -> None:
         """Raise KVRoomError where a cache of so many positions takes more than is left, and more than others hold."""
-        needed, free = num_positions * self.bytes_per_position, self.free_bytes() + num_held * self.bytes_per_position
+        needed = num_positions * self.bytes_per_position + self.state_bytes
+        free = self.free_bytes() + num_held * self.bytes_per_position
         if needed > free:
             raise KVRoomError(
                 f"max_tokens: cannot allocate the key-value cache: {num_positions:,} positions need "

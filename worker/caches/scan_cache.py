@@ -18,15 +18,17 @@ from swiftbatch.worker.caches.huge_pages import ask_for_huge_pages
 from swiftbatch.worker.caches.partial import NUM_PINNED, Entries, Keys, NewEntries, PartialCache, Queries
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.kernels.instruction_sets import chosen_variant, load_library
+from swiftbatch.worker.kernels.kv_rows import KV_CODES
 from swiftbatch.worker.kernels.native import CAttentionSizes
 from swiftbatch.worker.kernels.row_tables import CachePlace, LayerCacheShape
 from swiftbatch.worker.kernels.scan_coding import CLOUD_CHUNKS, SCAN_CHUNK, flat_deviation, most_chunks
+from swiftbatch.worker.kernels.sizes import KV_SCALE_BYTES
 from swiftbatch.worker.kernels.team import ELEMENTS, shared_team
 
 NUM_RECENT = 256  # newest positions that are never scanned
 MOST_ENTRIES = SHORTEST_SCANNED = NUM_PINNED + NUM_RECENT + SCAN_CHUNK
 Layers = Items[tuple[Tensor, Tensor]]
-"""Keys and values of all layers, each `[num_kv_heads, capacity, head_dim]`."""
+"""Keys and values of all layers, each `[num_kv_heads, capacity, row_width]`."""
 
 
 class ScanKVCache(PartialCache):
@@ -65,7 +67,7 @@ class ScanKVCache(PartialCache):
 
     def _own_keys(self, full: FullKVCache) -> ScannedKeys:
         layers = [full.stored(layer) for layer in range(self.shape.num_layers)]
-        return ScannedKeys(layers, NUM_PINNED, self._max_length, self._budget)
+        return ScannedKeys(layers, NUM_PINNED, self._max_length, self._budget, self.shape.dtype)
 
     def _copy(self, full: FullKVCache, end: int) -> None:
         """Append the positions that are not there yet, up to `end`."""
@@ -83,6 +85,7 @@ class CScannedKeys(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("codes", "means", "spreads", "moments")),
         *((name, ctypes.c_int32) for name in ("first", "num_chunks", "most_chunks", "most_clouds", "num_best")),
         ("flat_deviation", ctypes.c_float),
+        ("kv_code", ctypes.c_int32),
     )
 
 
@@ -93,10 +96,15 @@ class ScannedKeys:
     what they would in a cloud of jointly normal keys and values, of which the part of the best keys is cut off.
     """
 
-    def __init__(self, layers: Layers, first: int, length: int, num_best: int) -> None:
-        """Make room for the keys of `layers` from position `first` up to `length`. Raises ValueError for others."""
+    def __init__(
+        self, layers: Layers, first: int, length: int, num_best: int, dtype: torch.dtype | None = None
+    ) -> None:
+        """Make room for the keys of `layers` from position `first` up to `length`. Raises ValueError for others.
+
+        `dtype` is that of the numbers that codes stand for.
+        """
         (keys, _), num_layers = layers[0], len(layers)
-        num_kv_heads, _, head_dim = keys.shape
+        num_kv_heads, head_dim = len(keys), keys.shape[-1] - (KV_SCALE_BYTES if keys.dtype in KV_CODES else 0)
         self._team = shared_team(load_library(chosen_variant() or "portable"), torch.get_num_threads())
         self._layers, self._first = layers, first
         self._most_chunks = most_chunks(length - first)
@@ -108,9 +116,13 @@ class ScannedKeys:
         self._spreads = torch.zeros(*heads, head_dim)
         self._moments = torch.zeros(*heads, num_clouds, 2 * head_dim * (head_dim + 1))
         self._sizes = CAttentionSizes(
-            element=ELEMENTS[keys.dtype], num_heads=num_kv_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, scale=0
+            element=ELEMENTS[dtype or keys.dtype],
+            num_heads=num_kv_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            scale=0,
         )
-        place = CachePlace.of(layers, LayerCacheShape(num_kv_heads, head_dim, keys.dtype))
+        place = CachePlace.of(layers, LayerCacheShape(num_kv_heads, head_dim, dtype or keys.dtype))
         self._struct = CScannedKeys(
             cache=place.address,
             layer_stride=place.layer_stride,
@@ -122,6 +134,7 @@ class ScannedKeys:
             most_chunks=self._most_chunks,
             most_clouds=num_clouds,
             num_best=num_best,
+            kv_code=place.kv_code,
         )
 
     @property

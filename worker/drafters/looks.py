@@ -1,4 +1,4 @@
-"""The rhythm of looks at a sequence that drafts nothing: the longer looks find nothing, the rarer they become."""
+"""How often a sequence that drafts nothing gets a draft as a trial: the longer these bring nothing, the rarer."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from swiftbatch.worker.drawing.verification import Verification, Walk
 from swiftbatch.worker.engine.prefixes import KeptPrefixes, Sharing
 from swiftbatch.worker.engine.reading import Reader, Rider
 from swiftbatch.worker.engine.slot import Slot
-from swiftbatch.worker.engine.stopping import ERROR, StopRule
+from swiftbatch.worker.engine.stopping import ERROR, StopRule, rewind_distance
 from swiftbatch.worker.target.target import RowOutputs, TargetModel
 from swiftbatch.worker.target.tiles import max_tree_depth, tree_rows
 from swiftbatch.worker.texts.output_text import OutputText
@@ -83,6 +83,8 @@ class Engine:
         if sequence.num_generated_tokens == 0:
             self.counters.num_prompt_tokens += sequence.num_prompt_tokens
         self.drafter.start(sequence, slot.cache)  # first, since it may fail: then nothing of the sequence is kept
+        if distance := rewind_distance(sequence):
+            slot.cache.expect_returns(distance)
         self._slots[sequence.sequence_id] = slot
         self.sharing.join(slot)
         return slot

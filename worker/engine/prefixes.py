@@ -1,6 +1,6 @@
 """Prompts that begin alike: one of a worker's sequences reads what several begin with; the others copy keys and values.
 
-Keys and values at a position follow from the tokens up to there alone, whatever shared their forward: so the copies are
+What a cache holds at a position follows from the tokens up to there alone, whatever shared their forward: so copies are
 what a sequence would have read itself, bit for bit, and all that drafters make of a cache they make of a copied one.
 Those of the prompts that a worker read last are kept in the host's memory, for jobs to come."""
 
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from swiftbatch.jobs.checkpoints.state_file import LayerStates
 from swiftbatch.worker.caches.full import CacheSource, FullKVCache
 from swiftbatch.worker.caches.room import MEMORY, KVRoom
 from swiftbatch.worker.engine.slot import Slot
@@ -43,11 +44,14 @@ class Sharing:
     def join(self, slot: Slot) -> None:
         """Take a sequence in."""
         new = _Member(slot, slot.sequence.token_ids[:-1])
-        for name, other in self._members.items() if slot.cache.is_by_position else ():
+        for name, other in self._members.items():
             if other.slot.cache.first_angle != slot.cache.first_angle:
                 continue  # the same tokens have other keys there
             if (num_tokens := num_alike(new.token_ids, other.token_ids)) >= SHORTEST:
                 new.num_alike[name] = other.num_alike[slot.sequence.sequence_id] = num_tokens
+                for cache in (slot.cache, other.slot.cache):
+                    cache.expect_copies(num_tokens)
+        slot.cache.expect_copies(slot.num_shared_tokens)
         self._members[slot.sequence.sequence_id] = new
 
     def leave(self, slot: Slot) -> None:
@@ -60,12 +64,13 @@ class Sharing:
         """Keep what a sequence that is about to leave has read for others, where none of those here has it too."""
         own = self._members[slot.sequence.sequence_id]
         num_shared = min(slot.num_shared_tokens, slot.cache.length, len(own.token_ids))
-        if num_shared < SHORTEST or not slot.cache.is_by_position:
+        if num_shared < SHORTEST:
             return
         if any(self._holds(own, name, num_shared) for name in own.num_alike):
             return
-        end = min(num_shared + SHORTEST, slot.cache.length, len(own.token_ids))  # others may part a little later
-        self.kept.keep(own.token_ids[:end], num_shared, slot.cache)
+        end = slot.cache.copyable_end(min(num_shared + SHORTEST, len(own.token_ids)))  # others may part a little later
+        if end >= SHORTEST:
+            self.kept.keep(own.token_ids[:end], min(num_shared, end), slot.cache)
 
     def waits(self, slot: Slot) -> bool:
         """Return whether a sequence that came before is still reading tokens that the slot lacks as well."""
@@ -98,7 +103,7 @@ class Sharing:
         yield self.kept.longest(own.token_ids, slot.cache.first_angle)
         for name, num_tokens in own.num_alike.items():
             cache = self._members[name].slot.cache
-            yield cache, min(num_tokens, cache.length)
+            yield cache, cache.copyable_end(num_tokens)
 
     def _holds(self, own: _Member, name: str, num_tokens: int) -> bool:
         """Return whether another sequence has so many first tokens of one in its cache, and keeps them in its turn."""
@@ -108,15 +113,29 @@ class Sharing:
 
 @dataclass(frozen=True, eq=False)
 class KeptPrefix:
-    """A prompt's first tokens and their keys and values; a `KVSource` of its own."""
+    """A prompt's first tokens and what they leave in a cache; a `CacheSource` of its own."""
 
     token_ids: NDArray[np.int64]  # [num_tokens]
     num_shared: int  # first ones that other jobs are known to have
     rows: NDArray[Any]  # [num_rows, num_tokens, head_dim], as `FullKVCache.kv` has them
     first_angle: int  # of the cache that had them: keys of others are turned otherwise
+    states: LayerStates | None = None  # behind all of them, of layers that have some
+
+    @property
+    def num_bytes(self) -> int:
+        return self.rows.nbytes + (self.states.num_bytes if self.states else 0)
 
     def kv(self, start: int, end: int) -> NDArray[Any]:
         return self.rows[:, start:end]
+
+    def states_at(self, end: int) -> LayerStates | None:
+        return self.states
+
+    def copyable_end(self, limit: int) -> int:
+        """The last position, `limit` at most, up to which this can be copied: states hold behind all of it alone."""
+        if self.states is None:
+            return limit
+        return len(self.token_ids) if limit >= len(self.token_ids) else 0
 
 
 class KeptPrefixes:
@@ -131,12 +150,12 @@ class KeptPrefixes:
     @property
     def num_bytes(self) -> int:
         """The bytes of all keys and values."""
-        return sum(prefix.rows.nbytes for prefix in self._prefixes)
+        return sum(prefix.num_bytes for prefix in self._prefixes)
 
     def longest(self, token_ids: NDArray[np.int64], first_angle: int = 0) -> tuple[KeptPrefix | None, int]:
-        """The one that has most of the first of these tokens with these angles, and how many."""
+        """The one that can give most of the first of these tokens with these angles, and how many."""
         alike = (prefix for prefix in self._prefixes if prefix.first_angle == first_angle)
-        found = [(num_alike(prefix.token_ids, token_ids), prefix) for prefix in alike]
+        found = [(prefix.copyable_end(num_alike(prefix.token_ids, token_ids)), prefix) for prefix in alike]
         num_tokens, best = max(found, key=lambda pair: pair[0], default=(0, None))
         return best, num_tokens
 
@@ -152,11 +171,12 @@ class KeptPrefixes:
             self.use(best)
             return
         self._prefixes = [each for each in self._prefixes if not _is_within(each, token_ids, cache.first_angle)]
-        num_bytes = len(token_ids) * self._bytes_per_position
+        states = None if cache.is_by_position else cache.states_at(len(token_ids))
+        num_bytes = len(token_ids) * self._bytes_per_position + (states.num_bytes if states else 0)
         if num_bytes <= self._limit():
             self._drop_down_to(self._limit() - num_bytes)
             rows = np.array(cache.kv(0, len(token_ids)))
-            self._prefixes.append(KeptPrefix(token_ids.copy(), num_shared, rows, cache.first_angle))
+            self._prefixes.append(KeptPrefix(token_ids.copy(), num_shared, rows, cache.first_angle, states))
 
     def trim(self) -> None:
         """Give memory back that others need by now."""

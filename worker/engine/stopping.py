@@ -64,6 +64,14 @@ def may_rewind(sequence: Sequence) -> bool:
     return detection.action == "rewind" and len(sequence.rewinds) < detection.max_rewinds
 
 
+def rewind_distance(sequence: Sequence) -> int:
+    """About as many tokens as a loop has that it may take back; 0 for one that takes none back."""
+    detection = sequence.sampling.repetition_detection
+    if detection is None or not detection.is_on or detection.action != "rewind":
+        return 0
+    return detection.max_pattern_size * detection.min_count
+
+
 def rewound(sequence: Sequence) -> Sequence:
     """A sequence that `may_rewind` without its loop's repetitions, for `Engine.rewind`."""
     detection = sequence.sampling.repetition_detection

@@ -8,6 +8,7 @@ import torch
 import transformers
 
 from swiftbatch.jobs.frozen import Frozen
+from swiftbatch.jobs.run.dtypes import KVDtype
 from swiftbatch.jobs.run.records import Exactness
 from swiftbatch.worker.caches.memory.memory_plan import SlotsWanted
 from swiftbatch.worker.config import Computation
@@ -16,6 +17,7 @@ from swiftbatch.worker.exactness.row_agreement import Agreement, compare
 from swiftbatch.worker.exactness.verdicts import keep_verdict, verdict_key
 from swiftbatch.worker.kernels.choice import DEFAULT_KERNELS
 from swiftbatch.worker.kernels.instruction_sets import chosen_variant, numerics_of, runnable_variants, why_none
+from swiftbatch.worker.kernels.kv_dtypes import with_kv
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.target.hardware import cpu_capability, hardware_of
 from swiftbatch.worker.target.target import TargetModel
@@ -33,6 +35,7 @@ class Diagnosis(Frozen):
     model: str
     model_fingerprint: str
     dtype: str
+    kv_dtype: KVDtype | None
     device: str
     cpu_capability: str
     num_threads: int
@@ -42,7 +45,7 @@ class Diagnosis(Frozen):
     versions: dict[str, str]
 
     def key(self) -> str:
-        kernels = DEFAULT_KERNELS.words if self.device == "cuda" else ""
+        kernels = numerics_of(self.instruction_set, self.dtype) if self.instruction_set else ""
         return verdict_key(
             self.model_fingerprint,
             self.dtype,
@@ -50,7 +53,7 @@ class Diagnosis(Frozen):
             self.num_threads,
             self.hardware,
             self.versions["torch"],
-            numerics_of(self.instruction_set, self.dtype) if self.instruction_set else kernels,
+            DEFAULT_KERNELS.words if self.device == "cuda" else with_kv(kernels, self.kv_dtype),
         )
 
     def summary(self) -> str:
@@ -88,7 +91,8 @@ def diagnose(config: Computation, num_rows: int = NUM_PROBED_ROWS) -> Diagnosis:
     torch.set_num_threads(config.num_threads)
     files = locate_model(config.model)
     slots = SlotsWanted(MAX_LENGTH, num_slots=NUM_CACHES)
-    target = TargetModel.load(files, config.dtype, config.device, slots=slots, kernels=config.cuda_kernels)
+    computed = (config.dtype, config.device, None, slots, config.cuda_kernels, config.kv_dtype)
+    target = TargetModel.load(files, *computed)
     result = probe_rows(target, num_rows)
     diagnosis = Diagnosis(
         verdict="exact" if result.num_differing == 0 else "exact up to ties",
@@ -98,6 +102,7 @@ def diagnose(config: Computation, num_rows: int = NUM_PROBED_ROWS) -> Diagnosis:
         model=config.model,
         model_fingerprint=files.fingerprint,
         dtype=config.dtype,
+        kv_dtype=config.kv_dtype,
         device=target.device.type,
         cpu_capability=cpu_capability(),
         num_threads=config.num_threads,

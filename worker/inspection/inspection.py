@@ -11,7 +11,7 @@ from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.frozen import Frozen
 from swiftbatch.worker.caches.memory.memory_plan import GPUMemory, one_slot
 from swiftbatch.worker.caches.memory.model_sizes import ModelSizes, sizes_of_stored
-from swiftbatch.worker.caches.room import bytes_per_position
+from swiftbatch.worker.caches.room import ITEM_SIZES, bytes_per_position, state_bytes_of
 from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.inspection.sources import Source, source_of
 from swiftbatch.worker.kernels.sizes import MOST_SLOTS
@@ -22,6 +22,7 @@ from swiftbatch.worker.model.files import PARTS_FOLDER, read_whole_config, what_
 from swiftbatch.worker.model.formats.catalogue import format_of
 from swiftbatch.worker.model.formats.contract import FormatError
 from swiftbatch.worker.model.formats.layout import Layout, layout_of
+from swiftbatch.worker.model.recurrent_sizes import recurrent_shape
 from swiftbatch.worker.model.text_view import is_of_text, text_view
 from swiftbatch.worker.model.thought_markers import KNOWN
 
@@ -52,6 +53,8 @@ class Inspection(Frozen):
     num_bytes: int | None  # of all stored tensors
     max_positions: int | None
     bytes_per_position: int | None
+    state_bytes: int  # of a job, whatever its length: of layers that have a state
+    checkpointed_state_bytes: int  # of these, what a checkpoint holds
     cpu: DevicePath | None
     cuda: DevicePath | None
     slots: dict[str, dict[int, int]]  # by GPU and positions of a job: those that fit with plain decoding
@@ -76,7 +79,8 @@ def inspect_model(model: str) -> Inspection:
     template = _chat_template(source.path)
     paths = {device: path_on(device, config, stored) for device in ("cpu", "cuda")} if refusal is None else {}
     shown = {device: DevicePath(name=path.name, reason=path.reason) for device, path in paths.items()}
-    on_gpu = sizes is not None and paths["cuda"].name == "kernels"
+    shape = recurrent_shape(config) if refusal is None else None
+    is_planned = sizes is not None and (paths["cuda"].name == "kernels" or shape is not None)
     return Inspection(
         model=model,
         kind=str(whole.get("model_type")),
@@ -88,9 +92,11 @@ def inspect_model(model: str) -> Inspection:
         num_bytes=_num_bytes(source),
         max_positions=config.get("max_position_embeddings"),
         bytes_per_position=bytes_per_position(config, DTYPE) if refusal is None else None,
+        state_bytes=state_bytes_of(shape, ITEM_SIZES[DTYPE]) if shape else 0,
+        checkpointed_state_bytes=shape.checkpoint_bytes(ITEM_SIZES[DTYPE]) if shape else 0,
         cpu=shown.get("cpu"),
         cuda=shown.get("cuda"),
-        slots=_slots(sizes, config["max_position_embeddings"]) if sizes is not None and on_gpu else {},
+        slots=_slots(sizes, config["max_position_embeddings"]) if sizes is not None and is_planned else {},
         has_chat_template=template is not None,
         thinking_markers=next((pair for pair in KNOWN if template and all(each in template for each in pair)), None),
         engines=_engines(source.path),

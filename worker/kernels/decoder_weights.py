@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from swiftbatch.worker.kernels.expert_weights import ExpertWeights, expert_shapes
 from swiftbatch.worker.kernels.forms import Activation, NormForm
 from swiftbatch.worker.kernels.frequencies import Rotary, rotary_of
 from swiftbatch.worker.kernels.packed import PackedMatrix, Weight
@@ -114,16 +115,20 @@ class LayerWeights:
     Those of queries and keys, only in some models, are `[head_dim]`, or as wide as all heads together. The heads of a
     layer that `is_still` are not turned by their positions. In one with a `window` a row sees so many positions, the
     last of them its own. The `curve` of XIELU, `[4] float32`, are its factors of squares and of exponentials, that of
-    the number itself, and the bound below 0 from which exponentials change.
+    the number itself, and the bound below 0 from which exponentials change. In one with `experts` its own products, if
+    there are any, are the part that all rows meet, of any width. `sinks [num_heads] float32` are scores that take a
+    share of attention and give nothing.
     """
 
     query: AnyLinear
     key: AnyLinear
     value: AnyLinear
     output: AnyLinear
-    up: AnyLinear
-    down: AnyLinear
+    up: AnyLinear | None
+    down: AnyLinear | None
     gate: AnyLinear | None = None
+    experts: ExpertWeights | None = None
+    sinks: Tensor | None = None
     input_norm: Tensor | None = None
     output_norm: Tensor | None = None  # behind attention, before its part is added to the row
     mlp_norm: Tensor | None = None
@@ -135,13 +140,18 @@ class LayerWeights:
     window: int | None = None
     curve: Tensor | None = None
 
+    @property
+    def shared_intermediate(self) -> int:
+        """Columns of the products that all rows meet."""
+        return 0 if self.up is None else self.up.weight.shape[0]
+
 
 @dataclass(frozen=True)
 class DecoderWeights:
     """A dense decoder: `embedding [vocab, hidden]`, layers, norm, head."""
 
     sizes: DecoderSizes
-    embedding: Tensor
+    embedding: Weight
     layers: list[LayerWeights]
     final_norm: Tensor
     head: AnyLinear
@@ -256,14 +266,15 @@ def shapes(sizes: DecoderSizes, layer: LayerWeights) -> Iterator[tuple[str, Weig
     """
     _check_form(sizes, layer)
     query, key = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
+    width = sizes.intermediate if layer.experts is None else layer.shared_intermediate
     widths = {
         "query": (query, sizes.hidden),
         "key": (key, sizes.hidden),
         "value": (key, sizes.hidden),
         "output": (sizes.hidden, query),
-        "gate": (sizes.intermediate, sizes.hidden),
-        "up": (sizes.intermediate, sizes.hidden),
-        "down": (sizes.hidden, sizes.intermediate),
+        "gate": (width, sizes.hidden),
+        "up": (width, sizes.hidden),
+        "down": (sizes.hidden, width),
     }
     for name, shape in widths.items():
         if (linear := getattr(layer, name)) is not None:
@@ -274,13 +285,17 @@ def shapes(sizes: DecoderSizes, layer: LayerWeights) -> Iterator[tuple[str, Weig
     has_all = sizes.joins_heads or sizes.head_norms_differ
     for name, width in (("query_norm", query), ("key_norm", key)):
         yield name, getattr(layer, name), (width if has_all else sizes.head_dim,)
+    if layer.experts is not None:
+        yield from expert_shapes(layer.experts, sizes.hidden)
 
 
 def _check_form(sizes: DecoderSizes, layer: LayerWeights) -> None:
     """Raises ValueError for what a layer of this form has not, or lacks."""
     if layer.window is not None and layer.window < 1:
         raise ValueError(f"found a window of {layer.window} positions, expected 1 or more")
-    if (layer.gate is not None) != sizes.has_gates:
+    if (layer.up is None) != (layer.down is None) or (layer.up is None and layer.experts is None):
+        raise ValueError("found a layer without products behind its attention")
+    if (layer.gate is not None) != (sizes.has_gates and layer.up is not None):
         raise ValueError(f"found a layer {'without' if sizes.has_gates else 'with'} gates, expected the other form")
     if layer.query_norm is not None and sizes.norm_form == NormForm.SHIFTED:
         raise ValueError("found norms of heads, expected none beside norms with biases")

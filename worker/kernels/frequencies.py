@@ -120,18 +120,22 @@ def llama3_frequencies(
 
 
 def yarn_frequencies(
-    theta: float, head_dim: int, factor: float, original: float, fast: float, slow: float
+    theta: float, head_dim: int, factor: float, original: float, fast: float, slow: float, is_whole: bool = True
 ) -> NDArray[np.float32]:
     """Frequencies of YaRN (Peng et al. 2023), rounded to float32 where `transformers` rounds.
 
     Dimensions that turn more than `fast` times within `original` positions keep their frequency, those that turn less
-    than `slow` times have it divided by `factor`, and between these there is a ramp over the dimensions.
+    than `slow` times have it divided by `factor`, and between these there is a ramp over the dimensions. It begins and
+    ends at a dimension where it `is_whole`, else between two.
     """
 
     def dimension(num_turns: float) -> float:
         return head_dim * math.log(original / (num_turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = max(math.floor(dimension(fast)), 0), min(math.ceil(dimension(slow)), head_dim - 1)
+    low, high = dimension(fast), dimension(slow)
+    if is_whole:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
     width = high - low if high != low else 0.001
     ramp = ((np.arange(head_dim // 2, dtype=np.float32) - np.float32(low)) / np.float32(width)).clip(0, 1)
     wavelengths = _wavelengths(theta, head_dim)
@@ -169,11 +173,12 @@ def rotary_of(parameters: Mapping[str, Any], head_dim: int, is_strict: bool = Fa
 
 
 def _yarn(theta: float, head_dim: int, factor: float, original: float, options: Mapping[str, Any]) -> Rotary:
-    """Raises ValueError for the forms that only `transformers` takes."""
-    if options["truncate"] not in (None, True):
-        raise ValueError("found a ramp that begins between two dimensions")
+    """Raises ValueError for numbers that make no angles."""
+    if options["truncate"] not in (None, True, False):
+        raise ValueError(f"found truncate {options['truncate']!r}, expected true or false")
     fast, slow = (_positive(options[name] or default) for name, default in (("beta_fast", 32), ("beta_slow", 1)))
-    frequencies = yarn_frequencies(theta, head_dim, factor, original, fast, slow)
+    is_whole = options["truncate"] is not False
+    frequencies = yarn_frequencies(theta, head_dim, factor, original, fast, slow, is_whole)
     return Rotary(frequencies, _attention_factor(factor, options), numerics="yarn angles")
 
 

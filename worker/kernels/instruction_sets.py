@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swiftbatch.jobs.errors import UserError
+from swiftbatch.jobs.run.dtypes import KVDtype
 from swiftbatch.worker.kernels import build
 from swiftbatch.worker.kernels.build import is_whole, library_path, variants
+from swiftbatch.worker.kernels.kv_dtypes import with_kv
 
 if TYPE_CHECKING:
     from swiftbatch.worker.kernels.choice import CudaKernels
@@ -37,9 +39,14 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {  # what comes back, what goes i
     "team_is_busy": (INT, [POINTER]),
     "rows_fit": (INT, [POINTER, INT, POINTER, POINTER, INT, INT]),
     "attend": (None, [POINTER, POINTER, POINTER, POINTER, INT, POINTER, POINTER, POINTER, POINTER]),
+    "recurrence_rows": (None, [POINTER, POINTER]),
+    "recurrence_fold": (None, [POINTER, POINTER, POINTER]),
     "decoder_new": (POINTER, [POINTER]),
     "decoder_load": (None, [POINTER, INT, INT, POINTER, POINTER]),
     "decoder_load_quantized": (None, [POINTER, INT, INT, POINTER, POINTER]),
+    "decoder_experts": (None, [POINTER, INT, POINTER]),
+    "decoder_load_expert": (None, [POINTER, INT, INT, INT, POINTER, POINTER]),
+    "decoder_load_quantized_expert": (None, [POINTER, INT, INT, INT, POINTER, POINTER]),
     "decoder_free": (None, [POINTER]),
     "decoder_forward": (None, [POINTER, POINTER, POINTER]),
     "draw_chains": (INT, [POINTER, POINTER, POINTER, POINTER]),
@@ -127,7 +134,7 @@ def kernel_numerics(variant: str, dtype: str) -> str:
     return f"native {variant if is_bf16 else 'f32'} {NUMERICS_VERSION}"
 
 
-def chosen_numerics(device_type: str, dtype: str, kernels: CudaKernels) -> str:
+def chosen_numerics(device_type: str, dtype: str, kernels: CudaKernels, kv_dtype: KVDtype | None = None) -> str:
     """Numerics of those models that the kernels know; empty where torch serves every model.
 
     `kernels` are a GPU's. Raises KernelError as `chosen_variant` does.
@@ -135,7 +142,7 @@ def chosen_numerics(device_type: str, dtype: str, kernels: CudaKernels) -> str:
     if device_type == "cuda":
         return kernels.words
     variant = chosen_variant() if device_type == "cpu" else None
-    return numerics_of(variant, dtype) if variant else ""
+    return with_kv(numerics_of(variant, dtype) if variant else "", kv_dtype)
 
 
 @functools.cache

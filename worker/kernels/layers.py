@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ from swiftbatch.worker.kernels.decoder_weights import (
     plain_linear,
     shapes,
 )
+from swiftbatch.worker.kernels.expert_loading import load_experts
+from swiftbatch.worker.kernels.expert_weights import float_shapes
 from swiftbatch.worker.kernels.frequencies import Rotary
 from swiftbatch.worker.kernels.packed import Weight
 from swiftbatch.worker.kernels.quantized_rows import quantized_rows
@@ -40,6 +42,7 @@ STILL = 3 + len(LAYER_ROLES)
 WINDOW = STILL + 1
 OTHER_ANGLES = WINDOW + 1
 CURVE = OTHER_ANGLES + 1
+SINKS = CURVE + 1
 
 
 class CDecoderSizes(ctypes.Structure):
@@ -76,6 +79,7 @@ class NativeLayers:
         if len(layers) != sizes.num_layers:
             raise ValueError(f"found {len(layers)} layers, expected {sizes.num_layers}")
         check_weights((each for layer in layers for each in shapes(sizes, layer)), sizes.dtype)
+        check_weights((each for layer in layers for each in _floats(sizes, layer)), torch.float32)
         self.sizes = sizes
         self.team = team
         self._library = team.library
@@ -171,6 +175,10 @@ class NativeLayers:
         return known[layers]
 
     def _load_layer(self, number: int, layer: LayerWeights) -> None:
+        if layer.experts is not None:
+            load_experts(self._library, self.handle, number, layer.experts, layer.shared_intermediate)
+        if layer.sinks is not None:
+            self._load(number, SINKS, layer.sinks)
         for name, role in LAYER_ROLES.items():
             part = getattr(layer, name)
             if isinstance(part, Linear | PackedLinear):
@@ -201,6 +209,13 @@ class NativeLayers:
         self._library.decoder_load(
             self.handle, layer, role, weight.data_ptr(), None if bias is None else bias.data_ptr()
         )
+
+
+def _floats(sizes: DecoderSizes, layer: LayerWeights) -> Iterator[tuple[str, Weight | None, tuple[int, ...]]]:
+    """Every tensor of a layer that is float32 in any model, as `shapes` has the others."""
+    yield "sinks", layer.sinks, (sizes.num_heads,)
+    if layer.experts is not None:
+        yield from float_shapes(layer.experts, sizes.hidden)
 
 
 def checked(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -12,7 +12,8 @@ from swiftbatch.worker.kernels.attention_view import SEES_ALL, AttentionView
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights
 from swiftbatch.worker.kernels.instruction_sets import load_library
 from swiftbatch.worker.kernels.layers import NativeLayers, check_weights, checked
-from swiftbatch.worker.kernels.packed import Weight
+from swiftbatch.worker.kernels.packed import Weight, plain
+from swiftbatch.worker.kernels.quantized_rows import packed_rows
 from swiftbatch.worker.kernels.row_tables import CachePlace, LayerCacheShape, Rows, RowTable
 from swiftbatch.worker.kernels.sizes import HEAD_DIMS
 from swiftbatch.worker.kernels.team import ELEMENTS, Team, shared_team
@@ -54,8 +55,12 @@ class NativeDecoder(NativeLayers):
         """
         _check_ends(weights)
         super().__init__(weights.sizes, weights.layers, weights.rotary, shared_team(load_library(variant), num_threads))
-        self.embedding = weights.embedding.contiguous()  # the kernels read it where it is
-        self._load(0, EMBEDDING, self.embedding)
+        self.embedding, self._packed = weights.embedding, packed_rows(weights.embedding)
+        if self._packed is None:  # the kernels read it where it is, as they do the parts of a packed one
+            self.embedding = plain(weights.embedding).contiguous()
+            self._load(0, EMBEDDING, self.embedding)
+        else:
+            self._library.decoder_load_quantized(self.handle, 0, EMBEDDING, self._packed.address, None)
         self._load(0, FINAL_NORM, weights.final_norm)
         self._load_linear(0, HEAD, weights.head)
 
@@ -84,6 +89,12 @@ class NativeDecoder(NativeLayers):
         logits = torch.empty(num_rows, self.sizes.vocab) if is_last and with_logits else None
         self.run(groups, layers, state, layers.start == 0, hidden, logits, queries)
         return hidden, logits
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """The embeddings `[..., hidden]` of the model's dtype of tokens."""
+        if isinstance(self.embedding, Tensor):
+            return self.embedding[token_ids]
+        return self.embedding.rows(token_ids.flatten()).dequantized().view(*token_ids.shape, self.sizes.hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The head alone: hidden states `[num_rows, hidden]` to `[num_rows, vocab] float32`. Raises ValueError."""

@@ -123,6 +123,30 @@ class PackedMatrix:
         return not bool((self.scales.contiguous().view(torch.int32) & spare).any())
 
 
+@dataclass(frozen=True)
+class PackedExperts(PackedMatrix):
+    """Matrices of so many experts, one below the other, which stand for one tensor with a dimension in front.
+
+    Where they are turned, the rows of that tensor's matrices are the columns of these.
+    """
+
+    num_experts: int = 1
+    is_turned: bool = False
+
+    def experts(self) -> list[PackedMatrix]:
+        """The matrix of each."""
+        return self.split([self.shape[0] // self.num_experts] * self.num_experts)
+
+    def to(self, device: torch.device) -> PackedExperts:
+        moved = super().to(device)
+        parts = (moved.code, moved.codes, moved.scales, moved.dtype, moved.offsets)
+        return PackedExperts(*parts, self.num_experts, self.is_turned)
+
+    def dequantized(self) -> Tensor:
+        """The tensor `[num_experts, rows, columns]` that this one stands for; one expert at a time is unpacked."""
+        return torch.stack([each.dequantized().T if self.is_turned else each.dequantized() for each in self.experts()])
+
+
 def stacked(matrices: Sequence[PackedMatrix]) -> PackedMatrix:
     """Matrices of one form, one below the other, without gaps in memory."""
     first = matrices[0]

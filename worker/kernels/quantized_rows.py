@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.kernels.packed import CODE_BITS, TABLES, Code, PackedMatrix
+from swiftbatch.worker.kernels.packed import CODE_BITS, TABLES, Code, PackedMatrix, Weight
 
 CODE_TYPES: dict[Code, int] = {"uint4": 0, "e2m1": 0, "iq4_nl": 0, "int8": 1, "uint8": 2, "e4m3": 3}  # in source/api.h
 SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # in the order of `scale_type`, the first that holds all
@@ -57,6 +57,11 @@ def quantized_rows(matrix: PackedMatrix) -> QuantizedRows | None:
         group_size=matrix.group_size,
     )
     return QuantizedRows(call, held, sum(each.nbytes for each in (codes, scales, *offsets)))
+
+
+def packed_rows(weight: Weight) -> QuantizedRows | None:
+    """A weight for the kernels if it is packed; None for numbers, and as `quantized_rows` has it."""
+    return quantized_rows(weight) if isinstance(weight, PackedMatrix) else None
 
 
 def _is_exact_in_kernels(matrix: PackedMatrix) -> bool:

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from swiftbatch.worker.kernels.sizes import BLOCK
+from swiftbatch.worker.kernels.kv_rows import KV_CODES
+from swiftbatch.worker.kernels.sizes import BLOCK, KV_SCALE_BYTES
 
 MOST_POSITIONS = 2**21
 
@@ -29,7 +30,7 @@ class RowCache(Protocol):
     """Keys and values of rows, layer by layer."""
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values `[num_kv_heads, capacity, head_dim]` of a layer."""
+        """Keys and values `[num_kv_heads, capacity, row_width]` of a layer: numbers, or codes as `kv_rows` has them."""
 
 
 class Rows(Protocol):
@@ -95,6 +96,7 @@ class CRowGroup(ctypes.Structure):
         ("boundary", ctypes.c_int32),
         ("capacity", ctypes.c_int32),
         ("is_partial", ctypes.c_int32),
+        ("kv_code", ctypes.c_int32),
     )
 
 
@@ -116,27 +118,31 @@ class CachePlace:
     value_stride: int
     head_stride: int
     capacity: int  # slots
+    kv_code: int  # of source/api.h
 
     @classmethod
     def of(cls, layers: Sequence[tuple[torch.Tensor, torch.Tensor]], shape: LayerCacheShape) -> CachePlace:
-        """Find the keys and values `[num_kv_heads, capacity, head_dim]` of consecutive layers. Raises ValueError."""
+        """Find the keys and values `[num_kv_heads, capacity, row_width]` of consecutive layers. Raises ValueError."""
         (keys, values), last = layers[0], layers[-1]
-        expected = (shape.num_kv_heads, keys.shape[1], shape.head_dim)
-        strides = (keys.stride(0), shape.head_dim, 1)
-        itemsize = shape.dtype.itemsize
+        is_coded = keys.dtype in KV_CODES
+        dtype, width = (keys.dtype, shape.head_dim + KV_SCALE_BYTES) if is_coded else (shape.dtype, shape.head_dim)
+        expected = (shape.num_kv_heads, keys.shape[1], width)
+        strides = (keys.stride(0), width, 1)
+        itemsize = dtype.itemsize
         layer_stride = (last[0].data_ptr() - keys.data_ptr()) // itemsize // max(len(layers) - 1, 1)
         value_stride = (values.data_ptr() - keys.data_ptr()) // itemsize
         for number, pair in enumerate(layers):
             for which, tensor in enumerate(pair):
-                if tensor.shape != expected or tensor.dtype != shape.dtype or tensor.device.type != "cpu":
+                if tensor.shape != expected or tensor.dtype != dtype or tensor.device.type != "cpu":
                     raise ValueError(
                         f"found a cache of {tensor.dtype} {list(tensor.shape)} on {tensor.device}, expected "
-                        f"{shape.dtype} {list(expected)} on cpu"
+                        f"{dtype} {list(expected)} on cpu"
                     )
                 place = keys.data_ptr() + (number * layer_stride + which * value_stride) * itemsize
                 if tensor.stride() != strides or tensor.data_ptr() != place:
                     raise ValueError(f"found a cache with strides {tensor.stride()}, expected slots side by side")
-        return cls(keys.data_ptr(), layer_stride, value_stride, keys.stride(0), keys.shape[1])
+        found = (keys.data_ptr(), layer_stride, value_stride, keys.stride(0), keys.shape[1])
+        return cls(*found, KV_CODES.get(keys.dtype, 0))
 
 
 @dataclass(frozen=True)
@@ -170,6 +176,7 @@ class RowTable:
             entry.biases = None if added is None else added.ctypes.data
             entry.scanned = None if group.scanned is None else group.scanned.address
             entry.num_rows, entry.capacity, entry.is_partial = size, place.capacity, group.is_partial
+            entry.kv_code = place.kv_code
             entry.first_slot, entry.boundary = _narrow(group.first_entry), _narrow(group.boundary)
             slot_address += size * BLOCK * 4
             length_address += size * 4

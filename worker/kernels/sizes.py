@@ -9,7 +9,14 @@ NUM_ROWS = 64  # rows of every forward on a GPU, padding included
 MOST_SLOTS = 32  # twice as many bring a fifth more tokens up to here (docs/speed.md), and each job takes longer
 RING_LAYERS = 2  # layers of offloaded caches that are on a GPU at a time: one is used while the next comes
 LANES = 16  # numbers that the kernels multiply at once: widths are multiples of it
+BLOCK_DEPTH = 128  # numbers that a GPU's products take along the depth at a time
+KV_SCALE_BYTES = 4  # behind the codes of a key or a value in 8 bits
 HEAD_DIMS = range(64, 257, LANES)
+
+
+def fills_blocks(group: int, depth: int) -> bool:
+    """Tell whether groups of packed weights fill the blocks of the depth that a GPU's products take at a time."""
+    return group == depth or BLOCK_DEPTH % group == 0 or group % BLOCK_DEPTH == 0
 
 
 def sizes_fault(

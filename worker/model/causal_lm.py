@@ -124,7 +124,7 @@ class Head:
         decoder = decoder_of(model)
         self._model = copy.copy(model)
         self._model._modules = {
-            name: _GivenStates() if module is decoder else module for name, module in model._modules.items()
+            name: _GivenStates(decoder) if module is decoder else module for name, module in model._modules.items()
         }
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -135,6 +135,11 @@ class Head:
 
 class _GivenStates(torch.nn.Module):
     """Stands for a model's layers: what goes in as embeddings comes out as final hidden states."""
+
+    def __init__(self, decoder: torch.nn.Module) -> None:
+        super().__init__()
+        # a head may read a scale of its decoder (Falcon-H1)
+        vars(self).update({name: each for name, each in vars(decoder).items() if type(each) in (int, float)})
 
     def forward(self, *_: Any, inputs_embeds: torch.Tensor, **__: Any) -> MoeModelOutputWithPast:
         return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)

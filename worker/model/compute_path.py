@@ -6,12 +6,17 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from swiftbatch.worker.kernels.sizes import HEAD_DIMS
-from swiftbatch.worker.model.dense_config import OtherDecoderError, read_dense, refuse_other_tensors
-from swiftbatch.worker.model.kinds import RECURRENT
+from swiftbatch.worker.model.dense_config import (
+    OtherDecoderError,
+    read_dense,
+    refuse_experts_on,
+    refuse_other_tensors,
+)
+from swiftbatch.worker.model.recurrent_sizes import RECURRENT, STATELESS, layer_types
 
 PathName = Literal["kernels", "kernels attend", "transformers"]
 CHUNKED = ("llama4_text",)  # kinds that attend in chunks, whatever their config says of layers
-KNOWN_ATTENTION = {"attention", "full_attention", "sliding_attention", RECURRENT}
+KNOWN_LAYERS = {"attention", "full_attention", "sliding_attention", "*"} | RECURRENT | STATELESS
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,7 @@ class ComputePath:
 def path_on(device: Literal["cpu", "cuda"], config: dict[str, Any], stored: set[str] | None = None) -> ComputePath:
     """Tell the path of a text model that runs here. `stored` are the names of its tensors, where they are known."""
     try:
+        refuse_experts_on(device, config)
         dense = read_dense(config)
         if stored is not None:
             refuse_other_tensors(dense, stored)
@@ -36,7 +42,7 @@ def path_on(device: Literal["cpu", "cuda"], config: dict[str, Any], stored: set[
 
 def _attends_in_kernels(config: dict[str, Any]) -> bool:
     """Tell whether the kernels take all layers' heads and what these see."""
-    if config.get("model_type") in CHUNKED or set(config.get("layer_types") or ()) - KNOWN_ATTENTION:
+    if config.get("model_type") in CHUNKED or set(layer_types(config) or ()) - KNOWN_LAYERS:
         return False
     return _head_dim(config) in HEAD_DIMS
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 
-def number_of(config: dict[str, Any], key: str) -> float:
+def number_of(config: Mapping[str, Any], key: str) -> float:
     """Raises KeyError or ValueError for a number that is missing or is none."""
     value = config[key]
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:

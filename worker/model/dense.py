@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,11 +14,14 @@ from swiftbatch.worker.kernels.decoder_weights import AnyLinear, DecoderSizes, D
 from swiftbatch.worker.kernels.packed import PackedMatrix, Weight, plain
 from swiftbatch.worker.model.dense_config import (
     FINAL_NORM,
+    SINKS,
     DenseConfig,
     OtherDecoderError,
     read_dense,
+    refuse_experts_on,
     refuse_other_tensors,
 )
+from swiftbatch.worker.model.expert_layers import expert_weights
 from swiftbatch.worker.model.files import ModelFiles, read_config, stored_layout
 from swiftbatch.worker.model.tensors import read_tensors
 from swiftbatch.worker.model.text_view import EMBEDDING, HEAD, is_of_text
@@ -32,16 +36,17 @@ def dense_weights(files: ModelFiles, dtype: torch.dtype, device: torch.device = 
     """
     config = read_config(files.name, files.path)
     try:
+        refuse_experts_on(device.type, config)
         dense = read_dense(config)
         refuse_other_tensors(dense, stored_names(files, config))
     except OtherDecoderError:
         return None
-    tensors = read_tensors(files, dtype, lambda weight: _placed(weight, device, dtype))
-    embedding = plain(tensors[EMBEDDING])
-    layers = [_layer(tensors, number, dense) for number in range(dense.num_layers)]
+    place = functools.partial(_placed, device=device, dtype=dtype)
+    tensors = read_tensors(files, dtype, place, _floats_of(dense))
+    layers = [_layer(tensors, number, dense, dtype) for number in range(dense.num_layers)]
     head = linear_from(tensors[EMBEDDING if dense.is_tied else HEAD])
     final_norm = _norm(tensors, FINAL_NORM, dense)
-    return DecoderWeights(_sizes(dense, dtype), embedding, layers, final_norm, head, dense.rotary)
+    return DecoderWeights(_sizes(dense, dtype), tensors[EMBEDDING], layers, final_norm, head, dense.rotary)
 
 
 def _sizes(dense: DenseConfig, dtype: torch.dtype) -> DecoderSizes:
@@ -92,9 +97,19 @@ def stored_names(files: ModelFiles, config: dict[str, Any]) -> set[str]:
     return set() if layout.repeated else {name for name in layout.heads if is_of_text(name, config)}
 
 
-def _layer(tensors: Mapping[str, Weight], number: int, dense: DenseConfig) -> LayerWeights:
+def _floats_of(dense: DenseConfig) -> frozenset[str]:
+    """The tensors that are float32 in the kernels, whatever the model's dtype."""
+    if dense.experts is None:
+        return frozenset()
+    names = (dense.experts.names.router, dense.experts.names.router_bias, dense.experts.names.choice_bias, SINKS)
+    layers = range(dense.num_layers)
+    return frozenset(f"model.layers.{number}.{name}" for number in layers for name in names if name is not None)
+
+
+def _layer(tensors: Mapping[str, Weight], number: int, dense: DenseConfig, dtype: torch.dtype) -> LayerWeights:
     prefix = f"model.layers.{number}."
-    linears = {role: linear for part in _parts(dense) for role, linear in _linears(tensors, prefix, part, dense)}
+    parts = _parts(dense.linears(number))
+    linears = {role: each for part in parts.items() for role, each in _linears(tensors, prefix, part, dense)}
     norms = {role: _norm(tensors, prefix + part, dense) for role, part in dense.form.norms.items()}
     norms |= {role: _head_norm(tensors, prefix + part, dense) for role, part in dense.head_norms.items()}
     if (order := dense.head_order) is not None:
@@ -102,7 +117,11 @@ def _layer(tensors: Mapping[str, Weight], number: int, dense: DenseConfig) -> La
     view: dict[str, Any] = {"is_still": number in dense.still_layers, "window": dense.windows[number]}
     view["rotary"] = dense.window_rotary if number in dense.windowed_layers else None
     view["curve"] = _curve([plain(tensors[prefix + part]) for part in dense.form.curve])
-    return LayerWeights(**linears, **norms, **view)  # type: ignore[arg-type]
+    if dense.form.has_sinks:
+        view["sinks"] = plain(tensors[prefix + SINKS]).float()
+    if dense.experts is not None and number in dense.experts.layers:
+        view["experts"] = expert_weights(tensors, prefix, dense.experts, dtype)
+    return LayerWeights(**{"up": None, "down": None, **linears}, **norms, **view)  # type: ignore[arg-type]
 
 
 def _norm(tensors: Mapping[str, Weight], part: str, dense: DenseConfig) -> Tensor:
@@ -128,19 +147,20 @@ def _curve(trained: list[Tensor]) -> Tensor | None:
     return torch.cat(found).float()
 
 
-def _parts(dense: DenseConfig) -> dict[str, list[str]]:
+def _parts(names: Mapping[str, str]) -> dict[str, list[str]]:
     """The stored linear layers, and the roles whose rows each holds one behind the other."""
     parts: dict[str, list[str]] = {}
-    for role, part in dense.form.linears.items():
+    for role, part in names.items():
         parts.setdefault(part, []).append(role)
     return parts
 
 
 def _linears(
-    tensors: Mapping[str, Weight], prefix: str, part: str, dense: DenseConfig
+    tensors: Mapping[str, Weight], prefix: str, part: tuple[str, list[str]], dense: DenseConfig
 ) -> Iterator[tuple[str, AnyLinear]]:
     """The roles of a stored linear layer, each with its rows."""
-    roles, weight, stored = _parts(dense)[part], tensors[f"{prefix}{part}.weight"], tensors.get(f"{prefix}{part}.bias")
+    name, roles = part
+    weight, stored = tensors[f"{prefix}{name}.weight"], tensors.get(f"{prefix}{name}.bias")
     bias = None if stored is None else plain(stored)
     if len(roles) == 1:
         yield roles[0], linear_from(weight, bias)

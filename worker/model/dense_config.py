@@ -7,7 +7,7 @@ driver asks, too.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +18,14 @@ from swiftbatch.worker.model.config_numbers import number_of
 from swiftbatch.worker.model.dense_forms import ALWAYS, Form
 from swiftbatch.worker.model.dense_keys import what_is_not_understood
 from swiftbatch.worker.model.dense_kinds import KINDS
+from swiftbatch.worker.model.expert_config import ExpertConfig, read_experts
 from swiftbatch.worker.model.layer_angles import num_turned_of, own_rotary, window_rotary
 from swiftbatch.worker.model.layer_windows import Windows
 from swiftbatch.worker.model.text_view import EMBEDDING, HEAD
 
 FINAL_NORM = "model.norm"
+SINKS = "self_attn.sinks"
+PRODUCTS = ("gate", "up", "down")  # the roles of a layer's products behind its attention
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class DenseConfig:
     rotary: Rotary
     is_tied: bool
     form: Form
-    parts: tuple[str, ...]  # the tensors of a layer, no more and no less
+    parts: tuple[str, ...]  # the tensors of a layer without experts, no more and no less
     activation: Activation
     num_turned: int  # dimensions of a head that are turned
     still_layers: frozenset[int]  # that turn no heads
@@ -50,6 +53,7 @@ class DenseConfig:
     scales: Mapping[str, float]  # of `Form.scales`; of scores, 1 is none
     caps: Mapping[str, float]  # of `Form.caps`; 0 is none
     head_norms: Mapping[str, str]  # their names by their roles
+    experts: ExpertConfig | None
 
     @property
     def head_order(self) -> list[int] | None:
@@ -73,14 +77,41 @@ class DenseConfig:
         heads = {"query": self.num_heads * self.head_dim, "key": keys, "value": keys}
         return heads | {"gate": self.intermediate, "up": self.intermediate}
 
-    def tensor_names(self) -> set[str]:
-        """The names of all tensors."""
-        names = {f"model.layers.{number}.{part}" for number in range(self.num_layers) for part in self.parts}
+    def linears(self, number: int) -> dict[str, str]:
+        """The names of a layer's linear layers by their roles; of one with experts, those that all rows meet."""
+        names = self.form.linears
+        if self.experts is None or number not in self.experts.layers:
+            return names
+        shared = self.experts.names.shared if self.experts.shared_width else None
+        own = {} if shared is None else {role: f"{shared}.{role}_proj" for role in PRODUCTS}
+        return {role: name for role, name in names.items() if role not in PRODUCTS} | own
+
+    def tensor_names(self, stored: set[str]) -> set[str]:
+        """The names of all tensors, where some of them may be stored in more than one way."""
+        names = {name for number in range(self.num_layers) for name in self._layer_names(number, stored)}
         return names | {EMBEDDING, *self.form.norm_tensors(FINAL_NORM), *(() if self.is_tied else (HEAD,))}
+
+    def _layer_names(self, number: int, stored: set[str]) -> Iterator[str]:
+        prefix, linears, own = f"model.layers.{number}.", self.form.linears, self.linears(number)
+        for part in self.parts:
+            stem, _, what = part.rpartition(".")
+            roles = [role for role, name in linears.items() if name == stem]
+            yield from (f"{prefix}{own[role]}.{what}" for role in roles if role in own)
+            if not roles:
+                yield prefix + part
+        if self.experts is not None and number in self.experts.layers:
+            yield from (prefix + part for part in self.experts.parts(self.experts.is_fused(stored, prefix)))
 
 
 class OtherDecoderError(ValueError):
     """A decoder that the kernels do not take; its text says why, in words for the user."""
+
+
+def refuse_experts_on(device_type: str, config: Mapping[str, Any]) -> None:
+    """Raise OtherDecoderError for a kind with experts on a device whose kernels have none."""
+    form = KINDS.get(str(config.get("model_type")))
+    if form is not None and form.experts is not None and device_type != "cpu":
+        raise OtherDecoderError("its layers have experts, which our kernels multiply on CPUs alone")
 
 
 def read_dense(config: dict[str, Any]) -> DenseConfig:
@@ -98,7 +129,7 @@ def refuse_other_tensors(dense: DenseConfig, stored: set[str]) -> None:
     """Raise OtherDecoderError where a model stores other tensors than those of its config."""
     if dense.num_layers > len(stored):
         raise OtherDecoderError(f"it stores {len(stored)} tensors, fewer than its {dense.num_layers:,} layers")
-    if different := sorted(dense.tensor_names() ^ stored):
+    if different := sorted(dense.tensor_names(stored) ^ stored):
         raise OtherDecoderError(f"its tensors are others, {different[0]} among them")
 
 
@@ -126,6 +157,7 @@ def _read(config: dict[str, Any]) -> DenseConfig:
         scales={what: number_of(config, key) for what, key in form.scales.items()},
         caps={what: 0.0 if config[key] is None else number_of(config, key) for what, key in form.caps.items()},
         head_norms=form.head_norms(config),
+        experts=None if form.experts is None else read_experts(config, form.experts),
     )
 
 
@@ -171,6 +203,7 @@ def _parts(config: dict[str, Any], form: Form) -> list[str]:
     parts = [tensor for part in form.norms.values() for tensor in form.norm_tensors(part)]
     parts += [f"{part}.weight" for part in dict.fromkeys(names.values())] + list(form.curve)
     parts += dict.fromkeys(f"{names[role]}.bias" for role in _biased(config, form) if role in names)
+    parts += [SINKS] if form.has_sinks else []
     return parts + [f"{part}.weight" for part in form.head_norms(config).values()]
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from swiftbatch.worker.kernels.forms import Activation, NormForm
+from swiftbatch.worker.model.expert_forms import ExpertForm
 from swiftbatch.worker.model.layer_windows import IS_WINDOWED, WindowForm
 from swiftbatch.worker.model.still_layers import StillForm
 
@@ -74,7 +75,9 @@ class Form:
     windows: WindowForm | None = None  # None: all layers see all positions
     window_angles: WindowAngles | None = None  # layers with windows turn heads by angles of their own
     growth_key: str | None = None  # among the angles: how queries grow with their positions
+    has_sinks: bool = False
     is_parallel: bool = False  # products read what attention reads
+    experts: ExpertForm | None = None
     intermediate_key: str = "intermediate_size"
     epsilon_key: str = "rms_norm_eps"
     one_meaning: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # beside `ONE_MEANING`

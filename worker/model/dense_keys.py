@@ -86,6 +86,7 @@ def what_is_not_understood(config: dict[str, Any]) -> str | None:
     if others := set(map(str, config.get("layer_types") or ())) - known:
         return f"its layers have {', '.join(sorted(others))}"
     one_meaning = ONE_MEANING | dict(form.one_meaning) | ({} if form.windows else NO_WINDOWS)
+    one_meaning |= {} if form.experts is None else dict(form.experts.one_meaning)
     for key, value in config.items():
         if key in one_meaning and value not in one_meaning[key] and key not in form.caps.values():
             return f"its {key} is {value!r}"
@@ -107,6 +108,7 @@ def _may_matter(key: str, value: Any, form: Form) -> bool:
     """
     known = SIZES | set(ONE_MEANING | NO_WINDOWS) | SAID_ELSEWHERE
     known |= {form.intermediate_key, form.epsilon_key, *form.one_meaning, *form.scales.values(), *form.caps.values()}
+    known |= set() if form.experts is None else form.experts.known_keys()
     known |= STILL_KEYS if form.still is by_no_rope_layers else set()
     known |= {form.windows.key or ""} if isinstance(form.windows, TypesOrPattern) else set()
     known |= {form.window_angles.windowed_key or ""} if form.window_angles else set()

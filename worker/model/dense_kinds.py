@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from swiftbatch.worker.kernels.forms import Activation, NormForm
 from swiftbatch.worker.model.dense_forms import ACTIVATIONS, ALWAYS, AROUND, AROUND_PARTS, BEHIND, Form, WindowAngles
+from swiftbatch.worker.model.expert_kinds import EXPERT_KINDS
 from swiftbatch.worker.model.layer_windows import (
     TypesOrPattern,
     by_layer_types,
@@ -58,7 +59,7 @@ GEMMA2 = Form(
     windows=TypesOrPattern(2, None),
     unused=("sliding_window_size",),
 )
-KINDS = {
+KINDS: dict[str, Form] = {
     "apertus": Form(
         "attention_bias",
         "attention_bias",
@@ -148,4 +149,4 @@ KINDS = {
     ),
     "smollm3": Form(*IN_ALL, still=by_no_rope_layers),
     "vaultgemma": replace(GEMMA2, norms={"input_norm": "input_layernorm", "mlp_norm": "pre_feedforward_layernorm"}),
-}
+} | EXPERT_KINDS

@@ -8,10 +8,19 @@ from __future__ import annotations
 
 from typing import Any
 
+from swiftbatch.worker.model.recurrent_sizes import (
+    ATTENDING,
+    RECURRENT,
+    STATELESS,
+    layer_types,
+    num_attending_layers,
+)
+
 SUPPORTED_KINDS = (
     "afmoe",
     "apertus",
     "arcee",
+    "bamba",
     "cohere",
     "cohere2",
     "cohere2_moe",
@@ -23,6 +32,7 @@ SUPPORTED_KINDS = (
     "ernie4_5_moe",
     "exaone4",
     "exaone_moe",
+    "falcon_h1",
     "flex_olmo",
     "gemma",
     "gemma2",
@@ -47,6 +57,8 @@ SUPPORTED_KINDS = (
     "iquestcoder",
     "jais2",
     "laguna",
+    "lfm2",
+    "lfm2_moe",
     "llama",
     "llama4_text",
     "mellum",
@@ -55,6 +67,7 @@ SUPPORTED_KINDS = (
     "ministral3",
     "mistral",
     "mixtral",
+    "nemotron_h",
     "olmo",
     "olmo2",
     "olmo3",
@@ -77,49 +90,51 @@ SUPPORTED_KINDS = (
 )
 
 KERNELS_LACK = {  # what keeps kinds that run here from our kernels, which then attend at most
+    "afmoe": "its attention has gates",
+    "cohere2_moe": "its experts read what its attention reads",
     "deepseek_v2": "its layers have experts, and latent keys and values",
     "deepseek_v3": "its layers have experts, and latent keys and values",
     "glm4_moe_lite": "its layers have experts, and latent keys and values",
     "gpt_neox": "its norms subtract means, and its layers attend and feed forward side by side",
-    "gpt_oss": "its layers have experts and sinks",
     "granite_swa": "its layers have sinks, and angles of their own",
-    "granitemoe_swa": "its layers have experts and sinks",
+    "granitemoe_swa": "its layers have sinks, and angles of their own",
+    "laguna": "its attention has gates, and its layers different numbers of heads",
     "llama4_text": "its layers have experts and chunks",
     "olmo": "its norms have no weights, and subtract means",
+    "phimoe": "its router is a sparse mixer, and its norms subtract means",
     "phi": "its norms subtract means, and its layers attend and feed forward side by side",
 }
-EXPERTS = (
-    *("afmoe", "cohere2_moe", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe", "granitemoe"),
-    *("granitemoeshared", "hunyuan_v1_moe", "hy_v3", "laguna", "mellum", "minimax_m2", "mixtral", "olmoe", "phimoe"),
-    *("qwen2_moe", "qwen3_moe", "solar_open"),
-)
-KERNELS_LACK |= dict.fromkeys(EXPERTS, "its layers have experts")
-RECURRENT_KINDS = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")  # whose gated delta nets run here
-KERNELS_LACK |= dict.fromkeys(RECURRENT_KINDS, "three of four layers are gated delta nets")
-RECURRENT = "linear_attention"  # what configs call layers with a state in place of keys and values
+UNTRIED = ("exaone_moe", "flex_olmo", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "mellum", "solar_open")
+KERNELS_LACK |= dict.fromkeys(UNTRIED, "its experts were not tried there")
+RECURRENT_KINDS = {  # that have layers with states, and the form of these
+    "bamba": "Mamba-2",
+    "falcon_h1": "Mamba-2",
+    "granitemoehybrid": "Mamba-2",
+    "lfm2": "short convolutions",
+    "lfm2_moe": "short convolutions",
+    "nemotron_h": "Mamba-2",
+    "qwen3_5_moe_text": "gated delta nets",
+    "qwen3_5_text": "gated delta nets",
+    "qwen3_next": "gated delta nets",
+}
+KERNELS_LACK |= {kind: f"its layers have states: {form}" for kind, form in RECURRENT_KINDS.items()}
 ATTENDING_LAYERS = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
 OTHER_LAYERS = {  # in words, beside the name that configs have for them
     "conv": "short convolutions",
     "deepseek_sparse_attention": "attention to keys that an indexer chooses",
-    RECURRENT: "gated delta nets",
+    "linear_attention": "gated delta nets",
     "mamba": "Mamba-2",
 }
-UNSAID_LAYERS = {"granitemoehybrid": ["mamba"]}  # of kinds whose config names none
-MAMBA = "Mamba-2 layers"
 INDEXED = "attention to keys that an indexer chooses"
 COMPRESSED = f"compressed keys and values, {INDEXED}, and hyper-connections"
 NEEDS = {  # what kinds that users ask for need beside attention to keys and values
-    "bamba": MAMBA,
     "bloom": "position biases (ALiBi)",
     "deepseek_ref": COMPRESSED,
     "deepseek_v32": INDEXED,
     "deepseek_v4": COMPRESSED,
-    "falcon_h1": MAMBA,
     "gemma4_text": "heads of two widths, and keys that serve as values",
     "glm_moe_dsa": INDEXED,
     "kimi_linear": "delta attention (KDA)",
-    "lfm2": "short convolutions",
-    "lfm2_moe": "short convolutions",
     "mimo_v2_flash": "values narrower than keys, and sinks in windows alone",
     "minimax_m3": "attention to blocks of keys that an indexer chooses",
     "mpt": "position biases (ALiBi)",
@@ -131,7 +146,6 @@ NEEDS = {  # what kinds that users ask for need beside attention to keys and val
     "rwkv": "recurrent layers",
     "recurrent_gemma": "recurrent layers",
     "nemotron-nas": "layers of different sizes, some of them without attention",
-    "nemotron_h": MAMBA,
     "step3p7": "windows beside experts whose router has biases of its own",
     "nemotron": "a way past its class, which hands nothing on to its attention",
     "stablelm": "a way past its class, which hands nothing on to its attention",
@@ -143,10 +157,14 @@ def what_it_lacks(config: dict[str, Any]) -> str | None:
     kind = str(config.get("model_type"))
     if kind in NEEDS:
         return f"its kind {kind!r} needs {NEEDS[kind]}"
-    types = config.get("layer_types") or UNSAID_LAYERS.get(kind, [])
+    types = config.get("layer_types") or []
     if not isinstance(types, list):
         return f"its layer_types are {types!r}; expected a list"
-    known = ATTENDING_LAYERS | ({RECURRENT} if kind in RECURRENT_KINDS else set())
+    if kind in RECURRENT_KINDS:
+        types = layer_types(config) or []
+        if types and not num_attending_layers(config):
+            return f"none of its {len(types)} layers attends"
+    known = ATTENDING_LAYERS | (ATTENDING | RECURRENT | STATELESS if kind in RECURRENT_KINDS else set())
     if layers := {str(layer) for layer in types} - known:
         named = (f"{layer} ({OTHER_LAYERS[layer]})" if layer in OTHER_LAYERS else layer for layer in sorted(layers))
         return f"its kind {kind!r} has layers of the kinds {', '.join(named)}"

@@ -14,6 +14,8 @@ from swiftbatch.worker.model.dense_kinds import KINDS
 def num_turned_of(config: dict[str, Any], form: Form, head_dim: int) -> int:
     """The dimensions of a head that are turned by its position. Raises ValueError for an odd number."""
     default = 1.0 if form.turned_share is None else form.turned_share
+    if "rotary_dim" in config:
+        default = number_of(config, "rotary_dim") / head_dim
     said = _angles(config).get("partial_rotary_factor", config.get("partial_rotary_factor", default))
     turned = int(head_dim * float(said))
     if not 0 < turned <= head_dim or turned % 2 or (form.turned_share is None and turned < head_dim):

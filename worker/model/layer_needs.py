@@ -14,11 +14,17 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.model.causal_lm import decoder_of
+from swiftbatch.worker.model.recurrent_sizes import STATELESS, layer_types
 from swiftbatch.worker.model.span import MaskFunction, Span, UnsupportedError, span_of
 
 OBSERVER_NAME = "swiftbatch_observer"
 NUM_ROWS = 3
-DELTA_NETS = {"Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"}
+DELTA_NETS, MAMBA, CONVOLUTIONS = "gated delta nets", "Mamba-2", "short convolutions"
+FORMS = {  # of recurrent layers, by the names of their classes
+    **dict.fromkeys(("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"), DELTA_NETS),
+    **dict.fromkeys(("BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer"), MAMBA),
+    **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv"), CONVOLUTIONS),
+}
 UNDERSTOOD = {"row_groups", "scaling", "softcap", "s_aux"}
 SAID_BY_THE_MASK = {"sliding_window"}  # what `transformers`' own attentions take from it, we do too
 NO_CHANGE = {"dropout", "is_causal", "position_ids", "use_cache", "output_attentions", "output_router_logits"}
@@ -82,10 +88,21 @@ class _Observer:
 
 
 def recurrent_layers(model: Any) -> dict[int, Any]:
-    """The gated delta nets of a model, by their layers; those that `recurrent_rows.py` knows."""
+    """The recurrent parts of a model, by their layers; those that `recurrent_rows.py` knows."""
     layers = enumerate(getattr(decoder_of(model), "layers", ()))
     parts = ((number, part) for number, layer in layers for part in layer.children())
-    return {number: part for number, part in parts if type(part).__name__ in DELTA_NETS}
+    return {number: part for number, part in parts if type(part).__name__ in FORMS}
+
+
+def form_of(part: Any) -> str:
+    """The form of a recurrent part, in words."""
+    return FORMS[type(part).__name__]
+
+
+def attention_of(layer: Any) -> Any:
+    """The part of a layer that attends; None where none does."""
+    parts = (part for part in layer.children() if type(part).__name__.endswith("Attention"))
+    return next(parts, None)
 
 
 def observe_layers(model: Any, name: str, num_positions: int) -> list[LayerNeeds]:
@@ -111,11 +128,12 @@ def observe_layers(model: Any, name: str, num_positions: int) -> list[LayerNeeds
 
 def _in_order(model: Any, layers: dict[int, LayerNeeds]) -> list[LayerNeeds]:
     """The layers from the first to the last. Raises UnsupportedError where one is missing or has other sizes."""
-    num_layers, recurrent = model.config.num_hidden_layers, recurrent_layers(model)
-    attending = [number for number in range(num_layers) if number not in recurrent]
-    if sorted(layers) != attending:
-        num_others = len(attending) - len(layers)
+    num_layers, types = model.config.num_hidden_layers, layer_types(model.config.to_dict()) or []
+    stateless = {number for number, each in enumerate(types) if each in STATELESS}
+    others = set(range(num_layers)) - set(layers) - set(recurrent_layers(model)) - stateless
+    if others or not layers:
+        num_others = len(others) or num_layers
         raise UnsupportedError(f"{num_others} of its {num_layers} layers keep another state than keys and values")
     if len({(needs.num_kv_heads, needs.key_dim, needs.value_dim) for needs in layers.values()}) > 1:
         raise UnsupportedError("the keys and values of its layers differ in their sizes")
-    return [layers[number] for number in attending]
+    return [layers[number] for number in sorted(layers)]

@@ -27,6 +27,13 @@ def in_all_layers_if_said(config: dict[str, Any]) -> Windows:
     return in_all_layers({"sliding_window": None} | config)
 
 
+def never(config: dict[str, Any]) -> Windows:
+    """None of the layers has one: `sliding_window` counts for nothing unless it is switched on, which is refused."""
+    if config.get("use_sliding_window", False) is not False:
+        raise ValueError(f"its use_sliding_window is {config['use_sliding_window']!r}")
+    return (None,) * int(config["num_hidden_layers"])
+
+
 def by_layer_types(config: dict[str, Any]) -> Windows:
     """`layer_types` say which layers have the window."""
     types = config["layer_types"]
@@ -35,9 +42,19 @@ def by_layer_types(config: dict[str, Any]) -> Windows:
     return tuple(_size(config["sliding_window"]) if IS_WINDOWED[each] else None for each in types)
 
 
+def by_layer_types_if_said(config: dict[str, Any]) -> Windows:
+    """As above; without types, all layers from `max_window_layers` on have the window, if there is one."""
+    if config.get("layer_types") is not None:
+        return by_layer_types(config)
+    if config.get("sliding_window") is None:
+        return (None,) * int(config["num_hidden_layers"])
+    size = _size(config["sliding_window"])
+    return tuple(size if each >= config["max_window_layers"] else None for each in range(config["num_hidden_layers"]))
+
+
 @dataclass(frozen=True)
 class TypesOrPattern:
-    """As above; without types, of each `pattern` layers all but the last have the window."""
+    """`layer_types` as above; without types, of each `pattern` layers all but the last have the window."""
 
     pattern: int
     key: str | None = "sliding_window_pattern"  # of another pattern; None: none is looked at
@@ -71,7 +88,7 @@ def where_switched_on(config: dict[str, Any]) -> Windows:
 
 def looks_at_types(form: WindowForm | None) -> bool:
     """Tell whether the layers' types say which of them have windows."""
-    return form in (by_layer_types, where_switched_on) or isinstance(form, TypesOrPattern)
+    return form in (by_layer_types, by_layer_types_if_said, where_switched_on) or isinstance(form, TypesOrPattern)
 
 
 def _size(found: Any) -> int:

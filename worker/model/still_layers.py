@@ -1,4 +1,4 @@
-"""The layers of a dense decoder that turn no heads, as each kind's config says them. Without torch."""
+"""Finds the layers without rotary positions (NoPE), as each kind's config says them. Without torch."""
 
 from __future__ import annotations
 

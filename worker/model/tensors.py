@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from io import RawIOBase
 from pathlib import Path
@@ -43,11 +43,14 @@ DTYPES = {
 LONGEST_HEADER = 100_000_000  # bytes; safetensors' own limit
 
 
-def read_tensors(files: ModelFiles, dtype: torch.dtype, place: Callable[[Weight], Weight]) -> dict[str, Weight]:
+def read_tensors(
+    files: ModelFiles, dtype: torch.dtype, place: Callable[[Weight], Weight], kept: Collection[str] = ()
+) -> dict[str, Weight]:
     """All weights of a text model's files by their names in it, each as `place` gives it back: on its device, say.
 
-    Quantized ones come as packed matrices of this dtype, or as its numbers; all others as they are stored. Those that
-    change no text are read and hashed, and left out; so is a head that is the tied embedding once more.
+    Quantized ones come as packed matrices of this dtype, or as its numbers; all others as they are stored. Those of the
+    names `kept` stay so, and are not placed. Those that change no text are
+    read and hashed, and left out; so is a head that is the tied embedding once more.
 
     While one tensor is hashed the next one is read, so the host holds two at most that `place` has taken elsewhere,
     and the parts of a matrix that is not whole. Raises ModelError for a damaged file, OtherModelError for one whose
@@ -61,7 +64,7 @@ def read_tensors(files: ModelFiles, dtype: torch.dtype, place: Callable[[Weight]
             hashing = Hashing(thread)
             try:
                 for name, weight in _weights_in(file, cast(RawIOBase, stream), hashing, assembly, config):
-                    weights[name] = place(weight)
+                    weights[name] = weight if name in kept else place(weight)
             except FormatError as error:
                 raise ModelError(f"model {files.name}: {file} has {error}") from None
             except (OSError, ValueError, KeyError, TypeError) as error:

@@ -31,6 +31,7 @@ SAME_AS = {  # kinds whose text model is that of another kind, in layers and nam
 LEFT_OUT: dict[str, dict[str, Any]] = {  # what published configs leave to the class of their kind
     "cohere": {"tie_word_embeddings": True, "use_qk_norm": False},
     "cohere2": {"tie_word_embeddings": True},
+    "ernie4_5_moe": {"moe_norm_min": 1e-12, "tie_word_embeddings": True},
     "gemma": {"tie_word_embeddings": True},
     "gemma2": {"tie_word_embeddings": True},
     "gemma3_text": {
@@ -48,6 +49,8 @@ LEFT_OUT: dict[str, dict[str, Any]] = {  # what published configs leave to the c
         "vocab_size": 262_208,
     },
     "starcoder2": {"tie_word_embeddings": True},
+    "gpt_oss": {"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+    "qwen2_moe": {"qkv_bias": True},
     "vaultgemma": {"tie_word_embeddings": True},
 }
 OF_THE_WHOLE = ("quantization_config", "compression_config", "eos_token_id", "tie_word_embeddings")

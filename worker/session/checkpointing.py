@@ -54,7 +54,7 @@ class Checkpointing:
         for job in jobs:
             self._put_tokens(job, is_released=True)
             if self._config.checkpoint == "state" and self._num_new_positions(job) > 0:
-                self._put_state(job)
+                self._put_state(job, is_released=True)
         self._writer.flush(seconds)
         self._writer.check()
 
@@ -62,7 +62,7 @@ class Checkpointing:
         """Write all that there is of a job that has ended, as far as `seconds` allow: it may go on some day."""
         self._put_tokens(job, is_released=True)
         if self._num_new_positions(job) > 0:
-            self._put_state(job)
+            self._put_state(job, is_released=True)
         self._writer.flush(seconds)
         self._writer.check()
 
@@ -75,12 +75,7 @@ class Checkpointing:
         self._writer.check()
 
     def _num_new_positions(self, job: RunningJob) -> int:
-        """Count the positions behind the last state. Copied ones do not count: whoever read them keeps them, too.
-
-        Nor do those of a cache that is more than keys and values: its job resumes from its tokens.
-        """
-        if not job.cache.is_by_position:
-            return 0
+        """Count the positions behind the last state. Copied ones do not count: whoever read them keeps them, too."""
         return job.cache.length - max(self._writer.num_state_positions(job.job_id), job.cache.num_copied)
 
     def _put_tokens(self, job: RunningJob, is_released: bool = False) -> None:
@@ -91,6 +86,16 @@ class Checkpointing:
             self._writer.put_timeline(job.job_id, timeline)
         job.logged, job.num_logged_tokens = time.monotonic(), job.sequence.num_generated_tokens
 
-    def _put_state(self, job: RunningJob) -> None:
+    def _put_state(self, job: RunningJob, is_released: bool = False) -> None:
         token_ids = job.sequence.token_ids[: job.cache.length]
-        self._writer.put_state(job.job_id, token_ids, self._drafter.state(job.sequence))
+        layers = job.cache.states() if self._are_states_due(job, is_released) else None
+        self._writer.put_state(job.job_id, token_ids, self._drafter.state(job.sequence), layers)
+
+    def _are_states_due(self, job: RunningJob, is_released: bool) -> bool:
+        """Tell whether the states of layers, all of which are written each time, are due.
+
+        They wait for as many bytes of keys and values, so that they double the bytes of a checkpoint at most.
+        """
+        num_new = job.cache.boundary - self._writer.num_positions_of_states(job.job_id)
+        shape = job.cache.shape
+        return num_new > 0 and (is_released or num_new * shape.bytes_per_position() >= shape.checkpointed_state_bytes())

@@ -52,6 +52,8 @@ class Resumer:
         self._take_log(sequence)
         manifests = self._computed_alike(job_id, _still_valid(self._checkpoints.read_manifests(job_id), sequence))
         segments = self._load(sequence, cache, manifests)
+        if not cache.is_by_position:
+            self._load_states(sequence, cache, manifests)
         cache.roll_back(min(cache.length, len(sequence) - 1))
         return Recovery(
             kind="kv" if cache.length else "replay",
@@ -83,7 +85,7 @@ class Resumer:
 
     def _computed_alike(self, job_id: str, manifests: Items[StateManifest]) -> list[StateManifest]:
         """The parts of manifests in front of the first segment that was computed with other numerics."""
-        attempts = {entry.attempt for manifest in manifests for entry in manifest.segments}
+        attempts = {entry.attempt for manifest in manifests for entry in (*manifest.segments, manifest.states) if entry}
         found = {attempt: self._checkpoints.numerics(job_id, attempt) for attempt in sorted(attempts)}
         others = {attempt for attempt, numerics in found.items() if numerics not in ("", self._numerics)}
         if others:
@@ -113,6 +115,23 @@ class Resumer:
                     return tuple(entry for entry in manifests[0].segments if entry.end < len(sequence))
         return tuple(loaded)
 
+    def _load_states(self, sequence: Sequence, cache: FullKVCache, manifests: Items[StateManifest]) -> None:
+        """Load the newest whole states of layers that the loaded keys and values reach, else empty the cache.
+
+        The positions behind them are read again: their keys and values are there, but not what they did to the states.
+        """
+        end = min(cache.length, len(sequence) - 1)
+        entries = {each.file: each for manifest in manifests if (each := manifest.states) and each.num_positions <= end}
+        for entry in sorted(entries.values(), key=lambda entry: entry.num_positions, reverse=True):
+            states = self._checkpoints.read_states(sequence.sequence_id, entry)
+            try:
+                if states is not None:
+                    cache.set_states(states)
+                    return
+            except ValueError as error:
+                logger.warning("skipped %s of job %s: %s", entry.file, sequence.sequence_id, error)
+        cache.roll_back(0)
+
     def _load_next(
         self, entries: Collection[SegmentEntry], sequence: Sequence, cache: FullKVCache
     ) -> SegmentEntry | None:
@@ -137,7 +156,8 @@ class Resumer:
         """Return whether to run tokens again rather than load. Tokens that stand in segments alone must be loaded."""
         if manifest.num_positions > length:
             return False
-        load_seconds = sum(entry.size for entry in manifest.segments) / bytes_per_second
+        num_bytes = sum(entry.size for entry in (*manifest.segments, manifest.states) if entry)
+        load_seconds = num_bytes / bytes_per_second
         return self._costs().replay_seconds(0, manifest.num_positions) < load_seconds
 
 
@@ -166,13 +186,16 @@ def _num_positions(manifest: StateManifest) -> int:
 def _without(manifest: StateManifest, attempts: Collection[int]) -> StateManifest:
     """The part of a manifest in front of the first segment that one of these attempts wrote; its drafter stays."""
     start = next((entry.start for entry in manifest.segments if entry.attempt in attempts), manifest.num_positions)
-    return manifest.model_copy(update={"segments": tuple(entry for entry in manifest.segments if entry.end <= start)})
+    kept = tuple(entry for entry in manifest.segments if entry.end <= start)
+    states = None if manifest.states is None or manifest.states.attempt in attempts else manifest.states
+    return manifest.model_copy(update={"segments": kept, "states": states})
 
 
 def _up_to(manifest: StateManifest, end: int) -> StateManifest:
     """The part of a manifest below position `end`, without the state of a drafter that has seen more."""
     kept = tuple(entry for entry in manifest.segments if entry.end <= end)
-    return manifest.model_copy(update={"segments": kept, "drafter": None})
+    states = manifest.states if manifest.states is None or manifest.states.num_positions <= end else None
+    return manifest.model_copy(update={"segments": kept, "drafter": None, "states": states})
 
 
 def _refuse_strangers(sequence: Sequence, token_ids: np.ndarray) -> None:

@@ -64,12 +64,12 @@ class WorkerSession:
         files = located_model(config.model, self._run)
         self._checkpoints, self._kept_logs = CheckpointStore.of(self._run), KeptLogs.of(self._run)
         self._codec = TextCodec(files, config.thinking_markers)
-        target = TargetModel.load(
-            files, config.dtype, config.device, config.kv_offload, self._slots_wanted(files), config.cuda_kernels
-        )
+        slots = self._slots_wanted(files)
+        computed = (config.dtype, config.device, config.kv_offload, slots, config.cuda_kernels, config.kv_dtype)
+        target = TargetModel.load(files, *computed)
         refuse_changed_meanwhile(files)
         self.numerics, self.num_slots = target.forwards.numerics, target.num_slots
-        self.num_free_positions = target.num_free_positions()
+        self.num_free_positions, self.num_state_positions = target.num_free_positions(), target.num_state_positions()
         costs = step_costs_of(target)
         drafter = create_drafter(config.engine, target, costs, config.draft_model)
         self.engine = Engine(target, drafter, self._codec.output_text, counters, config.logprobs_mode)
@@ -202,9 +202,10 @@ class WorkerSession:
 
     def _make_room(self) -> list[JobProgress]:
         """Hand back the jobs that have no room for another step."""
-        jobs = without_room(self._running.values(), self._num_pages)
+        beside = self.num_state_positions
+        jobs = without_room(self._running.values(), self._num_pages, beside)
         released = self._release([job.job_id for job in jobs], self._config.grace_seconds)
-        self.engine.counters.count_pages(num_pages_in_use(self._running.values()), self._num_pages)
+        self.engine.counters.count_pages(num_pages_in_use(self._running.values(), beside), self._num_pages)
         return released
 
     def _step(self) -> None:

@@ -85,7 +85,9 @@ def attend_in_torch(
     rows: ExactRows, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, asked: Asked
 ) -> torch.Tensor:
     """An `Attend` for any layer: a kernel of torch over the prefix, and one over the gathered tails."""
-    keys, values = rows.rows.cache.write(layer, rows.rows.first_entry, key, value)
+    cache = rows.rows.cache
+    kept = cache.write(layer, rows.rows.first_entry, key, value)
+    keys, values = (cache.shape.numbers(each) for each in kept)
     return _attend(query, keys, values, rows, rows.seen[rows.spans[layer]], asked)
 
 

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from swiftbatch.jobs.errors import ModelError
+from swiftbatch.jobs.run.dtypes import KVDtype
 from swiftbatch.worker.kernels.choice import DEFAULT_KERNELS, CudaKernels
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights, decoder_weights
 from swiftbatch.worker.kernels.instruction_sets import chosen_variant
+from swiftbatch.worker.kernels.kv_dtypes import refuse_kv_dtype
 from swiftbatch.worker.model.dense import dense_weights
 from swiftbatch.worker.model.files import ModelFiles, eos_token_ids_of, read_config
 from swiftbatch.worker.model.shifting_rotary import short_length
@@ -41,12 +43,14 @@ def load_forwards(
     device: torch.device,
     slots: SlotsWanted | None = None,
     kernels: CudaKernels = DEFAULT_KERNELS,
+    kv_dtype: KVDtype | None = None,
 ) -> Forwards:
     """The fastest exact forwards of a model here. Raises ModelError as `load_transformers` does, and KernelError.
 
-    A GPU is shared out for `slots`, where these are said, and runs `kernels`. Raises KVRoomError, and ModelError where
-    others were chosen than would run.
+    A GPU is shared out for `slots`, where these are said, and runs `kernels`. Caches keep rows of `kv_dtype`. Raises
+    KVRoomError, and ModelError where others were chosen than would run.
     """
+    refuse_kv_dtype(kv_dtype, device.type)
     if slots is not None:
         from swiftbatch.worker.target.cuda.cuda_loading import load_cuda_forwards
 
@@ -56,17 +60,22 @@ def load_forwards(
     variant = chosen_variant() if device.type == "cpu" else None
     if variant is None:
         _refuse_long_angles(files)
-        return load_transformers(files, dtype, device)
-    if (weights := dense_weights(files, dtype)) and (forwards := _native(weights, eos_token_ids_of(files), variant)):
+        return load_transformers(files, dtype, device, kv_dtype=kv_dtype)
+    weights = dense_weights(files, dtype)
+    if weights and (forwards := _native(weights, eos_token_ids_of(files), variant, kv_dtype)):
         return forwards
     _refuse_long_angles(files)
-    loaded = load_transformers(files, dtype, device, variant)
+    loaded = load_transformers(files, dtype, device, variant, kv_dtype)
     taken = decoder_weights(loaded.model)
-    return (taken and _native(taken, loaded.eos_token_ids, variant)) or loaded
+    return (taken and _native(taken, loaded.eos_token_ids, variant, kv_dtype)) or loaded
 
 
 def load_transformers(
-    files: ModelFiles, dtype: torch.dtype, device: torch.device, variant: str | None = None
+    files: ModelFiles,
+    dtype: torch.dtype,
+    device: torch.device,
+    variant: str | None = None,
+    kv_dtype: KVDtype | None = None,
 ) -> TransformersForwards:
     """A model as `transformers` loads it; its plain layers attend in the kernels of `variant`.
 
@@ -80,7 +89,7 @@ def load_transformers(
     if not sys.stderr.isatty():
         disable_progress_bar()  # a log holds no bars
     model = load_causal_lm(files, dtype)
-    return TransformersForwards(model.to(device).eval().requires_grad_(False), files, variant)
+    return TransformersForwards(model.to(device).eval().requires_grad_(False), files, variant, kv_dtype)
 
 
 def _refuse_long_angles(files: ModelFiles) -> None:
@@ -92,9 +101,11 @@ def _refuse_long_angles(files: ModelFiles) -> None:
         )
 
 
-def _native(weights: DecoderWeights, eos_token_ids: frozenset[int], variant: str) -> NativeForwards | None:
+def _native(
+    weights: DecoderWeights, eos_token_ids: frozenset[int], variant: str, kv_dtype: KVDtype | None
+) -> NativeForwards | None:
     """Make forwards; None for weights that do not fit together, of which `transformers` tells more."""
     try:
-        return NativeForwards(weights, eos_token_ids, variant)
+        return NativeForwards(weights, eos_token_ids, variant, kv_dtype)
     except ValueError:
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from swiftbatch.jobs.run.dtypes import KVDtype
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
 from swiftbatch.worker.caches.partial import Entries, NewEntries, PartialCacheFactory
 from swiftbatch.worker.drawing.drawing import Drawing, NativeDrawing, create_drawing
@@ -11,6 +12,7 @@ from swiftbatch.worker.drawing.native_drawing import NativeSampler
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights
 from swiftbatch.worker.kernels.instruction_sets import numerics_of
+from swiftbatch.worker.kernels.kv_dtypes import with_kv
 from swiftbatch.worker.kernels.native import NativeDecoder
 from swiftbatch.worker.target.chains import Drawn, draw_chains
 from swiftbatch.worker.target.forwards import MOST_READ, DrawChains
@@ -24,7 +26,13 @@ class NativeForwards:
     arena = None
     rows_per_forward = 1
 
-    def __init__(self, weights: DecoderWeights, eos_token_ids: frozenset[int], variant: str) -> None:
+    def __init__(
+        self,
+        weights: DecoderWeights,
+        eos_token_ids: frozenset[int],
+        variant: str,
+        kv_dtype: KVDtype | None = None,
+    ) -> None:
         """Raises ValueError for weights that do not fit together."""
         self.sizes = sizes = weights.sizes
         self.has_windows = bool(sizes.score_cap) or any(layer.window for layer in weights.layers)
@@ -33,8 +41,9 @@ class NativeForwards:
         self.device, self.dtype = torch.device("cpu"), sizes.dtype
         self.vocab_size, self.hidden_size = sizes.vocab, sizes.hidden
         self.eos_token_ids = eos_token_ids
-        self.cache_shape = CacheShape.of(weights, self.device)
-        named = (numerics_of(variant, str(sizes.dtype).removeprefix("torch.")), weights.rotary.numerics)
+        self.cache_shape = CacheShape.of(weights, self.device, kv_dtype)
+        computed = with_kv(numerics_of(variant, str(sizes.dtype).removeprefix("torch.")), kv_dtype)
+        named = (computed, weights.rotary.numerics)
         self.numerics = f"cpu {', '.join(filter(None, named))}"
 
     def new_drawing(self) -> Drawing:
@@ -75,7 +84,7 @@ class NativeForwards:
         return queries.view(sizes.num_layers, sizes.num_kv_heads, -1, sizes.head_dim)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return self._decoder.embedding[token_ids]
+        return self._decoder.embed(token_ids)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = self._decoder.logits(hidden.flatten(0, -2))

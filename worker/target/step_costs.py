@@ -22,6 +22,7 @@ ROW_COUNTS = (1, 2, 4, 8, 16, 32)
 PROBE_LENGTHS = (BLOCK, 8192, 49_152)
 PROBE_BYTES = 1 << 28  # of cache, at most
 PROBE_REPEATS = 3
+PROBE_STRIDE = 7919  # from token to token; a prime, so that few vocabularies repeat one
 ROW_PRICES = (0.0, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0)  # in parts of a forward that all its rows share alike
 FEWEST_REPEATS = 2  # a single time may include first touches of memory, or another program
 LEAST_SECONDS = 1e-9  # a clock may be too coarse to see less
@@ -135,7 +136,8 @@ def measure_step_costs(target: TargetModel) -> StepCosts:
     for i, length in enumerate(lengths):
         cache.roll_back(0)
         cache.advance(length)
-        forwards = [functools.partial(target.verify, [_probe_rows(cache, number)]) for number in ROW_COUNTS]
+        rows = [_probe_rows(cache, number, target.vocab_size) for number in ROW_COUNTS]
+        forwards = [functools.partial(target.verify, [each]) for each in rows]
         seconds[i] = _least_seconds(target, forwards)
     # disturbances only add time, so fewer rows never take more than the best time of more rows
     rising = np.minimum.accumulate(seconds[:, ::-1], axis=1)[:, ::-1]
@@ -152,8 +154,10 @@ def _least_seconds(target: TargetModel, forwards: Sequence[Callable[[], object]]
     return [min(taken) for taken in times]
 
 
-def _probe_rows(cache: FullKVCache, number: int) -> SequenceRows:
-    return tree_rows(cache, 0, DraftTree.chain([0] * (number - 1)))
+def _probe_rows(cache: FullKVCache, number: int, vocab_size: int) -> SequenceRows:
+    """Rows whose tokens lie far apart. So they meet as many experts as rows may: what these cost counts in full."""
+    token_ids = [PROBE_STRIDE * each % vocab_size for each in range(number)]
+    return tree_rows(cache, token_ids[0], DraftTree.chain(token_ids[1:]))
 
 
 def seconds_of(target: TargetModel, forward: Callable[[], object]) -> float:
@@ -180,8 +184,8 @@ def _probe_cache(target: TargetModel) -> tuple[FullKVCache, tuple[int, ...]]:
         cache = target.new_cache(capacity)
         cache.clear()
         return cache, lengths
-    size = (2, shape.num_kv_heads, capacity + MAX_TREE_NODES, shape.head_dim)
-    layer = torch.zeros(size, dtype=shape.dtype, device=shape.device)
+    size = (2, shape.num_kv_heads, capacity + MAX_TREE_NODES, shape.row_width)
+    layer = torch.zeros(size, dtype=shape.row_dtype, device=shape.device)
     return new_cache_of(shape, capacity, layer.expand(shape.num_layers, *size)), lengths
 
 

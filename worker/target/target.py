@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from swiftbatch.jobs.errors import ModelError
+from swiftbatch.jobs.run.dtypes import KVDtype
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.caches.offloaded import OffloadedKVCache
 from swiftbatch.worker.caches.recurrent import new_cache_of
@@ -58,11 +59,12 @@ class TargetModel:
         kv_offload: str | None = None,
         slots: SlotsWanted | None = None,
         kernels: CudaKernels = DEFAULT_KERNELS,
+        kv_dtype: KVDtype | None = None,
     ) -> TargetModel:
         """Load a model from its folder; on a GPU shared out for `slots`, where these are said, with `kernels`.
 
-        Raises ModelError for one that is not whole or needs what we can't give, and for no finite logits; KVRoomError
-        where a GPU has no room.
+        Caches keep keys and values of `kv_dtype`, None for those of `dtype`. Raises ModelError for one that is not
+        whole or needs what we can't give, and for no finite logits; KVRoomError where a GPU has no room.
         """
         place = resolve_device(device)
         wanted = slots if place.type == "cuda" else None
@@ -70,7 +72,7 @@ class TargetModel:
             kernels.refuse_unused(_what_runs(place))
         elif kv_offload is not None:
             wanted = replace(wanted, host_bytes=int(KVRoom(MEMORY, 1).free_bytes()))
-        target = cls(load_forwards(files, DTYPES[dtype], place, wanted, kernels), files, kv_offload)
+        target = cls(load_forwards(files, DTYPES[dtype], place, wanted, kernels, kv_dtype), files, kv_offload)
         if kv_offload is not None and target.cache_shape.recurrent is not None:
             raise ModelError(f"--kv-offload: {files.name} has layers with a state in place of a cache; leave it out")
         check_model(target)
@@ -122,7 +124,8 @@ class TargetModel:
         if arena := self.forwards.arena:
             return arena.new_cache(max_length)
         if place := place_of_caches(self.device.type, self._kv_offload):
-            KVRoom(place, self.cache_shape.bytes_per_position()).refuse_too_long(max_length, num_held)
+            shape = self.cache_shape
+            KVRoom(place, shape.bytes_per_position(), shape.state_bytes()).refuse_too_long(max_length, num_held)
         if self._kv_offload is None:
             return new_cache_of(self.cache_shape, max_length)
         return OffloadedKVCache(self.cache_shape, max_length, self._kv_offload)
@@ -131,6 +134,10 @@ class TargetModel:
     def num_slots(self) -> int | None:
         """Sequences that have room at a time; None where that depends on their lengths."""
         return self.forwards.arena.num_slots if self.forwards.arena else None
+
+    def num_state_positions(self) -> int:
+        """The positions that would take as much as the states of one sequence do; 0 where layers have none."""
+        return -(-self.cache_shape.state_bytes() // self.cache_shape.bytes_per_position())
 
     def num_free_positions(self) -> int:
         """Positions that new caches have room for, those of all sequences together."""

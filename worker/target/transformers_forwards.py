@@ -11,10 +11,13 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from swiftbatch.jobs.run.dtypes import KVDtype
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
 from swiftbatch.worker.caches.partial import Entries, NewEntries, PartialCacheFactory
 from swiftbatch.worker.drawing.drawing import Drawing, create_drawing
 from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.kernels.instruction_sets import kernel_numerics
+from swiftbatch.worker.kernels.kv_dtypes import with_kv
 from swiftbatch.worker.kernels.sizes import TILE_ROWS
 from swiftbatch.worker.model.causal_lm import Head, decoder_of
 from swiftbatch.worker.model.files import ModelFiles
@@ -32,7 +35,7 @@ from swiftbatch.worker.target.experts import EXPERTS_NAME
 from swiftbatch.worker.target.hardware import hardware_of
 from swiftbatch.worker.target.kernel_attention import attends_of, attention_numerics
 from swiftbatch.worker.target.partial_rows import PartialRows
-from swiftbatch.worker.target.recurrent_rows import take_over_recurrent_layers
+from swiftbatch.worker.target.recurrent_rows import runs_in_kernels, take_over_recurrent_layers
 from swiftbatch.worker.target.tiles import SequenceRows, Tile, chain_rows, needs_whole_tiles, pack_tiles, tree_rows
 
 LONGEST_TEXT = 2**21  # positions; masks are not looked at beyond, where no job comes
@@ -45,14 +48,16 @@ class TransformersForwards:
     team = None
     draw_chains = None
 
-    def __init__(self, model: Any, files: ModelFiles, variant: str | None = None) -> None:
+    def __init__(
+        self, model: Any, files: ModelFiles, variant: str | None = None, kv_dtype: KVDtype | None = None
+    ) -> None:
         """Layers attend in the kernels of an instruction set; those with chunks and, for None, all in torch.
 
         Raises ModelError for a model that asks for what is not known here.
         """
         layers = observe_layers(model, files.name, min(files.max_positions, LONGEST_TEXT))
         model.set_attn_implementation(ATTENTION_NAME)
-        recurrent = take_over_recurrent_layers(model)
+        recurrent = take_over_recurrent_layers(model, variant)
         model.config._experts_implementation = EXPERTS_NAME
         self.model = model
         self.device: torch.device = model.device
@@ -61,7 +66,8 @@ class TransformersForwards:
         self.hidden_size: int = model.config.hidden_size
         self.eos_token_ids = _eos_token_ids(model)
         head_dim = max(layers[0].key_dim, layers[0].value_dim)  # the smaller ones are padded with zeros
-        self.cache_shape = CacheShape(len(layers), layers[0].num_kv_heads, head_dim, self.dtype, self.device, recurrent)
+        sizes = (len(layers), layers[0].num_kv_heads, head_dim)
+        self.cache_shape = CacheShape(*sizes, self.dtype, self.device, recurrent, kv_dtype=kv_dtype)
         self.spans = [needs.span for needs in layers]
         self.has_windows = set(self.spans) != {FULL}
         self._attends, self._variant = attends_of(layers, self.dtype, variant), variant
@@ -78,8 +84,16 @@ class TransformersForwards:
         device, dtype = self.device.type, str(self.dtype).removeprefix("torch.")
         library = f"{torch.get_num_threads()} threads, torch {torch.__version__}"
         attention = attention_numerics(self._attends, device, self.dtype, self._variant)
-        states = "" if self.cache_shape.recurrent is None else ", states in torch"
-        return f"{device} {hardware_of(device)}, {dtype}, {library}, {attention}{states}"
+        computed = f"{device} {hardware_of(device)}, {dtype}, {library}, {attention}{self._states_numerics()}"
+        return with_kv(computed, self.cache_shape.kv_dtype)
+
+    def _states_numerics(self) -> str:
+        """Names what runs states, if there are any; the kernels of all instruction sets give the same bits."""
+        if (shape := self.cache_shape.recurrent) is None:
+            return ""
+        if self._variant is None or not runs_in_kernels(shape):
+            return ", states in torch"
+        return f", {kernel_numerics(self._variant, 'float32')} states"
 
     def run(self, groups: list[SequenceRows]) -> tuple[torch.Tensor, torch.Tensor]:
         hidden, logits = [], []

@@ -117,7 +117,7 @@ def test_a_segment_is_written_and_read_within_its_own_size(tmp_path: Path) -> No
         (-1, np.zeros(3, np.uint32), np.zeros((2, 3, 4), np.uint16), "expected a start of 0 or more"),
         (0, np.zeros(3, np.int64), np.zeros((2, 3, 4), np.uint16), r"found token ids of int64 \(3,\)"),
         (0, np.zeros(0, np.uint32), np.zeros((2, 0, 4), np.uint16), r"found token ids of uint32 \(0,\)"),
-        (0, np.zeros(3, np.uint32), np.zeros((2, 4, 4), np.uint16), r"expected .* \[num_rows, 3, head_dim\]"),
+        (0, np.zeros(3, np.uint32), np.zeros((2, 4, 4), np.uint16), r"expected .* \[num_rows, 3, row_width\]"),
         (0, np.zeros(3, np.uint32), np.zeros((2, 3, 4), np.float64), "found KV of float64"),
         (0, np.zeros(3, np.uint32), np.zeros((3, 4), np.uint16), r"found KV of uint16 \(3, 4\)"),
         (0, np.zeros(3, np.uint32), np.zeros((2, 3, 4), ">u2"), "found KV of >u2"),

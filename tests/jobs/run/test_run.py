@@ -38,6 +38,7 @@ RUN_JSON = """{
   "draft_model": null,
   "kv_offload": null,
   "dtype": "bfloat16",
+  "kv_dtype": null,
   "device": "cpu",
   "attention": "triton",
   "linear": "cublas",
@@ -124,7 +125,7 @@ def test_a_run_is_opened_with_the_manifest_it_was_made_with(run: Run) -> None:
     assert Run.open(run.store.uri).manifest == MANIFEST
 
 
-@pytest.mark.parametrize(("field", "value"), [("model_fingerprint", "f2"), ("dtype", "float32")])
+@pytest.mark.parametrize(("field", "value"), [("model_fingerprint", "f2"), ("dtype", "float32"), ("kv_dtype", "int8")])
 def test_a_run_of_another_model_or_dtype_is_refused(run: Run, field: str, value: str) -> None:
     with pytest.raises(RunError, match=rf"made with .*expected {field} .*, found {value}; use the same"):
         Run.create_or_open(run.store.uri, MANIFEST.model_copy(update={field: value}))

@@ -16,9 +16,10 @@ from swiftbatch.worker.kernels.sizes import MOST_SLOTS
 SHORT, LONG = Growth(10, 60), Growth(10, 2000)
 
 
-def worker(num_pages: int, node: str = "node", num_slots: int | None = None) -> Worker:
+def worker(num_pages: int, node: str = "node", num_slots: int | None = None, num_state_positions: int = 0) -> Worker:
     num_free_positions = -int(-num_pages * PAGE // MEMORY_SHARE)
-    return Worker("w", None, None, WorkerInfo("host", 1, None, node, "", num_free_positions, num_slots))
+    sizes = (num_free_positions, num_slots, num_state_positions)
+    return Worker("w", None, None, WorkerInfo("host", 1, None, node, "", *sizes))
 
 
 def slots(num_slots: int | None, *workers: Worker) -> Slots:
@@ -86,3 +87,9 @@ def test_a_worker_whose_memory_ran_out_takes_none_until_one_of_the_others_has_le
     one.num_fitting = 3
     assert slots(None, one).is_full(one, 3)
     assert not slots(None, one).is_full(one, 2)
+
+
+def test_states_take_room_beside_the_positions_of_each_job() -> None:
+    for num_state_positions, is_taken in ((0, True), (PAGE, False)):
+        one = worker(most_pages([SHORT, SHORT]), num_state_positions=num_state_positions)
+        assert slots(None, one).has_room(one, [SHORT], SHORT) == is_taken

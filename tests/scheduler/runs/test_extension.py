@@ -17,6 +17,7 @@ from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.model.text import TextCodec
 from tests.scheduler.runs.extension_parts import extend, run_all
+from tests.worker.session.recurrent_parts import save_recurrent_model
 from tests.worker.session.session_parts import body, claimed, digest, make_run, record, session, to_the_end, until
 from tests.worker.session.test_rewind_resume import REWINDING
 
@@ -87,6 +88,21 @@ def test_a_kept_state_is_loaded_and_not_computed_again(
     resume = body(run, longer)["metrics"]["attempts"][1]["resume"]
     assert (resume["kind"], resume["num_loaded_positions"] >= FIRST) == ("kv", True)
     assert run.store.list("checkpoints") == []
+
+
+def test_kept_states_of_layers_are_loaded_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swiftbatch.worker.target.step_costs.StepCosts.replay_seconds", lambda *_: float("inf"))
+    model, longest = save_recurrent_model(tmp_path / "model"), job(170)
+    run, single = make_run(tmp_path / "run"), make_run(tmp_path / "at-once")
+    run.add_jobs([job(140)])
+    single.add_jobs([longest])
+    run_all(single, model, engine="autoregressive", checkpoint="tokens")
+    run_all(run, model, keep_state=True, checkpoint="tokens")
+    [longer] = extend(run, model, 170).records
+    run_all(run, model)
+    resume = body(run, longer)["metrics"]["attempts"][1]["resume"]
+    assert (resume["kind"], resume["num_loaded_positions"]) == ("kv", 64)
+    assert digest(run, longer) == digest(single, longest)
 
 
 def test_the_tokens_are_kept_before_a_result_says_that_the_job_has_ended_and_only_where_it_may_go_on(

@@ -96,7 +96,8 @@ def test_a_model_that_no_kernels_compute_on_a_gpu_is_told_of_before_workers_star
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", **sizes}))
     told = launch.slow_on_gpu(str(tmp_path), num_gpus_per_worker=1)
     assert str(told) == (
-        "the model runs through the layers of transformers on a GPU, which is slow: its layers have experts; "
+        "the model runs through the layers of transformers on a GPU, which is slow: its layers have "
+        "experts, which our kernels multiply on CPUs alone; "
         "`swiftbatch inspect` shows it beforehand"
     )
     assert launch.slow_on_gpu(str(tmp_path), num_gpus_per_worker=0) is None, "on CPUs nothing is said"

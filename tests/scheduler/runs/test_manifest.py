@@ -54,6 +54,23 @@ def test_what_log_probabilities_are_of_belongs_to_the_run(tmp_path: Path) -> Non
         kept_or_new_manifest(uri, Settings(said={"logprobs_mode": "raw_logprobs"}))
 
 
+def test_keys_and_values_in_8_bits_belong_to_the_run(tmp_path: Path) -> None:
+    uri = str(tmp_path / "run")
+    Run.create_or_open(uri, kept_or_new_manifest(uri, Settings(said={"kv_dtype": "int8", "device": "cpu"})))
+    kept = kept_or_new_manifest(uri, Settings())
+    assert (kept.kv_dtype, computation_of(kept, Settings()).kv_dtype) == ("int8", "int8")
+    with pytest.raises(RunError, match=r"was made with kv_dtype int8, found fp8"):
+        kept_or_new_manifest(uri, Settings(said={"kv_dtype": "fp8"}))
+
+
+def test_keys_and_values_in_8_bits_are_refused_on_a_gpu_before_there_is_a_run(tmp_path: Path) -> None:
+    settings = Settings(said={"kv_dtype": "fp8", "device": "cuda"})
+    with pytest.raises(
+        ModelError, match=r"--kv-dtype fp8: the kernels for GPUs .*; leave it away, or use --device cpu"
+    ):
+        kept_or_new_manifest(str(tmp_path / "run"), settings)
+
+
 def test_a_verdict_is_known_to_runs_with_the_chosen_kernels_of_a_gpu_alone(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

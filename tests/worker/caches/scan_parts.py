@@ -37,9 +37,16 @@ class Text:
         self.full.advance(LENGTH)
         self.entries = everything_of(self.shape, self.full.prefix(NUM_ENTRIES))
 
+    def keep(self, kept: CacheShape) -> None:
+        """Keep the text's rows as a cache of this shape does."""
+        full = FullKVCache(kept, LENGTH)
+        full._buffer[:] = kept.kept(self.full._buffer)
+        full.advance(LENGTH)
+        self.full, self.entries = full, everything_of(kept, full.prefix(NUM_ENTRIES))
+
     def scanned(self, num_best: int, first: int = 0, lengths: tuple[int, ...] = (LENGTH,)) -> ScannedKeys:
         """All keys from `first` on, taken in by as many calls as there are lengths."""
-        keys = ScannedKeys([self.full.stored(0)], first, LENGTH, num_best)
+        keys = ScannedKeys([self.full.stored(0)], first, LENGTH, num_best, self.shape.dtype)
         for length in lengths:
             keys.extend(length)
         return keys

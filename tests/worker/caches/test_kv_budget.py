@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from swiftbatch.jobs.job import JobRecord
+from swiftbatch.jobs.run.dtypes import KVDtype
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.scheduler.cli import main
@@ -61,12 +62,15 @@ def invoke(*args: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_the_driver_knows_what_a_position_takes_on_a_worker(tiny_model: Path, dtype: str) -> None:
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [("bfloat16", None), ("float32", None), ("bfloat16", "int8")])
+def test_the_driver_knows_what_a_position_takes_on_a_worker(
+    tiny_model: Path, dtype: str, kv_dtype: KVDtype | None
+) -> None:
     for model in ("embedded", str(tiny_model)):
         files = locate_model(model)
-        target = TargetModel.load(files, dtype, "cpu")
-        assert bytes_per_position(read_config(model, files.path), dtype) == target.cache_shape.bytes_per_position()
+        target = TargetModel.load(files, dtype, "cpu", kv_dtype=kv_dtype)
+        found = bytes_per_position(read_config(model, files.path), dtype, kv_dtype)
+        assert found == target.cache_shape.bytes_per_position()
 
 
 def test_a_config_that_does_not_say_it_refuses_nothing() -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from swiftbatch.jobs.run.dtypes import KVDtype
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
 from swiftbatch.worker.caches.scan_cache import ScannedKeys
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
@@ -26,6 +27,7 @@ from swiftbatch.worker.papers.griffin.native_griffin import GriffinWeights
 from swiftbatch.worker.target.partial_rows import PartialRows, partial_rows
 from swiftbatch.worker.target.tiles import SequenceRows, max_tree_depth, tree_rows
 from tests.worker.caches.cache_parts import everything_of
+from tests.worker.kernels.expert_parts import EXPERT_SHAPES, ExpertShape, random_experts
 
 VARIANTS = runnable_variants()
 F32_VARIANTS = [name for name in VARIANTS if not name.endswith("bf16")]
@@ -62,6 +64,7 @@ class Shape:
     head_norms_differ: bool = False
     caps: tuple[float, float] = (0.0, 0.0)  # of scores and of logits
     growth: QueryGrowth | None = None
+    experts: ExpertShape | None = None  # in its second layer alone, whose heads then have sinks, too
 
 
 BEHIND = ("output_norm", "down_norm")
@@ -90,8 +93,10 @@ DIFFERING = Shape(
     has_head_norm=True,
     head_norms_differ=True,
 )
-SHIFTED = Shape(norm_form=NormForm.SHIFTED, activation=Activation.GELU_TANH, has_gates=False, has_bias=True)
-BENT = Shape(activation=Activation.XIELU, has_gates=False, has_head_norm=True)
+SHIFTED = Shape(
+    norm_form=NormForm.SHIFTED, activation=Activation.GELU_TANH, has_gates=False, has_bias=True, dtype=FLOAT32
+)
+BENT = Shape(activation=Activation.XIELU, has_gates=False, has_head_norm=True, dtype=FLOAT32)
 GROWING = Shape(growth=QueryGrowth(0.1, 50))
 OTHER_FORMS = {  # by what has them
     "glm4": Shape(norms=("input_norm", "mlp_norm", *BEHIND)),
@@ -107,15 +112,15 @@ OTHER_FORMS = {  # by what has them
     "gemma2": CAPPED,
     "gemma2 in float32": dataclasses.replace(CAPPED, dtype=FLOAT32),
     "cohere with norms of heads": DIFFERING,
-    "cohere with norms of heads in float32": dataclasses.replace(DIFFERING, dtype=FLOAT32),
-    "starcoder2": SHIFTED,
-    "starcoder2 in float32": dataclasses.replace(SHIFTED, dtype=FLOAT32),
-    "apertus": BENT,
-    "apertus in float32": dataclasses.replace(BENT, dtype=FLOAT32),
+    "starcoder2 in float32": SHIFTED,
+    "apertus in float32": BENT,
     "ministral3": GROWING,
-    "ministral3 in float32": dataclasses.replace(GROWING, dtype=FLOAT32),
     "arcee": Shape(activation=Activation.RELU2, has_gates=False, has_bias=True),
     "arcee in float32": Shape(activation=Activation.RELU2, has_gates=False, dtype=FLOAT32),
+}
+WITH_EXPERTS = {name: Shape(experts=experts) for name, experts in EXPERT_SHAPES.items()}
+WITH_EXPERTS |= {
+    f"{name} in float32": Shape(experts=EXPERT_SHAPES[name], dtype=FLOAT32) for name in ("glm4_moe", "gpt_oss")
 }
 SHAPES = (
     Shape(),
@@ -128,6 +133,7 @@ SHAPES = (
     *OTHER_FORMS.values(),
     Shape(windows=(40, None), has_other_angles=True),
     Shape(num_kv_heads=2, group=3, dtype=FLOAT32, windows=(300, 2100)),
+    *WITH_EXPERTS.values(),
 )
 
 
@@ -181,6 +187,9 @@ def _random_layer(
         has_all = shape.joins_heads or shape.head_norms_differ
         return normal(width if has_all else shape.head_dim) if shape.has_head_norm else None
 
+    experts = None if number == 0 else shape.experts
+    width = shape.intermediate if experts is None else experts.shared_intermediate
+
     return LayerWeights(
         input_norm=norm("input_norm"),
         query=linear(query, shape.hidden),
@@ -188,9 +197,9 @@ def _random_layer(
         value=linear(key, shape.hidden),
         output=linear(shape.hidden, query),
         mlp_norm=norm("mlp_norm"),
-        gate=linear(shape.intermediate, shape.hidden) if shape.has_gates else None,
-        up=linear(shape.intermediate, shape.hidden),
-        down=linear(shape.hidden, shape.intermediate),
+        gate=linear(width, shape.hidden) if shape.has_gates and width else None,
+        up=linear(width, shape.hidden) if width else None,
+        down=linear(shape.hidden, width) if width else None,
         query_norm=head_norm(query),
         key_norm=head_norm(key),
         output_norm=norm("output_norm"),
@@ -199,6 +208,8 @@ def _random_layer(
         window=shape.windows[number],
         curve=torch.tensor([0.9, 1.2, 0.5, -1e-6]) if shape.activation == Activation.XIELU else None,
         rotary=other_rotation(shape.head_dim) if shape.has_other_angles and number == 0 else None,
+        experts=None if experts is None else random_experts(experts, shape.hidden, normal),
+        sinks=None if experts is None else normal(shape.num_kv_heads * shape.group).float(),
     )
 
 
@@ -244,6 +255,16 @@ def random_cache(shape: Shape, length: int, room: int = 64) -> FullKVCache:
     cache = FullKVCache(cache_shape(shape), length + room)
     cache._buffer[..., :length, :] = noise(shape)[..., :length, :]
     cache._buffer[..., length:, :] = float("nan")
+    cache.advance(length)
+    return cache
+
+
+def coded_cache(shape: Shape, kv_dtype: KVDtype, length: int, room: int = 64) -> FullKVCache:
+    """A cache of `length` positions of noise in codes."""
+    cache = FullKVCache(dataclasses.replace(cache_shape(shape), kv_dtype=kv_dtype), length + room)
+    cache.clear()
+    if length:
+        cache._buffer[..., :length, :] = cache.shape.kept(noise(shape)[..., :length, :])
     cache.advance(length)
     return cache
 

@@ -7,7 +7,13 @@ from collections.abc import Iterator
 
 import torch
 
-from swiftbatch.worker.kernels.decoder_weights import DecoderWeights, LayerWeights, Linear, PackedLinear
+from swiftbatch.worker.kernels.decoder_weights import (
+    DecoderWeights,
+    LayerWeights,
+    Linear,
+    PackedLinear,
+    plain_linear,
+)
 from swiftbatch.worker.kernels.packed import CODE_BITS, SIGNIFICANT_BITS, Code, PackedMatrix
 from tests.worker.kernels.kernel_parts import Shape, random_weights
 
@@ -59,9 +65,11 @@ def packed_weights(shape: Shape) -> DecoderWeights:
         return PackedLinear(matrix, linear.bias)
 
     def packed_layer(layer: LayerWeights) -> LayerWeights:
-        return dataclasses.replace(
-            layer, **{name: packed(each) for name in LINEARS if (each := getattr(layer, name)) is not None}
-        )
+        own = {name: packed(each) for name in LINEARS if (each := getattr(layer, name)) is not None}
+        if layer.experts is None:
+            return dataclasses.replace(layer, **own)
+        parts = {f"{role}s": [*map(packed, linears)] for role, linears in layer.experts.linears().items()}
+        return dataclasses.replace(layer, experts=dataclasses.replace(layer.experts, **parts), **own)
 
     assert isinstance(plain.head, Linear)
     return dataclasses.replace(plain, layers=[*map(packed_layer, plain.layers)], head=packed(plain.head))
@@ -71,7 +79,11 @@ def dequantized(weights: DecoderWeights) -> DecoderWeights:
     """The twin: the same numbers, none of them packed."""
 
     def plain_layer(layer: LayerWeights) -> LayerWeights:
-        return dataclasses.replace(layer, **{name: getattr(layer, name).plain() for name in LINEARS})
+        own = {name: each.plain() for name in LINEARS if (each := getattr(layer, name)) is not None}
+        if layer.experts is None:
+            return dataclasses.replace(layer, **own)
+        parts = {f"{role}s": [*map(plain_linear, linears)] for role, linears in layer.experts.linears().items()}
+        return dataclasses.replace(layer, experts=dataclasses.replace(layer.experts, **parts), **own)
 
     assert isinstance(weights.head, PackedLinear)
     return dataclasses.replace(weights, layers=[*map(plain_layer, weights.layers)], head=weights.head.plain())

@@ -16,6 +16,7 @@ from swiftbatch.worker.kernels.attention_view import SEES_ALL, AttentionView
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights, LayerWeights, Linear
 from swiftbatch.worker.kernels.forms import Activation, NormForm
 from swiftbatch.worker.kernels.row_tables import Rows
+from tests.worker.kernels.reference_experts import reference_experts
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     Activation.SILU: silu,
@@ -69,13 +70,22 @@ class ReferenceDecoder:
         weights = self._weights.layers[number]
         normed = self._norm(state, weights.input_norm)
         query, key, value = self._heads(normed, weights, groups)
-        view = AttentionView(weights.window, self.sizes.score_cap or None)
+        view = AttentionView(weights.window, self.sizes.score_cap or None, weights.sinks)
         mixed = reference_attention(groups, number, query, key, value, self.sizes.scale, view)
         self._add(state, self._linear(mixed.flatten(1).float(), weights.output), weights.output_norm)
-        active = self._activated(normed if self.sizes.is_parallel else self._norm(state, weights.mlp_norm), weights)
-        self._add(state, self._linear(active, weights.down), weights.down_norm)
+        normed = normed if self.sizes.is_parallel else self._norm(state, weights.mlp_norm)
+        self._add(state, self._fed_forward(normed, weights), weights.down_norm)
+
+    def _fed_forward(self, normed: Tensor, weights: LayerWeights) -> Tensor:
+        """The products that all rows meet, experts that each row chooses, or both."""
+        down = None if weights.down is None else self._linear(self._activated(normed, weights), weights.down)
+        if weights.experts is None:
+            assert down is not None
+            return down
+        return reference_experts(weights.experts, normed, ACTIVATIONS[self.sizes.activation], self._rounded, down)
 
     def _activated(self, normed: Tensor, weights: LayerWeights) -> Tensor:
+        assert weights.up is not None
         up = self._linear(normed, weights.up)
         if weights.curve is not None:
             return self._rounded(xielu(up, weights.curve))

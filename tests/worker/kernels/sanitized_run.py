@@ -37,6 +37,7 @@ from tests.worker.drawing.native.sampling_parts import any_params, any_row, case
 from tests.worker.kernels.kernel_parts import (
     SHAPES,
     Shape,
+    coded_cache,
     random_cache,
     random_griffin,
     random_partial_rows,
@@ -58,7 +59,9 @@ def random_rows(numbers: random.Random, shape: Shape) -> SequenceRows | PartialR
         scanned = scanned_noise(shape, numbers.randrange(1, 4), num_best, first) if numbers.random() < 0.5 else None
         return dataclasses.replace(rows, scanned=scanned)
     tree = random_tree(numbers, numbers.randrange(40), length, shape.vocab)
-    return tree_rows(random_cache(shape, length), numbers.randrange(shape.vocab), tree)
+    kv_dtype = numbers.choice((None, "int8", "fp8"))
+    cache = coded_cache(shape, kv_dtype, length, MAX_TREE_NODES) if kv_dtype else random_cache(shape, length)
+    return tree_rows(cache, numbers.randrange(shape.vocab), tree)
 
 
 def spoil(numbers: random.Random, rows: SequenceRows | PartialRows) -> SequenceRows | PartialRows:

@@ -46,6 +46,7 @@ OTHERS: dict[str, tuple[dict[str, Any], int]] = {
     "a factor of its own": (YARN | {"attention_factor": 1.3, "beta_fast": 16.0, "beta_slow": 2.0}, 96),
     "two scales": (YARN | {"mscale": 0.7, "mscale_all_dim": 1.2}, 64),
     "a factor below 1": (YARN | {"factor": 0.5}, 64),
+    "gpt-oss": (YARN | {"factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}, 64),
     "linear": ({"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}, 128),
 }
 MALFORMED: dict[str, dict[str, Any]] = {
@@ -128,7 +129,7 @@ def test_rows_of_long_jobs_stand_behind_those_of_short_ones() -> None:
 
 
 @pytest.mark.parametrize(
-    "other", [{"truncate": False}, {"beta_fast": "32"}, {"attention_factor": 0}, {"type": "linear"}]
+    "other", [{"truncate": "no"}, {"beta_fast": "32"}, {"attention_factor": 0}, {"type": "linear"}]
 )
 def test_forms_that_only_transformers_takes_are_left_to_it(other: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="found"):

@@ -25,15 +25,18 @@ from tests.worker.kernels.kernel_parts import (
     FLOAT32,
     SHAPES,
     VARIANTS,
+    WITH_EXPERTS,
     Shape,
     chain,
     needs_kernels,
     random_cache,
+    random_weights,
     whole,
 )
-from tests.worker.kernels.quantized_parts import dequantized, packed_weights, random_packed
+from tests.worker.kernels.quantized_parts import KINDS, dequantized, packed_weights, random_packed
 
 pytestmark = needs_kernels
+PACKED_EXPERTS = (WITH_EXPERTS["gpt_oss"], WITH_EXPERTS["glm4_moe in float32"])
 
 CODES = sorted(TABLES)
 COLUMNS = 200  # no multiple of 16 * 8, so that there is a panel with fewer blocks, and a block with fewer columns
@@ -117,7 +120,7 @@ def test_tiles_give_the_bits_of_the_matrix_of_numbers(emulated: Path, code: Code
         check_all(team, random_packed(code, (COLUMNS, depth), group_size, offsets=True))
 
 
-@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[1], SHAPES[4]], ids=str)
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[1], SHAPES[4], *PACKED_EXPERTS], ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_decoder_with_packed_layers_has_the_bits_of_its_twin(variant: str, shape: Shape) -> None:
     packed, twin = (
@@ -164,3 +167,23 @@ def test_scales_are_kept_in_as_few_bytes_as_hold_them(scale_dtype: torch.dtype) 
     rows = quantized_rows(matrix)
     assert rows is not None
     assert rows.num_bytes == 16 * 32 * CODE_BITS["uint4"] // 8 + 2 * 2 * 16 * scale_dtype.itemsize
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("code", "group_size", "offsets"), KINDS[:-2])
+def test_a_packed_embedding_has_the_rows_of_its_numbers(
+    variant: str, code: Code, group_size: int, offsets: bool
+) -> None:
+    for dtype, scale_dtype in ((BF16, torch.float16), (FLOAT32, FLOAT32), (BF16, BF16)):
+        shape = Shape(dtype=dtype, is_scaled=True)
+        size = (shape.vocab, shape.hidden)
+        rows = random_packed(code, size, group_size, offsets=offsets, dtype=dtype, scale_dtype=scale_dtype)
+        packed, twin = (
+            NativeDecoder(dataclasses.replace(random_weights(shape), embedding=each), 1, variant)
+            for each in (rows, rows.dequantized())
+        )
+        tokens = torch.tensor([[3, 99, 0], [17, 17, 64]])
+        assert packed.embedding is rows
+        assert torch.equal(packed.embed(tokens), twin.embed(tokens))
+        found = [whole(each.forward([chain(random_cache(shape, 3), [5, 99, 0, 41])])) for each in (packed, twin)]
+        assert all(torch.equal(*pair) for pair in zip(*found, strict=True))

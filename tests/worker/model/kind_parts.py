@@ -13,6 +13,7 @@ from swiftbatch.worker.exactness.row_agreement import Agreement, compare
 from swiftbatch.worker.model.compute_path import path_on
 from swiftbatch.worker.model.dense_kinds import KINDS as DENSE_KINDS
 from swiftbatch.worker.model.digests import Digests
+from swiftbatch.worker.model.expert_kinds import EXPERT_KINDS
 from swiftbatch.worker.model.files import ModelFiles
 from swiftbatch.worker.model.gguf.architectures import ARCHITECTURES
 from swiftbatch.worker.model.gguf.tensor_types import READABLE
@@ -68,6 +69,16 @@ RECURRENT = {
     "shared_expert_intermediate_size": 48,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
 }
+MAMBA = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": "auto",
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 16,
+}
+CONVOLUTIONS = {"layer_types": ["conv", "full_attention"] * 2, "conv_L_cache": 3, "conv_bias": False}
 ALL_WINDOWED = {"use_sliding_window": True, "max_window_layers": 2, "layer_types": None}
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 OWN_THETAS = {"layer_types": ["full_attention", "sliding_attention"] * 2, "layer_rope_theta": [10000.0, 0.0, 5e5, 1e4]}
@@ -78,7 +89,6 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "deepseek_v3": LATENT,
     "glm4_moe_lite": LATENT,
     "dots1": {"n_group": 1, "topk_group": 1, "n_shared_experts": 1},
-    "granitemoehybrid": {"layer_types": ["attention"] * 4, "num_local_experts": 0, "shared_intermediate_size": 96},
     "granite_swa": OWN_THETAS,
     "granitemoe_swa": {**OWN_THETAS, "shared_intermediate_size": 48},
     "granitemoeshared": {"shared_intermediate_size": 48},
@@ -89,7 +99,21 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "olmoe": {"hidden_size": 128},  # its norms span the heads together
     "qwen2": ALL_WINDOWED,
     "qwen3": ALL_WINDOWED,
-    **dict.fromkeys(RECURRENT_KINDS, RECURRENT),
+    **{kind: RECURRENT for kind, form in RECURRENT_KINDS.items() if form == "gated delta nets"},
+    "bamba": {**MAMBA, "attn_layer_indices": [1, 3]},
+    "falcon_h1": {**MAMBA, "mamba_d_ssm": 192, "ssm_multipliers": [0.9, 1.1, 1.2, 0.8, 0.7]},
+    "granitemoehybrid": {**MAMBA, "layer_types": ["mamba", "attention"] * 2, "shared_intermediate_size": 96},
+    "lfm2": CONVOLUTIONS | {"block_ff_dim": 96, "block_auto_adjust_ff_dim": False},
+    "lfm2_moe": CONVOLUTIONS | {"num_dense_layers": 1, "routed_scaling_factor": 1.0},
+    "nemotron_h": {
+        "hybrid_override_pattern": "M*E-M*",
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "n_groups": 2,
+        "ssm_state_size": 16,
+        "moe_shared_expert_intermediate_size": 48,
+        "layer_norm_epsilon": 1e-5,
+    },
 }
 
 
@@ -136,7 +160,7 @@ def asks_for(target: TargetModel) -> str:
     if hasattr(config, "qk_nope_head_dim"):
         words.append("latent keys and values")
     if target.cache_shape.recurrent is not None:
-        words.append("gated delta nets")
+        words.append(RECURRENT_KINDS[config.model_type])
     if any("Experts" in type(module).__name__ for module in target.model.modules()):
         words.append("experts")
     return ", ".join(dict.fromkeys(filter(None, words))) or "-"
@@ -144,8 +168,8 @@ def asks_for(target: TargetModel) -> str:
 
 def where_it_runs(kind: str) -> tuple[str, str]:
     """The code that computes a kind as it is published, on a CPU and on a GPU."""
-    if kind in DENSE_KINDS:
-        return "kernels", "kernels"
+    if kind in DENSE_KINDS and kind not in RECURRENT_KINDS:
+        return "kernels", "transformers" if kind in EXPERT_KINDS else "kernels"
     config = text_view(tiny_config(kind, has_wide_heads=True).to_dict())
     return path_on("cpu", config).name, path_on("cuda", config).name
 
@@ -201,14 +225,29 @@ batch. Of the type `longrope` (Phi-4-mini, Phi-3.5-mini) they run where our kern
 from one side to the other. Of the type `dynamic` those of Hunyuan run, which a fixed `alpha` stretches once. All others
 of these two types are refused.
 
-Not supported: state-space layers and other recurrent ones than gated delta nets, position biases, learned positions,
-adapters (merge them first). Weights that lack a tensor of the model, or have one that the model has no place for, are
-refused, because `transformers` would fill gaps with random numbers.
+Not supported: Mamba's first form, delta attention (KDA) and other recurrent layers than those below, position biases,
+learned positions, adapters (merge them first). Weights that lack a tensor of the model, or have one that the model has
+no place for, are refused, because `transformers` would fill gaps with random numbers.
 
-Gated delta nets (Qwen3-Next, Qwen3.5) have one state per job in place of keys and values per position. Their rows are
-exact under drafts and in batches, too. Their jobs are checkpointed as token logs alone: a resume runs the tokens
-through the model again. They share no prompt prefixes, and engines with trained parts are refused. States take memory
-that no plan counts yet: about 1 GB for a job of Qwen3.5-27B.
+## Layers with states
+
+Gated delta nets (Qwen3-Next, Qwen3.5), Mamba-2 (Bamba, Falcon-H1, Granite 4 h, Nemotron-H) and short convolutions
+(LFM2) have one state per job in place of keys and values per position. Their rows are exact under drafts and in
+batches, too. On a CPU our kernels take the steps of states, and torch convolves and multiplies; on a GPU all is in
+torch. Engines with trained parts are refused. A Granite 4 without Mamba-2 layers runs in our kernels.
+
+A job keeps its state in float32 at the end of its text and at a boundary of 64 positions one or two blocks back, with
+what each position since then has done to it. `swiftbatch inspect` says what that takes, and how many jobs fit: 959 MB
+for a job of Qwen3.5-27B, of whatever length, beside 66 KB per position of keys and values. Both are counted where a job
+is taken in.
+
+- **Checkpoints** hold the state at the boundary and the last inputs of the convolutions (154 MB for Qwen3.5-27B),
+  beside keys and values. They are written whole, once these have grown by as many bytes. A resume loads the state and
+  reads up to 127 tokens and those since it was written; where it is damaged, all tokens are read again.
+- **Prompts that begin alike** are copied up to the last boundary that they share. For this, a job keeps its state at up
+  to four boundaries where others part from it.
+- **Loops that are taken back**: a job that may do so keeps its state at two boundaries further back, about as far as a
+  loop is long, and reads on from there.
 
 ## Quantized weights
 

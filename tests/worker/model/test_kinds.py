@@ -19,7 +19,7 @@ from swiftbatch.worker.exactness.row_agreement import compare
 from swiftbatch.worker.model import layer_needs
 from swiftbatch.worker.model.digests import Digests
 from swiftbatch.worker.model.files import ModelFiles, locate_model
-from swiftbatch.worker.model.kinds import NEEDS, SUPPORTED_KINDS, UNSAID_LAYERS, what_it_lacks
+from swiftbatch.worker.model.kinds import NEEDS, SUPPORTED_KINDS, what_it_lacks
 from swiftbatch.worker.model.span import FULL, Span
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.transformers_forwards import TransformersForwards
@@ -153,11 +153,12 @@ def test_the_spans_of_layers_are_those_of_the_model_s_own_masks(kind: str, windo
         ({"model_type": "a-new-one"}, "was not compared"),
         ({}, "was not compared"),
         ({"model_type": ["llama"]}, "was not compared"),
-        ({"model_type": "nemotron_h"}, "needs Mamba-2"),
+        ({"model_type": "nemotron_h", "hybrid_override_pattern": "M-E"}, "none of its 3 layers attends"),
+        ({"model_type": "nemotron_h", "hybrid_override_pattern": "M-?*"}, "layers of the kinds ?"),
         ({"model_type": "llama", "layer_types": ["linear_attention"]}, "linear_attention (gated delta nets)"),
-        ({"model_type": "granitemoehybrid"}, "mamba (Mamba-2)"),
-        ({"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"]}, "mamba (Mamba-2)"),
-        ({"model_type": "qwen3_5", "text_config": {"model_type": "nemotron_h"}}, "needs Mamba-2"),
+        ({"model_type": "granitemoehybrid", "num_hidden_layers": 3}, "none of its 3 layers attends"),
+        ({"model_type": "llama", "layer_types": ["mamba", "attention"]}, "mamba (Mamba-2)"),
+        ({"model_type": "qwen3_5", "text_config": {"model_type": "kimi_linear"}}, "needs delta attention (KDA)"),
         ({"model_type": "llava", "text_config": {"model_type": "llama"}}, "'llava' was not compared"),
         ({"model_type": "internlm3", "rope_scaling": {"rope_type": "dynamic", "factor": 6.0}}, "dynamic"),
         ({"model_type": "llama", "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
@@ -179,14 +180,13 @@ def test_a_model_that_needs_more_is_refused_in_a_line_before_anything_is_loaded(
 
 def test_kinds_are_refused_for_a_need_or_run_never_both() -> None:
     assert not set(NEEDS) & set(SUPPORTED_KINDS)
-    kinds = [kind for kind in SUPPORTED_KINDS if kind not in UNSAID_LAYERS]
-    assert all(what_it_lacks({"model_type": kind}) is None for kind in kinds)
+    assert all(what_it_lacks({"model_type": kind}) is None for kind in SUPPORTED_KINDS)
 
 
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        ("bamba", "4 of its 4 layers keep another state than keys and values"),
+        ("jamba", "4 of its 4 layers keep another state than keys and values"),
         ("mamba", "4 of its 4 layers keep another state"),
         ("nemotron", "its layers hand nothing on to their attention"),
         ("bert", "its mask shows a row others than the positions up to its own"),

@@ -164,10 +164,7 @@ LEFT: dict[str, tuple[str, dict[str, Any]]] = {  # to transformers, each from a 
         {"layer_types": ["full_attention", "sliding_attention"], "head_dim": 64},
     ),
     "one type of layers beside a window": ("Mistral 7B v0.1", {"layer_types": ["full_attention"] * 2, "head_dim": 64}),
-    "a ramp of its own": (
-        "Qwen2.5 7B Instruct",
-        {"rope_scaling": YARN | {"truncate": False}},
-    ),
+    "a ramp of its own": ("Qwen2.5 7B Instruct", {"rope_scaling": YARN | {"ramp": 2.0}}),
     "no factor": ("Llama 3.1 8B Instruct", {"rope_scaling": {"rope_type": "llama3"}}),
     "a factor of 0": ("Llama 3.1 8B Instruct", {"rope_scaling": LLAMA3 | {"factor": 0}}),
     "words for numbers": ("Llama 3.1 8B Instruct", {"rope_scaling": LLAMA3 | {"factor": "8.0"}}),

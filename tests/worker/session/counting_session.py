@@ -51,6 +51,7 @@ class CountingSession:
     metrics_address = None
     numerics = "counting"
     num_free_positions = 1_000_000
+    num_state_positions = 0
     num_slots = None
 
     def __init__(self, config: EngineConfig, run_uri: str, worker_id: str, metrics_port: int | None = None) -> None:

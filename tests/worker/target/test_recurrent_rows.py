@@ -7,21 +7,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
+from swiftbatch.jobs.checkpoints.state_file import LayerStates, decode_state, encode_state
 from swiftbatch.jobs.errors import ModelError
+from swiftbatch.jobs.identity import Identity
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.caches.recurrent import NUM_STEPS, RecurrentCache
 from swiftbatch.worker.drafters.catalogue import create_drafter
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 from swiftbatch.worker.exactness.probe import random_tree
+from swiftbatch.worker.kernels.instruction_sets import chosen_variant
 from swiftbatch.worker.kernels.sizes import BLOCK
 from swiftbatch.worker.model.kinds import RECURRENT_KINDS
 from swiftbatch.worker.target.step_costs import measure_step_costs
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.tiles import max_tree_depth, tree_rows
-from swiftbatch.worker.training.target.training import train_tokenizer
-from tests.worker.model.kind_parts import RECURRENT, SIZES, VOCAB_SIZE, tiny_target
+from tests.worker.model.kind_parts import VOCAB_SIZE, tiny_target
+from tests.worker.session.recurrent_parts import save_recurrent_model
 from tests.worker.session.session_parts import (
     claimed,
     digest,
@@ -32,6 +34,8 @@ from tests.worker.session.session_parts import (
     undisturbed_digest,
     until,
 )
+
+OFTEN, SLOW = ("falcon_h1", "lfm2", "qwen3_next"), pytest.mark.slow  # one of each form, and the others
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +61,8 @@ def assert_same_states(ours: RecurrentCache, plain: RecurrentCache) -> None:
     assert ours.length == plain.length
     for one, other in zip(ours.recurrent, plain.recurrent, strict=True):
         assert torch.equal(one.state, other.state)
-        assert one.state.abs().max() > 0
+        assert torch.equal(one.at(ours.length - ours.boundary).inputs, other.at(plain.length - plain.boundary).inputs)
+        assert one.inputs.abs().max() > 0
 
 
 def path_to(tree: DraftTree, node: int) -> list[int]:
@@ -69,9 +74,23 @@ def path_to(tree: DraftTree, node: int) -> list[int]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", RECURRENT_KINDS)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=() if kind in OFTEN else SLOW) for kind in RECURRENT_KINDS])
 def test_accepted_paths_of_trees_leave_the_states_of_plain_decoding(kind: str) -> None:
-    target, rng = tiny_target(kind), random.Random(1)
+    check_accepted_paths(tiny_target(kind))
+
+
+@pytest.mark.long
+@pytest.mark.skipif(chosen_variant() is None, reason="no kernels run here")
+@pytest.mark.parametrize("kind", ["falcon_h1", "qwen3_5_text"])
+def test_accepted_paths_leave_the_states_of_plain_decoding_in_our_kernels_too(kind: str) -> None:
+    torch.set_num_threads(1)
+    target = tiny_target(kind, torch.bfloat16, variant=chosen_variant())
+    assert target.forwards.numerics.endswith(" attention, native f32 1 states")
+    check_accepted_paths(target)
+
+
+def check_accepted_paths(target: TargetModel) -> None:
+    rng = random.Random(1)
     ours, plain = caches(target)
     for cache in (ours, plain):
         while cache.length < 2 * BLOCK - 20:
@@ -120,6 +139,73 @@ def test_a_cache_that_is_rolled_back_further_is_empty_and_is_read_again(target: 
     assert_same_states(ours, plain)
 
 
+TEXT = [(7 * i + 3) % VOCAB_SIZE for i in range(300)]
+
+
+def read(target: TargetModel, cache: FullKVCache, end: int) -> None:
+    while cache.length < end:
+        target.read(cache, TEXT[cache.length : end])
+
+
+def test_a_cache_that_may_return_goes_on_from_states_that_it_has_kept(target: TargetModel) -> None:
+    ours, plain = caches(target)
+    ours.expect_returns(100)
+    read(target, ours, 300)
+    ours.roll_back(150)
+    assert ours.length == 2 * BLOCK
+    for cache in (ours, plain):
+        read(target, cache, 150)
+    assert torch.equal(decode(target, ours, 5), decode(target, plain, 5))
+    assert_same_states(ours, plain)
+
+
+@pytest.mark.parametrize(("length", "expected"), [(300, 128), (260, 192), (150, 128)])
+def test_a_copy_goes_on_as_a_cache_that_has_read_the_same(target: TargetModel, length: int, expected: int) -> None:
+    """From what was kept in time, or from a boundary that is not far."""
+    source, ours, plain = target.new_cache(900), *caches(target)
+    source.expect_copies(140)
+    read(target, source, length)
+    end = source.copyable_end(min(length, 255 if expected == 192 else 140))
+    assert end == expected
+    ours.copy_from(source, end)
+    for cache in (ours, plain):
+        read(target, cache, 250)
+    assert_same_states(ours, plain)
+    assert torch.equal(decode(target, ours, 5), decode(target, plain, 5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_states_go_through_a_checkpoint_bit_for_bit(target: TargetModel, dtype: torch.dtype) -> None:
+    target = tiny_target("qwen3_5_text", dtype)
+    ours, plain = caches(target)
+    read(target, plain, 200)
+    states = plain.states()
+    assert states is not None
+    assert states.num_positions == 2 * BLOCK
+    identity = Identity(job_id="j", fingerprint="f")
+    again = LayerStates(states.num_positions, decode_state(bytes(encode_state(states.arrays, identity))))
+    ours.load(plain.kv(0, 190))
+    ours.set_states(again)
+    assert ours.length == 2 * BLOCK
+    read(target, ours, 200)
+    assert_same_states(ours, plain)
+    for token_id in (5, 6):
+        assert torch.equal(decode(target, ours, token_id), decode(target, plain, token_id))
+
+
+def test_states_that_do_not_fit_are_refused(target: TargetModel) -> None:
+    ours, plain = caches(target)
+    read(target, plain, 130)
+    states = plain.states()
+    assert states is not None
+    with pytest.raises(ValueError, match="expected 4 behind a multiple of 64, at most 0"):
+        ours.set_states(states)
+    ours.load(plain.kv(0, 130))
+    states.arrays["state.1"] = states.arrays["state.1"][:1]
+    with pytest.raises(ValueError, match=r"found float32 \[1, 16, 16\] as a part of a layer's state"):
+        ours.set_states(states)
+
+
 def test_the_largest_tree_behind_the_longest_way_from_a_boundary_has_room() -> None:
     assert NUM_STEPS > 2 * BLOCK - 1 + 127
 
@@ -135,13 +221,7 @@ def test_an_engine_whose_drafts_read_a_part_of_a_cache_is_refused(target: Target
 
 @pytest.fixture(scope="module")
 def recurrent_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("recurrent-model")
-    tokenizer = train_tokenizer(["the quick brown fox jumps over the lazy dog. " * 20], 300)
-    torch.manual_seed(0)
-    sizes = SIZES | RECURRENT | {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
-    AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_5_text", **sizes)).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return save_recurrent_model(tmp_path_factory.mktemp("recurrent-model"))
 
 
 @pytest.mark.long

@@ -24,19 +24,36 @@ FORWARD, ROW_AND_POSITION = 0.01, 1e-7
 class ClockOfAGPU:
     """Says what forwards would take, and runs none of them."""
 
+    def __init__(self) -> None:
+        self.timed: list[list[int]] = []  # the tokens of each forward
+
     def seconds(self, call: Callable[[], object]) -> float:
         assert isinstance(call, functools.partial)
         [rows] = call.args[0]
+        self.timed.append(rows.token_ids)
         num_groups = -(-len(rows) // 16)  # rows that share what is read of the cache
         return FORWARD + 16 * num_groups * rows.first_entry * ROW_AND_POSITION
 
 
 @pytest.fixture(scope="module")
-def costs(tiny_model: Path) -> StepCosts:
+def clock() -> ClockOfAGPU:
+    return ClockOfAGPU()
+
+
+@pytest.fixture(scope="module")
+def costs(tiny_model: Path, clock: ClockOfAGPU) -> StepCosts:
     target = cuda_target(locate_model(str(tiny_model)), torch.float32, num_slots=1, longest_job=2000)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step_costs, "clock_of", lambda device: ClockOfAGPU())
+        patch.setattr(step_costs, "clock_of", lambda device: clock)
         return measure_step_costs(target)
+
+
+def test_rows_that_are_timed_have_tokens_of_their_own_so_that_each_meets_other_experts(
+    costs: StepCosts, clock: ClockOfAGPU
+) -> None:
+    assert costs.lengths
+    assert {len(token_ids) for token_ids in clock.timed} == set(ROW_COUNTS)
+    assert all(len(set(token_ids)) == len(token_ids) for token_ids in clock.timed)
 
 
 def test_they_are_what_the_device_s_clock_says_up_to_the_longest_job(costs: StepCosts) -> None:

@@ -13,9 +13,11 @@ DENSE = {
     "Qwen3 32B": ModelSizes(32_762_123_264, 262_144, 64, 8, 128, 5120, 25600, 151_936, 2),
     "Llama 3.1 70B": ModelSizes(70_553_706_496, 327_680, 64, 8, 128, 8192, 28672, 128_256, 2),
 }
-EXPERTS = {  # with the weights of all experts
-    "gpt-oss-20b": (ModelSizes(20_914_757_184, 49_152, 64, 8, 64, 2880, 2880, 201_088, 2), 19_110_297_600),
-    "gpt-oss-120b": (ModelSizes(116_829_156_672, 73_728, 64, 8, 64, 2880, 2880, 201_088, 2), 114_661_785_600),
+MXFP4, FP8 = "MXFP4 experts", "FP8, blocks of 128"
+EXPERTS = {  # with what of their weights is packed: all experts, and where FP8 is published all products
+    "gpt-oss-20b": (ModelSizes(20_914_757_184, 49_152, 64, 8, 64, 2880, 2880, 201_088, 2), MXFP4, 19_110_297_600),
+    "gpt-oss-120b": (ModelSizes(116_829_156_672, 73_728, 64, 8, 64, 2880, 2880, 201_088, 2), MXFP4, 114_661_785_600),
+    "Qwen3 30B A3B": (ModelSizes(30_532_122_624, 98_304, 32, 4, 128, 2048, 6144, 151_936, 2), FP8, 29_896_998_912),
 }
 
 
@@ -24,10 +26,11 @@ def packed_models() -> Iterator[tuple[str, str, ModelSizes]]:
     for model, sizes in DENSE.items():
         number = num_in_products(sizes)
         yield model, "bfloat16", sizes
-        yield model, "FP8, blocks of 128", replace(sizes, packed=(PackedPart(number, 8, 128),))
+        yield model, FP8, replace(sizes, packed=(PackedPart(number, 8, 128),))
         yield model, "int4, groups of 128", replace(sizes, packed=(PackedPart(number, 4, 128, has_offsets=True),))
-    for model, (sizes, number) in EXPERTS.items():
-        yield model, "MXFP4 experts", replace(sizes, packed=(PackedPart(number, 4, 32),))
+    for model, (sizes, form, number) in EXPERTS.items():
+        part = PackedPart(number, 4, 32) if form == MXFP4 else PackedPart(number, 8, 128)
+        yield model, form, replace(sizes, packed=(part,))
 
 
 def num_in_products(sizes: ModelSizes) -> int:

@@ -21,6 +21,7 @@ from swiftbatch.worker.bench.kernels.operations import (
 )
 from swiftbatch.worker.bench.kernels.records import KernelRecord, KernelResult, plot
 from swiftbatch.worker.bench.kernels.roof import LARGEST, Roof
+from swiftbatch.worker.bench.kernels.shapes import SHAPES, sizes_named
 from swiftbatch.worker.bench.options import BenchOptions, check_length
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.kernels.decoder_weights import DecoderSizes
@@ -41,6 +42,12 @@ def _ascending_in(numbers: tuple[int, ...], bounds: range) -> tuple[int, ...]:
     return tuple(sorted(set(numbers)))
 
 
+def _known_shapes(names: tuple[str, ...]) -> tuple[str, ...]:
+    if strange := [name for name in names if name not in SHAPES]:
+        raise ValueError(f"got {', '.join(strange)}; expected some of {', '.join(SHAPES)}")
+    return names
+
+
 class KernelBenchOptions(BenchOptions):
     """The measurement asked for: forwards over each of `row_counts` behind each of `lengths`."""
 
@@ -48,6 +55,7 @@ class KernelBenchOptions(BenchOptions):
     lengths: Annotated[tuple[int, ...], AfterValidator(lambda found: _ascending_in(found, range(0, 2**21, BLOCK)))]
     row_counts: Annotated[tuple[int, ...], AfterValidator(lambda found: _ascending_in(found, range(1, BLOCK + 1)))]
     num_rounds: int = Field(ge=1)
+    shapes: Annotated[tuple[str, ...], AfterValidator(_known_shapes)] = ()  # of other models, whose matrices are timed
     plot_path: Path | None = None
 
 
@@ -86,6 +94,9 @@ def _operations(
 ) -> Iterator[Operation]:
     report("matrices and sampling")
     yield from matrix_operations(sizes, team, options.row_counts)
+    for name in options.shapes:
+        report(f"matrices in the shapes of {name}")
+        yield from matrix_operations(sizes_named(name, sizes.dtype), team, options.row_counts, f"{name} ")
     yield from sampling_operations(sizes.vocab, options.row_counts)
     cache = _full_cache(target, options)
     for length in options.lengths:

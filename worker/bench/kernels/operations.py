@@ -107,19 +107,22 @@ class Matrix:
         return Operation(name, num_rows, self._num_bytes, num_flops, self._num_bytes, multiply)
 
 
-def matrix_operations(sizes: DecoderSizes, team: Team, row_counts: tuple[int, ...]) -> Iterator[Operation]:
+def matrix_operations(
+    sizes: DecoderSizes, team: Team, row_counts: tuple[int, ...], of: str = ""
+) -> Iterator[Operation]:
     """Every matrix of a layer, and the head: read again and again, so from a cache where it has room.
 
-    Each in the model's dtype, then packed in the ways that its depth allows.
+    Each in the model's dtype, then packed in the ways that its depth allows. Names begin with whose they are.
     """
     for name, (depth, columns) in matrix_shapes(sizes).items():
-        matrices = {f"{name} {depth}x{columns}": Matrix.plain(team, sizes.dtype, depth, columns)}
+        shown = f"{of}{name} {depth}x{columns}"
+        matrices = {shown: Matrix.plain(team, sizes.dtype, depth, columns)}
         for packing in PACKINGS:
             if depth % packing.group_size == 0:
                 matrix = Matrix.packed(team, sizes.dtype, depth, columns, packing)
-                matrices[f"{name} {depth}x{columns} {packing.name}"] = matrix
-        for (shown, matrix), num_rows in itertools.product(matrices.items(), row_counts):
-            yield matrix.operation(shown, num_rows)
+                matrices[f"{shown} {packing.name}"] = matrix
+        for (each, matrix), num_rows in itertools.product(matrices.items(), row_counts):
+            yield matrix.operation(each, num_rows)
 
 
 def attention_operation(sizes: DecoderSizes, team: Team, cache: FullKVCache, num_rows: int) -> Operation:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from swiftbatch.worker.caches.memory.packed_sizes import PackedPart, num_beside, packed_parts
-from swiftbatch.worker.caches.room import ITEM_SIZES, bytes_per_position
+from swiftbatch.worker.caches.room import ITEM_SIZES, bytes_per_position, state_bytes
 from swiftbatch.worker.model.files import ModelFiles, read_config, stored_layout
 from swiftbatch.worker.model.formats.contract import StoredTensor
 from swiftbatch.worker.model.formats.layout import heads_in
@@ -31,6 +31,7 @@ class ModelSizes:
     vocab: int
     item_size: int  # bytes of a number
     packed: tuple[PackedPart, ...] = ()  # of the parameters; the others lie there in the dtype
+    state_bytes: int = 0  # of a job, whatever its length: of layers that have a state
 
     @property
     def weight_bytes(self) -> int:
@@ -73,6 +74,7 @@ def sizes_of(config: dict[str, Any], number: int, dtype: str, packed: tuple[Pack
         vocab=config["vocab_size"],
         item_size=ITEM_SIZES[dtype],
         packed=packed if dtype == PACKED_DTYPE else (),
+        state_bytes=state_bytes(config, dtype),
     )
 
 

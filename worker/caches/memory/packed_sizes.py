@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from swiftbatch.worker.kernels.sizes import fills_blocks
 from swiftbatch.worker.model.formats.contract import StoredTensor
-from swiftbatch.worker.model.gguf.tensor_types import PACKED
+from swiftbatch.worker.model.gguf.tensor_types import PACKED, PackedKind
 from swiftbatch.worker.model.text_view import EMBEDDING, HEAD
 
 PRODUCT = re.compile(r"^model\.layers\.\d+\.(?:self_attn|mlp)\.(\w+)_proj\.weight$")
@@ -35,7 +36,7 @@ class PackedPart:
 def packed_parts(heads: Mapping[str, StoredTensor], config: dict[str, Any]) -> tuple[PackedPart, ...]:
     """The products of a dense decoder whose parts all have one packed form, as `stacked_weights` keeps them.
 
-    Of GGUF files; those of other formats count as if they were dequantized.
+    Matrices of whose form numbers alone tell count as if they were dequantized.
     """
     last = EMBEDDING if config.get("tie_word_embeddings") else HEAD
     products = defaultdict[str, list[StoredTensor]](list)
@@ -51,14 +52,18 @@ def packed_parts(heads: Mapping[str, StoredTensor], config: dict[str, Any]) -> t
 def num_beside(heads: Mapping[str, StoredTensor], config: dict[str, Any]) -> int:
     """The numbers of a packed head that is tied: it lies beside the embedding, whose rows are plain."""
     embedding = heads.get(EMBEDDING)
-    if embedding is None or embedding.dtype not in PACKED or not config.get("tie_word_embeddings"):
+    if embedding is None or _kind(embedding) is None or not config.get("tie_word_embeddings"):
         return 0
     return embedding.num_numbers
 
 
+def _kind(head: StoredTensor) -> PackedKind | None:
+    return PACKED.get(head.dtype) if head.form is None else head.form
+
+
 def _part(heads: list[StoredTensor]) -> PackedPart | None:
-    kinds = {PACKED.get(head.dtype) for head in heads}
+    kinds = {_kind(head) for head in heads}
     kind = kinds.pop()
-    if kinds or kind is None:
+    if kinds or kind is None or not fills_blocks(kind.group, heads[0].shape[-1]):
         return None
     return PackedPart(sum(head.num_numbers for head in heads), kind.bits, kind.group, kind.has_offsets)

@@ -1,4 +1,4 @@
-"""Follows a growing text that repeats itself: the earlier place that its end agrees with, and how long repeats last.
+"""Follows a text that repeats itself: an n-gram table finds where its end stood before, and how long repeats last.
 
 Every token tells whether the repeat under way went on, whoever drafted it or nobody. So what a chain from there would
 bring is known before one is drafted.
@@ -117,4 +117,4 @@ class RepeatedText:
             self._places[(ngrams @ np.array(FACTORS)) % len(self._places)] = np.arange(NGRAM, len(token_ids))
 
     def _bucket(self, ngram: list[int]) -> int:
-        return sum(map(operator.mul, ngram, FACTORS)) % len(self._places)
+        return int(sum(map(operator.mul, ngram, FACTORS)) % len(self._places))

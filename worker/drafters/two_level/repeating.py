@@ -1,4 +1,4 @@
-"""Drafts what a text repeats of itself, where that promises more than another drafter's proposals do."""
+"""Drafts what a text repeats of itself (`lookup/repeated_text.py`), where that beats another drafter's proposals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The next checks: attention gives a row its own bits, the right ones, and reads as fast as it should.
+"""The checks of attention: it gives a row its own bits, the right ones, and reads as fast as it should.
 
 They run the attention of one layer over an arena of noise: any rows of its slots, and each of them alone."""
 

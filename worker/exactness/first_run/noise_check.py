@@ -1,4 +1,4 @@
-"""The next check: the noise of all draws is the same on this device, word by word."""
+"""The check of the noise: it is the same for all draws on this device, word by word."""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
 A row sees the prefix of its sequence, positions below its boundary, and a tail: the keys from there on, gathered in
 position order. `prefix_split` cuts a prefix into splits by its own length alone; `tail_merge` attends to the tail and
 folds the splits in, in order. Rows of a tile never meet: every reduction runs along keys or a head's dimensions.
-With a window, a prefix begins at the first block that a row at its boundary sees, and each row leaves keys out.
+With a window, a prefix begins at the first block that a row at its boundary sees; `prefix.py` and `tail.py` leave out
+the keys that a row does not see.
 """
 
 from __future__ import annotations

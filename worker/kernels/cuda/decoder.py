@@ -16,10 +16,11 @@ from torch import Tensor
 
 from swiftbatch.worker.kernels.angles import angles, kept_as, query_scales
 from swiftbatch.worker.kernels.attention_view import SEES_ALL, AttentionView
+from swiftbatch.worker.kernels.cuda.activations import activate
 from swiftbatch.worker.kernels.cuda.attend import AttentionShape
 from swiftbatch.worker.kernels.cuda.attentions import Attention, AttentionKernel, TritonAttention
 from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, NUM_ROWS, TableLayout
-from swiftbatch.worker.kernels.cuda.layer_kernels import activate, add_norm, embed, norm_heads, rope_store
+from swiftbatch.worker.kernels.cuda.layer_kernels import add_norm, embed, norm_heads, rope_store
 from swiftbatch.worker.kernels.cuda.linear import LinearKernel
 from swiftbatch.worker.kernels.cuda.logit_cap import cap_logits
 from swiftbatch.worker.kernels.cuda.packed_linear import WeightKernel

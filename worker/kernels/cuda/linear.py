@@ -16,9 +16,9 @@ from torch import Tensor
 from swiftbatch.jobs.run.dtypes import LinearName
 from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS
 from swiftbatch.worker.kernels.cuda.rounding import dot, rounded
+from swiftbatch.worker.kernels.sizes import BLOCK_DEPTH
 
 TILE_COLUMNS = 32  # of a program: enough programs for every multiprocessor
-BLOCK_DEPTH = 128
 
 
 class LinearKernel(Protocol):

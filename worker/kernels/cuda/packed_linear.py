@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from swiftbatch.worker.kernels.cuda.code_numbers import DECODERS
 from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS
-from swiftbatch.worker.kernels.cuda.linear import BLOCK_DEPTH, TILE_COLUMNS, LinearKernel, multiply_constants
+from swiftbatch.worker.kernels.cuda.linear import TILE_COLUMNS, LinearKernel, multiply_constants
 from swiftbatch.worker.kernels.cuda.rounding import dot, narrowed, rounded
 from swiftbatch.worker.kernels.packed import CODE_BITS, PackedMatrix, Weight
+from swiftbatch.worker.kernels.sizes import BLOCK_DEPTH, fills_blocks
 
 
 @triton.jit
@@ -128,8 +129,7 @@ def is_multiplied_packed(weight: PackedMatrix) -> bool:
 
     Not in float32, which tensor cores do not multiply: registers would spill.
     """
-    group = weight.group_size
-    fits = weight.scales.shape[1] == 1 or BLOCK_DEPTH % group == 0 or group % BLOCK_DEPTH == 0
+    fits = fills_blocks(weight.group_size, weight.shape[1])
     is_known = weight.code != "e4m3" or not ((weight.codes & 127) == 127).any()
     return weight.dtype == torch.bfloat16 and fits and bool(is_known)
 

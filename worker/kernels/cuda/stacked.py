@@ -83,8 +83,8 @@ def stacked_weights(
 
     `layers`: those of `weights`, where they come one by one.
     """
-    embedding = _moved(weights.embedding, device)
-    is_tied = weights.head.weight is weights.embedding
+    embedding = _moved(plain(weights.embedding), device)
+    is_tied = isinstance(weights.embedding, Tensor) and weights.head.weight is weights.embedding
     head = Linear(embedding, weights.head.bias) if is_tied else weights.head
     return StackedWeights(
         weights.sizes,
@@ -99,6 +99,13 @@ def stacked_weights(
     )
 
 
+def _product_of_all(layer: LayerWeights) -> AnyLinear:
+    """The last product of a layer. Raises ValueError for one with experts, which these kernels have not."""
+    if layer.down is None or layer.experts is not None:
+        raise ValueError("found a layer with experts, expected one whose products all rows meet")
+    return layer.down
+
+
 def stacked_layer(layer: LayerWeights, device: torch.device, joins_heads: bool = False) -> StackedLayer:
     """Copies of what is stacked. Raises ValueError where only some parts of a product have a bias."""
     norms = [_moved(norm, device) for norm in (layer.query_norm, layer.key_norm) if norm is not None]
@@ -108,7 +115,7 @@ def stacked_layer(layer: LayerWeights, device: torch.device, joins_heads: bool =
         query_key_value=_stacked([layer.query, layer.key, layer.value], device),
         output=_stacked([layer.output], device),
         gate_up=_stacked([each for each in (layer.gate, layer.up) if each is not None], device),
-        down=_stacked([layer.down], device),
+        down=_stacked([_product_of_all(layer)], device),
         input_norm=input_norm,
         output_norm=output_norm,
         mlp_norm=mlp_norm,

@@ -7,6 +7,7 @@
 #define TAIL 64  // keys of a row's own, behind the prefix that it shares
 
 typedef enum { BF16 = 0, F32 = 1 } element;
+typedef enum { KV_PLAIN, KV_INT8, KV_E4M3 } kv_code;  // rows of a cache: elements, or codes of 8 bits: see kv_rows.h
 
 // ---- this build
 
@@ -25,7 +26,7 @@ EXPORT int team_is_busy(team *team);     // whether a late helper may still read
 enum { SCAN_CHUNK = 1024, CLOUD_CHUNKS = 16 };  // keys that are coded at once; chunks whose moments are taken together
 
 typedef struct {
-    const void *cache;  // key of head 0 at slot 0, in the first layer of the call; slots lie head_dim elements apart
+    const void *cache;  // as that of a `row_group`, and so are its strides and codes
     int64_t layer_stride, value_stride, head_stride;
     const uint8_t *codes;   // [layers, num_kv_heads, most_chunks * SCAN_CHUNK / 64, head_dim / 4, 64]
     const float *means;     // [layers, num_kv_heads, most_chunks, head_dim] of the keys of a chunk
@@ -36,13 +37,15 @@ typedef struct {
     int32_t num_chunks, most_chunks, most_clouds;
     int32_t num_best;       // keys that each query sees exactly
     float flat_deviation;   // of scores: a query below it sees no key exactly, since the best would weigh next to nothing
+    int32_t kv_code;
 } scanned_keys;
 
 // ---- rows of one sequence that share a prefix
 
 typedef struct {
-    void *cache;  // key of head 0 at slot 0, in the first layer of the call; slots lie head_dim elements apart
-    int64_t layer_stride, value_stride, head_stride;  // elements to the next layer, from key to value, to the next head
+    void *cache;  // key of head 0 at slot 0, in the first layer of the call; slots lie a row apart
+    int64_t layer_stride, value_stride, head_stride;  // elements to the next layer, from key to value, to the next head;
+                                                      // bytes where rows are codes
     const int32_t *tail_slots;                        // [num_rows, TAIL] in the order of positions
     const int32_t *tail_lengths;                      // [num_rows] from 1 to TAIL: how many of them are real
     const float *biases;                              // [boundary] added to the scores of the prefix's keys, or NULL
@@ -51,6 +54,7 @@ typedef struct {
     int32_t boundary;                                 // keys below it are the prefix; a multiple of 64
     int32_t capacity;                                 // slots of the cache
     int32_t is_partial;                               // slots are no positions, so that no window tells what is seen
+    int32_t kv_code;                                  // of the cache's rows
 } row_group;
 
 // Whether all numbers of a call stay within their caches, the vocabulary and the positions.
@@ -78,6 +82,26 @@ EXPORT void scan_take_in(team *team, const attention_sizes *sizes, const scanned
 // [num_rows, num_kv_heads, head_dim].
 EXPORT void attend(team *team, const attention_sizes *sizes, const attention_view *view, const row_group *groups,
                    int num_groups, const void *queries, const void *keys, const void *values, void *output);
+
+// ---- layers with a state in place of keys and values: see recurrence.c
+
+enum { MOST_STATE_ROWS = 64 };
+
+typedef struct {
+    int32_t num_rows, num_heads, num_key_heads, key_dim, value_dim;  // MOST_STATE_ROWS at most; whole vectors of values
+    const int32_t *parents;      // [num_rows] the row that each one goes on from, in front of it; -1 - i for states[i]
+    const float *const *states;  // each [num_heads, key_dim, value_dim]
+    const float *queries, *keys;  // [num_rows, num_key_heads, key_dim]
+    const float *values;          // [num_rows, num_heads, value_dim]
+    const float *betas;           // [num_rows, num_heads] shares of what a state lacks of a value; NULL: all of a value
+    const float *decays;          // [num_rows, num_heads]
+    float *updates, *found;       // [num_rows, num_heads, value_dim]
+} recurrence;
+
+// Takes the rows' steps; each finds what its query gives with the state behind it.
+EXPORT void recurrence_rows(team *team, const recurrence *call);
+// `state` becomes states[0] behind the steps of keys, updates and decays, in order; of any number.
+EXPORT void recurrence_fold(team *team, const recurrence *call, float *state);
 
 // ---- rows of weights in 8 or 4 bits
 
@@ -116,20 +140,49 @@ typedef struct {
 } decoder_sizes;
 
 typedef enum {
+    SOFTMAX_OF_ALL, SIGMOID,  // of the logits of all experts
+    SOFTMAX_OF_CHOSEN         // experts are chosen by their logits
+} router_score;
+
+enum { MOST_EXPERTS = 1024 };  // of a layer
+
+typedef struct {
+    int32_t num_experts, num_chosen, intermediate;  // of a layer; of a row; columns of an expert
+    int32_t shared_intermediate;                    // columns of the part that all rows meet; 0 for none
+    int32_t score, num_groups, num_chosen_groups;   // experts are chosen from the groups whose two best are the best
+    int32_t is_normalised;                          // weights are divided by their sum
+    int32_t rounds_logits, rounds_weights;          // to bf16, in models of it
+    float least_sum, scale;                         // that weights are divided by; that multiplies them
+    float gate_limit, gate_slope;  // gates and ups stay within the limit, and a gate's share is of the slope; 0 for neither
+} expert_sizes;
+
+typedef enum {
     EMBEDDING, FINAL_NORM, HEAD,  // of the model: their layer is 0
     INPUT_NORM, QUERY, KEY, VALUE, QUERY_NORM, KEY_NORM, OUTPUT, OUTPUT_NORM, MLP_NORM, GATE, UP, DOWN, DOWN_NORM,
     STILL,  // no weight: the layer turns no heads by their positions
     WINDOW,  // an int32: `attention_view.window` of the layer
     OTHER_ANGLES,  // no weight: the layer turns heads by `forward_call.other_angles`
-    CURVE  // four floats: what XIELU has of this layer
+    CURVE,  // four floats: what XIELU has of this layer
+    SINKS   // floats: `attention_view.sinks` of the layer
 } weight_role;
+
+typedef enum {
+    ROUTER, CHOICE_BIAS, SHARED_GATE,    // floats, whatever the element
+    EXPERT_GATE, EXPERT_UP, EXPERT_DOWN  // of one expert
+} expert_role;
 
 typedef struct decoder decoder;
 EXPORT decoder *decoder_new(const decoder_sizes *sizes);
-// Takes a weight in, row by row as torch has it, and a bias or NULL. All are copied but for the embedding.
+// Takes a weight in, row by row as torch has it, and a bias or NULL. All are copied but for the embedding, packed or not.
 EXPORT void decoder_load(decoder *decoder, int layer, int role, const void *weight, const void *bias);
 // The same for a matrix of 8 or 4 bits, which stays so.
 EXPORT void decoder_load_quantized(decoder *decoder, int layer, int role, const quantized_rows *weight, const void *bias);
+// Makes a layer one with experts. Its gates, ups and downs, if it has any, are then the part that all rows meet.
+EXPORT void decoder_experts(decoder *decoder, int layer, const expert_sizes *sizes);
+// As `decoder_load`; the number of the expert counts where the role is of one.
+EXPORT void decoder_load_expert(decoder *decoder, int layer, int role, int expert, const void *weight, const void *bias);
+EXPORT void decoder_load_quantized_expert(decoder *decoder, int layer, int role, int expert,
+                                          const quantized_rows *weight, const void *bias);
 EXPORT void decoder_free(decoder *decoder);
 
 typedef struct {

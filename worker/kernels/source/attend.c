@@ -2,6 +2,19 @@
 #include "attention.h"
 #include "elementwise.h"
 
+// One key or value; elements are kept as they are, bit by bit.
+static void keep_given(const attention *attention, const attention_sizes *sizes, int kv_code, int group, int row, int head,
+                       bool is_value, const char *from) {
+    float numbers[256];
+    size_t bytes = (size_t)sizes->head_dim * (sizes->element == BF16 ? 2 : 4);
+    if (kv_code == KV_PLAIN) {
+        memcpy(attention_slot(attention, 0, group, row, head, is_value), from, bytes);
+        return;
+    }
+    load(sizes->element, from, sizes->head_dim, numbers);
+    attention_keep(attention, 0, group, row, head, is_value, numbers);
+}
+
 void attend(team *team, const attention_sizes *sizes, const attention_view *view, const row_group *groups, int num_groups,
             const void *queries, const void *keys, const void *values, void *output) {
     frame *frame = frame_open(team);
@@ -12,8 +25,8 @@ void attend(team *team, const attention_sizes *sizes, const attention_view *view
         for (int row = 0; row < groups[group].num_rows; row++, num_rows++) {
             for (int head = 0; head < sizes->num_kv_heads; head++) {
                 long from = (num_rows * sizes->num_kv_heads + head) * bytes;
-                memcpy(attention_slot(attention, 0, group, row, head, false), (const char *)keys + from, (size_t)bytes);
-                memcpy(attention_slot(attention, 0, group, row, head, true), (const char *)values + from, (size_t)bytes);
+                keep_given(attention, sizes, groups[group].kv_code, group, row, head, false, (const char *)keys + from);
+                keep_given(attention, sizes, groups[group].kv_code, group, row, head, true, (const char *)values + from);
             }
             for (int head = 0; head < sizes->num_heads; head++) {
                 float query[256];

@@ -79,9 +79,13 @@ attention *attention_new(frame *frame, const attention_sizes *sizes, const row_g
 }
 
 void *attention_slot(const attention *attention, int layer, int group, int row, int head, bool is_value) {
-    const row_group *rows = &attention->groups[group];
-    long slot = (long)(rows->first_slot + row) * attention->sizes.head_dim;
-    return (char *)head_start(attention, layer, group, head, is_value) + slot * attention->element_bytes;
+    long slot = attention->groups[group].first_slot + row;
+    char *first = (char *)head_start(attention, layer, group, head, is_value);
+    return first + slot * kv_row_bytes(form_of(attention, group));
+}
+
+void attention_keep(const attention *attention, int layer, int group, int row, int head, bool is_value, const float *from) {
+    kv_store(form_of(attention, group), from, attention_slot(attention, layer, group, row, head, is_value));
 }
 
 void attention_query(attention *attention, int group, int row, int head, const float *query) {

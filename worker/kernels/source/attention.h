@@ -16,8 +16,10 @@ typedef struct attention attention;
 // What all layers of a call have in common; lives in the frame, as do copies of the groups.
 attention *attention_new(frame *frame, const attention_sizes *sizes, const row_group *groups, int num_groups);
 
-// Where a row's keys (or its values) of one head are stored.
+// Where a row's key (or its value) of one head is stored.
 void *attention_slot(const attention *attention, int layer, int group, int row, int head, bool is_value);
+// Keeps one [head_dim] there, in codes where the cache has those.
+void attention_keep(const attention *attention, int layer, int group, int row, int head, bool is_value, const float *from);
 // Takes one query [head_dim] in.
 void attention_query(attention *attention, int group, int row, int head, const float *query);
 

@@ -11,6 +11,7 @@ enum { PACKED_KEYS = 64 };  // that are packed at a time
 
 typedef struct {
     char *keys, *values;  // packed
+    char *widened;        // [PACKED_KEYS, head_dim] elements of rows that are codes
     float *scores;        // [num_queries, most columns], then weights
     bf16 *weights;        // [num_queries, CHUNK] where products take bf16
     float *shrink;        // [num_queries]
@@ -20,12 +21,17 @@ static long columns_at_once(const attention *attention) {
     return attention->most_columns > CHUNK ? attention->most_columns : CHUNK;
 }
 
+static long widened_bytes(const attention *attention) {
+    return (long)PACKED_KEYS * attention->sizes.head_dim * attention->element_bytes;
+}
+
 static workspace workspace_at(const attention *attention, char *memory) {
     long queries = round_up(attention->most_queries, LANES);
     workspace space;
     space.keys = memory;
     space.values = space.keys + round_up(4L * PACKED_KEYS * attention->depth, 64);
-    space.scores = (float *)(space.values + round_up(2L * PACKED_KEYS * attention->sizes.head_dim, 64));
+    space.widened = space.values + round_up(2L * PACKED_KEYS * attention->sizes.head_dim, 64);
+    space.scores = (float *)(space.widened + round_up(widened_bytes(attention), 64));
     space.weights = (bf16 *)(space.scores + queries * columns_at_once(attention));
     space.shrink = (float *)(space.weights + queries * CHUNK);
     return space;
@@ -81,9 +87,17 @@ void merge(part *whole, part next, int num_queries, int head_dim) {
 
 // ---- scores
 
+// Rows as elements: those of codes are widened, up to PACKED_KEYS of them.
+static void widen(kv_form form, const char **rows, int count, char *widened) {
+    if (form.code == KV_PLAIN) return;
+    kv_widen(form, rows, count, widened);
+    for (int i = 0; i < count; i++) rows[i] = widened + (long)i * form.head_dim * element_bytes_of(form.element);
+}
+
 // Packs `count` keys, a multiple of sixteen, at these addresses as the right side of a product; `next` is read after it.
-static operand pack_keys(const attention *attention, const char *const *keys, int count, const char *next, char *packed) {
-    int row_bytes = attention->sizes.head_dim * attention->element_bytes, words = row_bytes / 4;
+static operand pack_keys(const attention *attention, const char *const *keys, int count, const char *next, long row_bytes,
+                         char *packed) {
+    int words = attention->sizes.head_dim * attention->element_bytes / 4;
     int words_deep = attention->depth * attention->element_bytes / 4;
     for (int first = 0; first < count; first += LANES) {
         uint32_t *block = (uint32_t *)packed + (long)first * words_deep;
@@ -95,9 +109,11 @@ static operand pack_keys(const attention *attention, const char *const *keys, in
     return (operand){packed, (long)LANES * words_deep, LANES, ROWS_F32, 0};
 }
 
-static void add_scores(const attention *attention, const head_rows *pair, const char *const *keys, int count,
-                       const char *next, char *packed, float *scores, long stride) {
-    operand right = pack_keys(attention, keys, count, next, packed);
+static void add_scores(const attention *attention, const head_rows *pair, const char **keys, int count, const char *next,
+                       workspace space, float *scores, long stride) {
+    kv_form form = form_of(attention, pair->group);
+    widen(form, keys, count, space.widened);
+    operand right = pack_keys(attention, keys, count, next, kv_row_bytes(form), space.keys);
     int depth = attention->depth, blocks = count / LANES, rows = pair->num_queries;
     if (attention->uses_bf16_products)
         gemm_bf16(rows, blocks, depth, (bf16 *)attention->queries + pair->first_query, depth, right, scores, stride, false);
@@ -187,11 +203,18 @@ static void softmax_of_query(const attention *attention, int unseen, int count, 
     part.maximum[query] = maximum;
 }
 
-static void add_values(const attention *attention, int num_queries, const char *values, int first, int count,
+static void add_values(const attention *attention, kv_form form, int num_queries, const char *values, int first, int count,
                        const char *next, bool is_first, workspace space, part part) {
     int head_dim = attention->sizes.head_dim, blocks = head_dim / LANES;
+    long row_bytes = kv_row_bytes(form);
+    if (form.code != KV_PLAIN) {
+        const char *coded[PACKED_KEYS];
+        for (int i = 0; i < count; i++) coded[i] = values + i * row_bytes;
+        widen(form, coded, count, space.widened);
+        values = space.widened;
+    }
     if (!attention->uses_bf16_products) {
-        expect(next, (long)count * head_dim * attention->element_bytes);
+        expect(next, count * row_bytes);
         layout layout = attention->element_bytes == 2 ? ROWS_BF16 : ROWS_F32;
         operand plain = {values, LANES, head_dim, layout, 0};
         gemm_f32(num_queries, blocks, count, space.scores + first, CHUNK, plain, part.output, head_dim, !is_first);
@@ -199,7 +222,7 @@ static void add_values(const attention *attention, int num_queries, const char *
     }
     const bf16 *rows = (const bf16 *)values;
     for (int i = 0; i < count; i += 2) {
-        expect(next + 2L * i * head_dim, 4L * head_dim);
+        expect(next + i * row_bytes, 2 * row_bytes);
         interleave(rows + (long)i * head_dim, rows + (long)(i + 1) * head_dim, head_dim,
                    (bf16 *)space.values + (long)i * head_dim);
     }
@@ -223,7 +246,7 @@ static int unseen_by(const key_chunk *chunk, int row) {
 static key_chunk key_chunk_of(const unit_job *job, const span *span, int start) {
     const attention *attention = job->attention;
     const head_rows *pair = &attention->pairs[span->pair];
-    long first = (long)start * attention->sizes.head_dim * attention->element_bytes;
+    long first = start * kv_row_bytes(form_of(attention, pair->group));
     key_chunk found = {.pair = pair,
                    .keys = head_start(attention, job->layer, pair->group, pair->head, false) + first,
                    .values = head_start(attention, job->layer, pair->group, pair->head, true) + first,
@@ -240,14 +263,14 @@ static key_chunk key_chunk_of(const unit_job *job, const span *span, int start) 
 
 static void score_keys_of(const unit_job *job, const key_chunk *chunk, workspace space) {
     const attention *attention = job->attention;
-    long row_bytes = (long)attention->sizes.head_dim * attention->element_bytes;
+    long row_bytes = kv_row_bytes(form_of(attention, chunk->pair->group));
     const float *biases = attention->groups[chunk->pair->group].biases;
     int num_queries = chunk->pair->num_queries, unseen = chunk->unseen;
     for (int first = unseen; first < chunk->count; first += PACKED_KEYS) {
         const char *rows[PACKED_KEYS];
         for (int i = 0; i < PACKED_KEYS; i++) rows[i] = chunk->keys + (first + i) * row_bytes;
         const char *next = chunk->values + first * row_bytes;
-        add_scores(attention, chunk->pair, rows, PACKED_KEYS, next, space.keys, space.scores + first, CHUNK);
+        add_scores(attention, chunk->pair, rows, PACKED_KEYS, next, space, space.scores + first, CHUNK);
     }
     if (job->softcap) cap_scores(job, num_queries, chunk->count - unseen, CHUNK, space.scores + unseen);
     if (biases) add_biases(attention, biases + chunk->start, num_queries, chunk->count, space.scores);
@@ -255,7 +278,8 @@ static void score_keys_of(const unit_job *job, const key_chunk *chunk, workspace
 
 static void run_span(const unit_job *job, const span *span, void *slot, workspace space) {
     const attention *attention = job->attention;
-    long row_bytes = (long)attention->sizes.head_dim * attention->element_bytes;
+    kv_form form = form_of(attention, attention->pairs[span->pair].group);
+    long row_bytes = kv_row_bytes(form);
     int num_queries = attention->pairs[span->pair].num_queries;
     part part = part_at(slot, num_queries);
     for (int start = span->start; start < span->start + span->count; start += CHUNK) {
@@ -267,7 +291,7 @@ static void run_span(const unit_job *job, const span *span, void *slot, workspac
         if (!is_first) scale_rows(part.output, num_queries, attention->sizes.head_dim, space.shrink);
         for (int first = chunk.unseen; first < chunk.count; first += PACKED_KEYS) {
             const char *next = chunk.keys + (CHUNK + first) * row_bytes;
-            add_values(attention, num_queries, chunk.values + first * row_bytes, first, PACKED_KEYS, next,
+            add_values(attention, form, num_queries, chunk.values + first * row_bytes, first, PACKED_KEYS, next,
                        is_first && first == chunk.unseen, space, part);
         }
     }
@@ -276,25 +300,34 @@ static void run_span(const unit_job *job, const span *span, void *slot, workspac
 // ---- tails
 
 // Adds weighted values of `blocks` times sixteen dimensions from `first` on, key by key.
-INLINE void add_tail(const int blocks, const attention *attention, const float *weights, const char *const *values,
+INLINE void add_tail(const int blocks, const kv_code code, kv_form form, const float *weights, const char *const *values,
                      int count, int first, float *output) {
     vec sum[4];
     for (int n = 0; n < blocks; n++) sum[n] = vec_set(0.0f);
     for (int i = 0; i < count; i++)
         for (int n = 0; n < blocks; n++)
-            sum[n] = vec_fma(vec_set(weights[i]), load_elements(attention, values[i], first + n * LANES), sum[n]);
+            sum[n] = vec_fma(vec_set(weights[i]), kv_load(code, form, values[i], first + n * LANES), sum[n]);
     for (int n = 0; n < blocks; n++) vec_store(output + first + n * LANES, sum[n]);
 }
 
-void sum_values(const attention *attention, const float *weights, const char *const *values, int count, float *output) {
-    int head_dim = attention->sizes.head_dim, d = 0;
-    for (; head_dim - d >= 4 * LANES; d += 4 * LANES) add_tail(4, attention, weights, values, count, d, output);
-    for (; d < head_dim; d += LANES) add_tail(1, attention, weights, values, count, d, output);
+INLINE void sum_rows(const kv_code code, kv_form form, const float *weights, const char *const *values, int count,
+                     float *output) {
+    int d = 0;
+    for (; form.head_dim - d >= 4 * LANES; d += 4 * LANES) add_tail(4, code, form, weights, values, count, d, output);
+    for (; d < form.head_dim; d += LANES) add_tail(1, code, form, weights, values, count, d, output);
+}
+
+void sum_values(kv_form form, const float *weights, const char *const *values, int count, float *output) {
+    switch (form.code) {
+        case KV_PLAIN: sum_rows(KV_PLAIN, form, weights, values, count, output); break;
+        case KV_INT8: sum_rows(KV_INT8, form, weights, values, count, output); break;
+        case KV_E4M3: sum_rows(KV_E4M3, form, weights, values, count, output); break;
+    }
 }
 
 // One query's softmax over its tail: a window of TAIL scores, of which those from `start` to `end` weigh something.
-static void tail_of_query(const attention *attention, const float *scores, const int32_t *columns, int start, int end,
-                          const char *const *values, int query, part part) {
+static void tail_of_query(const attention *attention, kv_form form, const float *scores, const int32_t *columns, int start,
+                          int end, const char *const *values, int query, part part) {
     float window[TAIL];
     for (int i = 0; i < TAIL; i++) window[i] = scores[columns[i >= start && i < end ? i : start]];
     float maximum = largest(window, TAIL) * attention->scale;
@@ -307,7 +340,7 @@ static void tail_of_query(const attention *attention, const float *scores, const
     for (int i = LANES; i < TAIL; i += LANES) sum = vec_add(sum, vec_load(window + i));
     part.maximum[query] = maximum;
     part.sum[query] = vec_sum(sum);
-    sum_values(attention, window + start, values + start, end - start, part.output + (long)query * attention->sizes.head_dim);
+    sum_values(form, window + start, values + start, end - start, part.output + (long)query * attention->sizes.head_dim);
 }
 
 static void run_tails(const unit_job *job, const head_rows *pair, void *slot, workspace space) {
@@ -315,14 +348,15 @@ static void run_tails(const unit_job *job, const head_rows *pair, void *slot, wo
     const int32_t *first_seen = job->plan->first_seen[pair->group];
     int layer = job->layer, boundary = attention->groups[pair->group].boundary;
     const tail_columns *tail = &attention->tails[pair->group];
-    long row_bytes = (long)attention->sizes.head_dim * attention->element_bytes;
+    kv_form form = form_of(attention, pair->group);
+    long row_bytes = kv_row_bytes(form);
     const char *keys = head_start(attention, layer, pair->group, pair->head, false);
     const char *values = head_start(attention, layer, pair->group, pair->head, true);
     for (int first = 0; first < tail->num_columns; first += PACKED_KEYS) {
         int count = tail->num_columns - first < PACKED_KEYS ? tail->num_columns - first : PACKED_KEYS;
         const char *rows[PACKED_KEYS];
         for (int i = 0; i < count; i++) rows[i] = keys + tail->slots[first + i] * row_bytes;
-        add_scores(attention, pair, rows, count, NULL, space.keys, space.scores + first, tail->num_columns);
+        add_scores(attention, pair, rows, count, NULL, space, space.scores + first, tail->num_columns);
     }
     if (job->softcap) cap_scores(job, pair->num_queries, tail->num_columns, tail->num_columns, space.scores);
     part part = part_at(slot, pair->num_queries);
@@ -333,8 +367,8 @@ static void run_tails(const unit_job *job, const head_rows *pair, void *slot, wo
         for (int i = 0; i < tail->lengths[row]; i++) rows[i] = values + tail->slots[columns[i]] * row_bytes;
         for (int i = 0; i < attention->heads_per_kv; i++) {
             int query = row * attention->heads_per_kv + i;
-            tail_of_query(attention, space.scores + (long)query * tail->num_columns, columns, start, tail->lengths[row],
-                          rows, query, part);
+            tail_of_query(attention, form, space.scores + (long)query * tail->num_columns, columns, start,
+                          tail->lengths[row], rows, query, part);
         }
     }
 }

@@ -2,6 +2,7 @@
 #pragma once
 #include "attention.h"
 #include "gemm.h"
+#include "kv_rows.h"
 
 // The keys of all tails of a group, each once.
 typedef struct {
@@ -63,10 +64,15 @@ typedef struct {
     int layer, first_unit;
 } unit_job;
 
+// The rows of a group's cache.
+INLINE kv_form form_of(const attention *attention, int group) {
+    return (kv_form){(kv_code)attention->groups[group].kv_code, (element)attention->sizes.element, attention->sizes.head_dim};
+}
+
 INLINE const char *head_start(const attention *attention, int layer, int group, int head, bool is_value) {
     const row_group *rows = &attention->groups[group];
     long element = layer * rows->layer_stride + head * rows->head_stride + (is_value ? rows->value_stride : 0);
-    return (const char *)rows->cache + element * attention->element_bytes;
+    return (const char *)rows->cache + element * kv_unit(form_of(attention, group));
 }
 
 // What is read next is asked for a little at a time, so that memory works beside the products. It may lie beyond an end.
@@ -74,12 +80,8 @@ INLINE void expect(const char *memory, long bytes) {
     for (long i = 0; i < bytes; i += 64) __builtin_prefetch(memory + i, 0, 2);
 }
 
-INLINE vec load_elements(const attention *attention, const char *row, int first) {
-    return attention->element_bytes == 2 ? vec_load_bf16((const bf16 *)row + first) : vec_load((const float *)row + first);
-}
-
 // Weighted values of all dimensions, key by key: output [head_dim].
-void sum_values(const attention *attention, const float *weights, const char *const *values, int count, float *output);
+void sum_values(kv_form form, const float *weights, const char *const *values, int count, float *output);
 void scale_rows(float *rows, int num_rows, int head_dim, const float *factors);
 
 size_t part_bytes(int num_queries, int head_dim);

@@ -6,20 +6,26 @@
 #include "attention.h"
 #include "elementary.h"
 #include "elementwise.h"
+#include "experts.h"
 #include "linear.h"
+#include "quantized.h"
 
 typedef struct {
     matrix qkv, output, gate_up, down;  // gates and ups in turns, sixteen columns each; or ups alone
     float *input_norm, *output_norm, *mlp_norm, *down_norm, *query_norm, *key_norm;  // NULL: none
-    float *curve;  // of XIELU, or NULL
-    bool is_still;  // its heads are not turned
+    float *curve;      // of XIELU, or NULL
+    float *sinks;      // those of the view, or NULL
+    experts *experts;  // NULL: none
+    int intermediate;  // of the part that all rows meet; 0 for none
+    bool is_still;     // its heads are not turned
     bool has_other_angles;
     attention_view view;
 } layer_weights;
 
 struct decoder {
     decoder_sizes sizes;
-    const void *embedding;  // [vocab, hidden]
+    const void *embedding;             // [vocab, hidden], or
+    quantized_rows packed_embedding;  // the same, of 8 or 4 bits
     float *final_norm;
     matrix head;
     layer_weights *layers;
@@ -31,6 +37,7 @@ typedef struct {
     const forward_call *call;
     attention *attention;
     float *normed, *wide, *mixed;  // [num_rows, hidden], [num_rows, the widest matrix], [num_rows, most depth]
+    expert_room *experts_room;
     bool rounds;
 } pass;
 
@@ -43,6 +50,7 @@ decoder *decoder_new(const decoder_sizes *sizes) {
     fresh->layers = calloc((size_t)sizes->num_layers, sizeof(layer_weights));
     for (int i = 0; i < sizes->num_layers; i++) {
         layer_weights *layer = &fresh->layers[i];
+        layer->intermediate = sizes->intermediate;
         layer->qkv = matrix_new((element)sizes->element, sizes->hidden, query_columns + 2 * key_columns);
         layer->output = matrix_new((element)sizes->element, query_columns, sizes->hidden);
         layer->gate_up = matrix_new((element)sizes->element, sizes->hidden, (1 + sizes->has_gates) * sizes->intermediate);
@@ -65,6 +73,8 @@ void decoder_free(decoder *decoder) {
         free(layer->down_norm);
         free(layer->query_norm);
         free(layer->key_norm);
+        free(layer->sinks);
+        experts_free(layer->experts);
         free(layer->curve);
     }
     matrix_free(&decoder->head);
@@ -83,7 +93,7 @@ static columns_of_role role_columns(decoder *decoder, int layer, weight_role rol
     const decoder_sizes *sizes = &decoder->sizes;
     layer_weights *to = &decoder->layers[layer];
     int query = sizes->num_heads * sizes->head_dim, key = sizes->num_kv_heads * sizes->head_dim;
-    int hidden = sizes->hidden, mlp = sizes->intermediate, gates = sizes->has_gates;
+    int hidden = sizes->hidden, mlp = to->intermediate, gates = sizes->has_gates;
     switch (role) {
         case HEAD:
             matrix_free(&decoder->head);
@@ -127,6 +137,10 @@ void decoder_load(decoder *decoder, int layer, int role, const void *weight, con
         case OUTPUT_NORM: norm_load(sizes, &to->output_norm, hidden, weight); break;
         case MLP_NORM: norm_load(sizes, &to->mlp_norm, hidden, weight); break;
         case DOWN_NORM: norm_load(sizes, &to->down_norm, hidden, weight); break;
+        case SINKS:
+            floats_load(&to->sinks, sizes->num_heads, weight);
+            to->view.sinks = to->sinks;
+            break;
         case STILL: to->is_still = true; break;
         case OTHER_ANGLES: to->has_other_angles = true; break;
         case WINDOW: to->view.window = *(const int32_t *)weight; break;
@@ -136,8 +150,33 @@ void decoder_load(decoder *decoder, int layer, int role, const void *weight, con
 }
 
 void decoder_load_quantized(decoder *decoder, int layer, int role, const quantized_rows *weight, const void *bias) {
+    if (role == EMBEDDING) {
+        decoder->packed_embedding = *weight;
+        return;
+    }
     columns_of_role to = role_columns(decoder, layer, (weight_role)role);
     matrix_load_quantized(to.matrix, to.first_block, to.stride, to.num_columns, weight, bias);
+}
+
+void decoder_experts(decoder *decoder, int layer, const expert_sizes *sizes) {
+    layer_weights *to = &decoder->layers[layer];
+    int hidden = decoder->sizes.hidden, columns = (1 + decoder->sizes.has_gates) * sizes->shared_intermediate;
+    experts_free(to->experts);
+    matrix_free(&to->gate_up);
+    matrix_free(&to->down);
+    to->experts = experts_new(sizes, &decoder->sizes);
+    to->intermediate = sizes->shared_intermediate;
+    to->gate_up = matrix_new((element)decoder->sizes.element, hidden, columns);
+    to->down = matrix_new((element)decoder->sizes.element, to->intermediate, hidden);
+}
+
+void decoder_load_expert(decoder *decoder, int layer, int role, int expert, const void *weight, const void *bias) {
+    experts_load(decoder->layers[layer].experts, (expert_role)role, expert, weight, bias);
+}
+
+void decoder_load_quantized_expert(decoder *decoder, int layer, int role, int expert, const quantized_rows *weight,
+                                   const void *bias) {
+    experts_load_quantized(decoder->layers[layer].experts, (expert_role)role, expert, weight, bias);
 }
 
 // ---- operations on rows
@@ -182,9 +221,8 @@ static void rotate(const float *head, const float *angles, int head_dim, bool ro
 }
 
 // From rows of gates and ups to activated gates times ups; from rows of ups alone to activated ups.
-static void activate_rows(const decoder_sizes *sizes, const float *curve, const float *rows, int num_rows, bool rounds,
+static void activate_rows(const decoder_sizes *sizes, const float *curve, const float *rows, long count, bool rounds,
                           float *out) {
-    long count = (long)num_rows * sizes->intermediate;
     for (long i = 0; i < count; i += LANES) {
         const float *place = rows + (1 + sizes->has_gates) * i;
         vec a = rounded(rounds, activated((activation)sizes->activation, curve, vec_load(place)));
@@ -268,8 +306,7 @@ static void keep_row(const pass *pass, int layer, int group, int row, const floa
         }
         position_numbers of_key = {at.angles, 1.0f};
         if (!is_value) from = ready_head(pass, weights, qkv, norm_of_head(sizes, weights->key_norm, kv_head), of_key, places);
-        store((element)sizes->element, from, head_dim,
-              attention_slot(pass->attention, layer - pass->call->first_layer, group, row, kv_head, is_value));
+        attention_keep(pass->attention, layer - pass->call->first_layer, group, row, kv_head, is_value, from);
     }
 }
 
@@ -300,6 +337,19 @@ static void add_part(const pass *pass, const float *norm_behind, long count) {
     add(pass->call->state, pass->wide, count, pass->rounds);
 }
 
+// Behind attention: products that all rows meet, experts that each row chooses, or both.
+static void feed_forward(const pass *pass, const layer_weights *weights) {
+    const decoder_sizes *sizes = &pass->decoder->sizes;
+    int num_rows = pass->call->num_rows;
+    if (weights->intermediate) {
+        linear(pass->frame, &weights->gate_up, num_rows, pass->normed, pass->wide, weights->gate_up.columns, pass->rounds);
+        activate_rows(sizes, weights->curve, pass->wide, (long)num_rows * weights->intermediate, pass->rounds, pass->mixed);
+        linear(pass->frame, &weights->down, num_rows, pass->mixed, pass->wide, sizes->hidden, pass->rounds);
+    }
+    if (weights->experts)
+        experts_run(pass->frame, weights->experts, pass->experts_room, num_rows, pass->normed, pass->rounds, pass->wide);
+}
+
 static void run_layer(const pass *pass, int layer) {
     const decoder_sizes *sizes = &pass->decoder->sizes;
     const layer_weights *weights = &pass->decoder->layers[layer];
@@ -313,9 +363,7 @@ static void run_layer(const pass *pass, int layer) {
     linear(pass->frame, &weights->output, num_rows, pass->mixed, pass->wide, sizes->hidden, pass->rounds);
     add_part(pass, weights->output_norm, count);
     if (!sizes->is_parallel) front_rows(pass, weights->mlp_norm);
-    linear(pass->frame, &weights->gate_up, num_rows, pass->normed, pass->wide, weights->gate_up.columns, pass->rounds);
-    activate_rows(sizes, weights->curve, pass->wide, num_rows, pass->rounds, pass->mixed);
-    linear(pass->frame, &weights->down, num_rows, pass->mixed, pass->wide, sizes->hidden, pass->rounds);
+    feed_forward(pass, weights);
     add_part(pass, weights->down_norm, count);
 }
 
@@ -325,6 +373,10 @@ static void embed(const pass *pass) {
     const decoder_sizes *sizes = &pass->decoder->sizes;
     for (long row = 0; row < pass->call->num_rows; row++) {
         long first = (long)pass->call->token_ids[row] * sizes->hidden;
+        if (!pass->decoder->embedding) {
+            quantized_read(&pass->decoder->packed_embedding, first, sizes->hidden, pass->rounds, pass->call->state + row * sizes->hidden);
+            continue;
+        }
         for (int i = 0; i < sizes->hidden; i += LANES) {
             vec a = pass->rounds ? vec_load_bf16((const bf16 *)pass->decoder->embedding + first + i)
                                  : vec_load((const float *)pass->decoder->embedding + first + i);
@@ -371,20 +423,29 @@ static void apply_head(frame *frame, const decoder *decoder, int num_rows, const
 
 static int most(int a, int b) { return a > b ? a : b; }
 
+static int most_intermediate(const decoder *decoder) {
+    int found = 0;
+    for (int i = 0; i < decoder->sizes.num_layers; i++) found = most(found, decoder->layers[i].intermediate);
+    return found;
+}
+
 void decoder_forward(decoder *decoder, team *team, const forward_call *call) {
     const decoder_sizes *sizes = &decoder->sizes;
     frame *frame = frame_open(team);
     attention_sizes heads = {sizes->element, sizes->num_heads, sizes->num_kv_heads, sizes->head_dim, sizes->scale};
     size_t rows = (size_t)call->num_rows * sizeof(float);
     int query_columns = sizes->num_heads * sizes->head_dim, key_columns = sizes->num_kv_heads * sizes->head_dim;
-    int widest = most(most(query_columns + 2 * key_columns, 2 * sizes->intermediate), sizes->hidden);
+    int intermediate = most_intermediate(decoder);
+    int widest = most(most(query_columns + 2 * key_columns, 2 * intermediate), sizes->hidden);
+    expert_room experts_room = {0};
     pass pass = {.frame = frame,
                  .decoder = decoder,
                  .call = call,
                  .attention = attention_new(frame, &heads, call->groups, call->num_groups),
                  .normed = frame_take(frame, rows * (size_t)sizes->hidden),
                  .wide = frame_take(frame, rows * (size_t)widest + 4 * LANES),
-                 .mixed = frame_take(frame, rows * (size_t)most(query_columns, sizes->intermediate)),
+                 .mixed = frame_take(frame, rows * (size_t)most(query_columns, intermediate)),
+                 .experts_room = &experts_room,
                  .rounds = sizes->element == BF16};
     if (call->token_ids) embed(&pass);
     for (int layer = call->first_layer; layer < call->end_layer; layer++) run_layer(&pass, layer);

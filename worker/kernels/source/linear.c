@@ -19,9 +19,7 @@ static operand operand_of(const matrix *matrix, int block, int first_k) {
 }
 
 matrix matrix_new(element element, int depth, int columns) {
-    matrix fresh = {.depth = depth, .columns = (int)round_up(columns, LANES), .element = element};
-    fresh.bias = allocate_clear(sizeof(float) * (size_t)fresh.columns);
-    return fresh;
+    return (matrix){.depth = depth, .columns = (int)round_up(columns, LANES), .element = element};
 }
 
 void matrix_free(matrix *matrix) {
@@ -48,7 +46,7 @@ void matrix_pack(matrix *matrix, int block, const void *rows, int count) {
 }
 
 void matrix_bias(matrix *matrix, int first_column, int count, const void *bias) {
-    matrix->has_bias = true;
+    if (!matrix->bias) matrix->bias = allocate_clear(sizeof(float) * (size_t)matrix->columns);
     for (int i = 0; i < count; i++) {
         uint32_t bits = matrix->element == BF16 ? (uint32_t)((const bf16 *)bias)[i] << 16 : ((const uint32_t *)bias)[i];
         memcpy(&matrix->bias[first_column + i], &bits, sizeof bits);
@@ -83,64 +81,95 @@ void vector_load(float **vector, int element, int count, const void *weight) {
     load(element, weight, count, *vector);
 }
 
-typedef struct {
-    const matrix *matrix;
-    const void *rows;  // bf16 where products take it, else float
-    float *out;
-    long row_stride, out_stride;
-    int num_rows, blocks;
-    bool uses_bf16_products;
-} panel_job;
+void floats_load(float **vector, int count, const void *numbers) {
+    free(*vector);
+    *vector = malloc(sizeof(float) * (size_t)count);
+    memcpy(*vector, numbers, sizeof(float) * (size_t)count);
+}
 
-static void multiply_packed(const panel_job *job, int first, int blocks, float *out, long stride) {
-    int depth = job->uses_bf16_products ? (int)packed_depth(job->matrix) : job->matrix->depth;
+// ---- products
+
+static bool uses_bf16_products(const matrix *matrix) { return HAS_BF16_PRODUCTS && matrix->element == BF16; }
+
+size_t multiplied_bytes(const matrix *matrix) {
+    return uses_bf16_products(matrix) ? sizeof(bf16) * (size_t)packed_depth(matrix) : sizeof(float) * (size_t)matrix->depth;
+}
+
+// As bf16, with zeros up to the packed depth, where products take it.
+void multiplied_row(const matrix *matrix, const float *row, void *out) {
+    if (!uses_bf16_products(matrix)) {
+        memcpy(out, row, multiplied_bytes(matrix));
+        return;
+    }
+    bf16 *narrowed = out;
+    for (int k = 0; k < matrix->depth; k += LANES) vec_store_bf16(narrowed + k, vec_load(row + k));
+    memset(narrowed + matrix->depth, 0, sizeof(bf16) * (size_t)(packed_depth(matrix) - matrix->depth));
+}
+
+static void multiply_packed(const matrix *matrix, int first, int blocks, int num_rows, const void *rows, float *out,
+                            long stride) {
+    bool is_bf16 = uses_bf16_products(matrix);
+    int depth = is_bf16 ? (int)packed_depth(matrix) : matrix->depth;
     for (int k = 0; k < depth; k += DEPTH_AT_ONCE) {
         int count = depth - k < DEPTH_AT_ONCE ? depth - k : DEPTH_AT_ONCE;
-        operand right = operand_of(job->matrix, first, k), next = operand_of(job->matrix, first, k + count);
-        if (k + count == depth) next = operand_of(job->matrix, first + job->blocks, 0);
+        operand right = operand_of(matrix, first, k), next = operand_of(matrix, first, k + count);
+        if (k + count == depth) next = operand_of(matrix, first + blocks, 0);
         right.ahead = (const char *)next.data - (const char *)right.data;
-        if (job->uses_bf16_products)
-            gemm_bf16(job->num_rows, blocks, count, (const bf16 *)job->rows + k, job->row_stride, right, out, stride, k > 0);
-        else
-            gemm_f32(job->num_rows, blocks, count, (const float *)job->rows + k, job->row_stride, right, out, stride, k > 0);
+        if (is_bf16) gemm_bf16(num_rows, blocks, count, (const bf16 *)rows + k, depth, right, out, stride, k > 0);
+        else gemm_f32(num_rows, blocks, count, (const float *)rows + k, depth, right, out, stride, k > 0);
     }
 }
 
+void multiply_panel(const matrix *matrix, int first, int blocks, int num_rows, const void *rows, float *out, long stride,
+                    void *scratch) {
+    const quantized_block *quantized = matrix->quantized;
+    long depth = uses_bf16_products(matrix) ? packed_depth(matrix) : matrix->depth;
+    for (int n = 0, count; n < blocks; n += count, first += count, out += count * LANES) {
+        count = quantized ? quantized_alike(quantized + first, blocks - n) : blocks;
+        if (quantized && quantized[first].part)
+            quantized_multiply(quantized + first, count, num_rows, rows, depth, out, stride, scratch);
+        else multiply_packed(matrix, first, count, num_rows, rows, out, stride);
+    }
+}
+
+void finish_panel(const matrix *matrix, int first, int blocks, int num_rows, float *out, long stride, bool rounds) {
+    if (!matrix->bias && !rounds) return;
+    for (int row = 0; row < num_rows; row++)
+        for (int i = 0; i < blocks * LANES; i += LANES) {
+            float *place = out + row * stride + i;
+            vec sum = vec_load(place);
+            if (matrix->bias) sum = vec_add(sum, vec_load(matrix->bias + first * LANES + i));
+            vec_store(place, rounds ? vec_round_bf16(sum) : sum);
+        }
+}
+
+// ---- all rows and columns
+
+typedef struct {
+    const matrix *matrix;
+    const void *rows;
+    float *out;
+    long out_stride;
+    int num_rows, blocks;
+} panel_job;
+
 static void run_panel(const void *job, int unit, void *slot, void *scratch) {
     const panel_job *all = job;
-    const quantized_block *quantized = all->matrix->quantized;
     int first = unit * all->blocks, left = all->matrix->columns / LANES - first;
     int blocks = left < all->blocks ? left : all->blocks;
     float *out = slot ? slot : all->out + (long)first * LANES;
     long stride = slot ? (long)all->blocks * LANES : all->out_stride;
-    for (int n = 0, count; n < blocks; n += count, first += count, out += count * LANES) {
-        count = quantized ? quantized_alike(quantized + first, blocks - n) : blocks;
-        if (quantized && quantized[first].part)
-            quantized_multiply(quantized + first, count, all->num_rows, all->rows, all->row_stride, out, stride, scratch);
-        else multiply_packed(all, first, count, out, stride);
-    }
+    multiply_panel(all->matrix, first, blocks, all->num_rows, all->rows, out, stride, scratch);
 }
 
-// Rows as bf16, with zeros up to the packed depth.
-static bf16 *narrow(frame *frame, int num_rows, int depth, const float *rows) {
-    long deep = round_up(depth, BF16_DEPTH);
-    bf16 *narrowed = frame_take(frame, sizeof(bf16) * (size_t)round_up(num_rows, LANES) * (size_t)deep);
-    for (long row = 0; row < num_rows; row++) {
-        for (int k = 0; k < depth; k += LANES) vec_store_bf16(narrowed + row * deep + k, vec_load(rows + row * depth + k));
-        memset(narrowed + row * deep + depth, 0, sizeof(bf16) * (size_t)(deep - depth));
-    }
+// Rows as products take them, which read up to sixteen at once.
+static const void *narrow(frame *frame, const matrix *matrix, int num_rows, const float *rows) {
+    if (!uses_bf16_products(matrix)) return rows;
+    size_t bytes = multiplied_bytes(matrix);
+    char *narrowed = frame_take(frame, bytes * (size_t)round_up(num_rows, LANES));
+    for (long row = 0; row < num_rows; row++)
+        multiplied_row(matrix, rows + row * matrix->depth, narrowed + (size_t)row * bytes);
     return narrowed;
-}
-
-static void finish(const matrix *matrix, int num_rows, float *out, long stride, bool rounds) {
-    if (!matrix->has_bias && !rounds) return;
-    for (int row = 0; row < num_rows; row++)
-        for (int i = 0; i < matrix->columns; i += LANES) {
-            float *place = out + row * stride + i;
-            vec sum = vec_load(place);
-            if (matrix->has_bias) sum = vec_add(sum, vec_load(matrix->bias + i));
-            vec_store(place, rounds ? vec_round_bf16(sum) : sum);
-        }
 }
 
 static void fetch_panel(const panel_job *job, int unit, const float *slot) {
@@ -153,17 +182,11 @@ static void fetch_panel(const panel_job *job, int unit, const float *slot) {
 static void some_rows(frame *frame, const matrix *matrix, int num_rows, const float *rows, float *out, long stride) {
     int all_blocks = matrix->columns / LANES, least = (all_blocks + MOST_UNITS - 1) / MOST_UNITS;
     panel_job job = {.matrix = matrix,
-                     .rows = rows,
+                     .rows = narrow(frame, matrix, num_rows, rows),
                      .out = out,
-                     .row_stride = matrix->depth,
                      .out_stride = stride,
                      .num_rows = num_rows,
-                     .blocks = (int)round_up(least, LEAST_BLOCKS),
-                     .uses_bf16_products = HAS_BF16_PRODUCTS && matrix->element == BF16};
-    if (job.uses_bf16_products) {
-        job.rows = narrow(frame, num_rows, matrix->depth, rows);
-        job.row_stride = packed_depth(matrix);
-    }
+                     .blocks = (int)round_up(least, LEAST_BLOCKS)};
     stage_plan plan = {.num_units = (all_blocks + job.blocks - 1) / job.blocks,
                        .run = run_panel,
                        .job = &job,
@@ -182,5 +205,5 @@ void linear(frame *frame, const matrix *matrix, int num_rows, const float *rows,
         int count = num_rows - first < ROWS_AT_ONCE ? num_rows - first : ROWS_AT_ONCE;
         some_rows(frame, matrix, count, rows + (long)first * matrix->depth, out + first * stride, stride);
     }
-    finish(matrix, num_rows, out, stride, rounds);
+    finish_panel(matrix, 0, matrix->columns / LANES, num_rows, out, stride, rounds);
 }

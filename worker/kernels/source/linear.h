@@ -9,10 +9,9 @@ typedef struct {
     void *packed;  // blocks of sixteen columns: pairs of k for bf16, one k after the other for floats; NULL before any
     quantized_block *quantized;  // blocks of sixteen columns, or NULL where none is quantized
     quantized_part *parts;       // of these
-    float *bias;                 // [columns]
+    float *bias;                 // [columns], or NULL before any
     int depth, columns;
     element element;
-    bool has_bias;
 } matrix;
 
 matrix matrix_new(element element, int depth, int columns);
@@ -26,6 +25,15 @@ void matrix_load(matrix *matrix, int first_block, int stride, int count, const v
 void matrix_load_quantized(matrix *matrix, int first_block, int stride, int count, const quantized_rows *weight,
                            const void *bias);
 void vector_load(float **vector, int element, int count, const void *weight);
+void floats_load(float **vector, int count, const void *numbers);  // any count
 
 // out [num_rows, stride] = rows [num_rows, depth] times the matrix, with its bias, rounded to bf16 where `rounds`.
 void linear(frame *frame, const matrix *matrix, int num_rows, const float *rows, float *out, long stride, bool rounds);
+
+// What `linear` is made of: rows as products take them, sums of some blocks of columns, and what becomes of these.
+size_t multiplied_bytes(const matrix *matrix);  // of a row, with what fills it up
+void multiplied_row(const matrix *matrix, const float *row, void *out);
+// out [num_rows, stride] = rows times `blocks` blocks from the first one on; rows up to the next sixteen are read.
+void multiply_panel(const matrix *matrix, int first, int blocks, int num_rows, const void *rows, float *out, long stride,
+                    void *scratch);
+void finish_panel(const matrix *matrix, int first, int blocks, int num_rows, float *out, long stride, bool rounds);

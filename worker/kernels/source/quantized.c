@@ -25,6 +25,7 @@ struct quantized_part {
     fate fate;
     float table[256];
     quantized_part *next;
+    const quantized_part *like;  // the first of the matrix's parts that lies as this one, maybe itself
 };
 
 // ---- taking in
@@ -75,6 +76,18 @@ static void pack_block(const quantized_part *part, const quantized_rows *rows, i
     }
 }
 
+static bool is_alike(const quantized_part *a, const quantized_part *b) {
+    return a->code == b->code && a->group_size == b->group_size && a->scale_type == b->scale_type &&
+           a->has_offsets == b->has_offsets && memcmp(a->table, b->table, sizeof a->table) == 0;
+}
+
+// Parts are compared once, as they come: a matrix is taken apart into those that lie alike at every product.
+static const quantized_part *first_like(const quantized_part *part) {
+    for (const quantized_part *other = part->next; other; other = other->next)
+        if (is_alike(part, other)) return other->like;
+    return part;
+}
+
 quantized_part *quantized_new(const quantized_rows *rows, int depth, int count, element element,
                               quantized_block *blocks, int stride, quantized_part *next) {
     int num_blocks = (count + LANES - 1) / LANES, bits = code_bits(rows->code);
@@ -91,6 +104,7 @@ quantized_part *quantized_new(const quantized_rows *rows, int depth, int count, 
     part->block_bytes = part->group_bytes * (depth / part->group_size);
     part->data = allocate_clear((size_t)(num_blocks * part->block_bytes));
     memcpy(part->table, rows->table, sizeof(float) << bits);
+    part->like = first_like(part);
     for (int i = 0; i < num_blocks; i++) {
         int column = i * LANES, left = count - column < LANES ? count - column : LANES;
         uint8_t *data = part->data + i * part->block_bytes;
@@ -109,15 +123,11 @@ void quantized_free(quantized_part *first) {
     }
 }
 
-static bool is_alike(const quantized_part *a, const quantized_part *b) {
-    if (a == b || !a || !b) return a == b;
-    return a->code == b->code && a->group_size == b->group_size && a->scale_type == b->scale_type &&
-           a->has_offsets == b->has_offsets && memcmp(a->table, b->table, sizeof a->table) == 0;
-}
+static bool lie_alike(const quantized_part *a, const quantized_part *b) { return a == b || (a && b && a->like == b->like); }
 
 int quantized_alike(const quantized_block *blocks, int count) {
     int alike = 1;
-    while (alike < count && is_alike(blocks[0].part, blocks[alike].part)) alike++;
+    while (alike < count && lie_alike(blocks[0].part, blocks[alike].part)) alike++;
     return alike;
 }
 
@@ -384,4 +394,30 @@ void quantized_multiply(const quantized_block *blocks, int count, int rows, cons
         MULTIPLY(CODE_E4M3, NARROW);
         MULTIPLY(CODE_E4M3, EXACT);
     }
+}
+
+// ---- numbers of a few codes
+
+static float one_scale(int type, const void *scales, long number) {
+    char sixteen[LANES * sizeof(float)] = {0};
+    size_t bytes = type == SCALE_F32 ? sizeof(float) : sizeof(bf16);
+    memcpy(sixteen, (const char *)scales + number * (long)bytes, bytes);
+    float lanes[LANES];
+    vec_store(lanes, load_scales(type, sixteen));
+    return lanes[0];
+}
+
+void quantized_read(const quantized_rows *rows, long first, int count, bool rounds, float *to) {
+    for (long i = 0; i < count; i += rows->group_size) {
+        long place = first + i, group = place / rows->group_size;
+        float scale = one_scale(rows->scale_type, rows->scales, group);
+        float offset = rows->offsets ? one_scale(rows->scale_type, rows->offsets, group) : 0.0f;
+        for (int j = 0; j < rows->group_size; j++) {
+            long code = place + j;
+            int number = code_bits(rows->code) == 8 ? rows->codes[code] : rows->codes[code / 2] >> 4 * (code % 2) & 15;
+            float product = rows->table[number] * scale;
+            to[i + j] = rows->offsets ? product + offset : product;
+        }
+    }
+    for (int i = 0; rounds && i < count; i += LANES) vec_store(to + i, vec_round_bf16(vec_load(to + i)));
 }

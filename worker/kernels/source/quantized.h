@@ -18,6 +18,9 @@ void quantized_free(quantized_part *first);  // all that hang on it too
 // How many blocks from the first one on lie in the same way, quantized or not.
 int quantized_alike(const quantized_block *blocks, int count);
 
+// The numbers of `count` codes from the `first` on, in whole groups.
+void quantized_read(const quantized_rows *rows, long first, int count, bool rounds, float *to);
+
 size_t quantized_scratch_bytes(void);
 // C [rows, ldc] = A [rows, depth] times blocks that lie alike; A of bf16 with zeros up to the packed depth where
 // products take it, else of floats.

@@ -19,7 +19,7 @@ typedef struct {
     int64_t num_counted;  // tokens of the sequence, from its first, that went through the window
 } penalty_window;
 
-// What changes one sequence's logits in front of the temperature, beside the repetition penalty (worker/adjustments.py).
+// What changes one sequence's logits in front of the temperature, beside the repetition penalty (worker/drawing/adjustments.py).
 typedef struct {
     const int64_t *bias_ids;  // [num_biased]
     const float *bias;

@@ -36,7 +36,7 @@ void run_scan(const attention *attention, int layer, const head_rows *pair, void
         memset(output, 0, sizeof(float) * (size_t)head_dim);
         query->num_best = 0;
         if (!query->is_flat) find_best(&place, space.scores + i * space.most_keys, query, space);
-        add_best(attention, query, space, i, part);
+        add_best(&place, query, space, i, part);
         for (int cloud = 0; cloud < num_clouds(keys); cloud++)
             add_cloud(&place, cloud, query, space.moments + 2 * i * space.most_clouds, &part.sum[i], output);
         part.maximum[i] = query->maximum;

@@ -55,12 +55,18 @@ static int8_t threshold(const int8_t *scores, long num_keys, int num_best) {
     return (int8_t)low;
 }
 
+// The rows of the cache whose keys are scanned.
+static kv_form scanned_form(const attention *attention, const scanned_keys *keys) {
+    return (kv_form){(kv_code)keys->kv_code, (element)attention->sizes.element, attention->sizes.head_dim};
+}
+
 static void find_best(const scan_place *place, const int8_t *scores, scan_query *query, scan_space space) {
     const attention *attention = place->attention;
     const scanned_keys *keys = place->keys;
-    long row_bytes = (long)attention->sizes.head_dim * attention->element_bytes;
+    kv_form form = scanned_form(attention, keys);
+    long row_bytes = kv_row_bytes(form);
     long element = place->layer * keys->layer_stride + place->pair->head * keys->head_stride;
-    const char *first = (const char *)keys->cache + element * attention->element_bytes + keys->first * row_bytes;
+    const char *first = (const char *)keys->cache + element * kv_unit(form) + keys->first * row_bytes;
     int most = 2 * keys->num_best, count = 0;
     int8_t least = threshold(scores, num_coded(keys), keys->num_best);
     query->limit = attention->sizes.scale * (query->lookups.origin + ((float)least - 0.5f) * query->lookups.step);
@@ -68,7 +74,7 @@ static void find_best(const scan_place *place, const int8_t *scores, scan_query 
         for (uint64_t left = at_least(scores + block, least); left && count < most; left &= left - 1) {
             const char *key = first + (block + __builtin_ctzll(left)) * row_bytes;
             space.keys[count] = key;
-            space.values[count] = key + keys->value_stride * attention->element_bytes;
+            space.values[count] = key + keys->value_stride * kv_unit(form);
             for (long i = 0; i < row_bytes; i += 64) {
                 __builtin_prefetch(key + i, 0, 2);
                 __builtin_prefetch(space.values[count] + i, 0, 2);
@@ -78,13 +84,21 @@ static void find_best(const scan_place *place, const int8_t *scores, scan_query 
     query->num_best = count;
 }
 
+// What the score of a key is the sum of.
+INLINE vec dots_of(const kv_code code, kv_form form, const char *key, const float *query) {
+    vec sum = vec_set(0.0f);
+    for (int d = 0; d < form.head_dim; d += LANES) sum = vec_fma(kv_load(code, form, key, d), vec_load(query + d), sum);
+    return sum;
+}
+
 // Scores of sixteen keys, to base 2.
-static void weigh_keys(const attention *attention, const float *query, const char *const *keys, float *dots, float *out) {
+static void weigh_keys(const attention *attention, kv_form form, const float *query, const char *const *keys, float *dots,
+                       float *out) {
     const char *rows[LANES];
     for (int i = 0; i < LANES; i++) {
-        vec sum = vec_set(0.0f);
-        for (int d = 0; d < attention->sizes.head_dim; d += LANES)
-            sum = vec_fma(load_elements(attention, keys[i], d), vec_load(query + d), sum);
+        vec sum = form.code == KV_PLAIN  ? dots_of(KV_PLAIN, form, keys[i], query)
+                  : form.code == KV_INT8 ? dots_of(KV_INT8, form, keys[i], query)
+                                         : dots_of(KV_E4M3, form, keys[i], query);
         vec_store(dots + i * LANES, sum);
         rows[i] = (const char *)(dots + i * LANES);
     }
@@ -96,13 +110,16 @@ static void weigh_keys(const attention *attention, const float *query, const cha
 }
 
 // Adds the best keys, exactly, to what is there of the query; weights are relative to `query->maximum`.
-static void add_best(const attention *attention, scan_query *query, scan_space space, int number, part part) {
+static void add_best(const scan_place *place, scan_query *query, scan_space space, int number, part part) {
+    const attention *attention = place->attention;
+    kv_form form = scanned_form(attention, place->keys);
     int count = query->num_best, head_dim = attention->sizes.head_dim, padded = (int)round_up(count, LANES);
     query->maximum = -3.0e38f;
     part.sum[number] = 0.0f;
     if (!count) return;
     for (int i = count; i < padded; i++) space.keys[i] = space.keys[0];
-    for (int i = 0; i < padded; i += LANES) weigh_keys(attention, query->query, space.keys + i, space.dots, space.weights + i);
+    for (int i = 0; i < padded; i += LANES) 
+        weigh_keys(attention, form, query->query, space.keys + i, space.dots, space.weights + i);
     for (int i = 0; i < count; i++) query->maximum = query->maximum > space.weights[i] ? query->maximum : space.weights[i];
     vec sum = vec_set(0.0f);
     for (int i = 0; i < padded; i += LANES)
@@ -110,5 +127,5 @@ static void add_best(const attention *attention, scan_query *query, scan_space s
     for (int i = count; i < padded; i++) space.weights[i] = 0.0f;
     for (int i = 0; i < padded; i += LANES) sum = vec_add(sum, vec_load(space.weights + i));
     part.sum[number] = vec_sum(sum);
-    sum_values(attention, space.weights, space.values, count, part.output + (long)number * head_dim);
+    sum_values(form, space.weights, space.values, count, part.output + (long)number * head_dim);
 }

@@ -4,6 +4,7 @@
 // distribution's best four). Two dimensions make a nibble, four a byte; a block's keys lie side by side.
 #include "elementwise.h"
 #include "gemm.h"
+#include "kv_rows.h"
 #include "packing.h"
 #include "scan.h"
 
@@ -51,13 +52,14 @@ static head_intake kept(const intake *intake, long head) {
 // Keys and values [count, 2 * head_dim] of the chunk's positions from `first` on.
 static void load_pairs(const intake *intake, long head, int first, int count, float *rows) {
     const scanned_keys *keys = &intake->keys;
-    int head_dim = intake->sizes.head_dim, num_heads = intake->sizes.num_kv_heads, bytes = intake->sizes.element == BF16 ? 2 : 4;
+    int head_dim = intake->sizes.head_dim, num_heads = intake->sizes.num_kv_heads;
+    kv_form form = {(kv_code)keys->kv_code, (element)intake->sizes.element, head_dim};
     long position = keys->first + (long)intake->chunk * SCAN_CHUNK + first;
-    long start = head / num_heads * keys->layer_stride + head % num_heads * keys->head_stride + position * head_dim;
+    long start = head / num_heads * keys->layer_stride + head % num_heads * keys->head_stride;
     for (int part = 0; part < 2; part++) {
-        const char *from = (const char *)keys->cache + (start + part * keys->value_stride) * bytes;
+        const char *from = (const char *)keys->cache + (start + part * keys->value_stride) * kv_unit(form);
         for (int i = 0; i < count; i++)
-            load((element)intake->sizes.element, from + (long)i * head_dim * bytes, head_dim, rows + (2 * i + part) * head_dim);
+            kv_read(form, from + (position + i) * kv_row_bytes(form), rows + (2 * i + part) * head_dim);
     }
 }
 

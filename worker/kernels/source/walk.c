@@ -1,4 +1,5 @@
-// The walk along the draws through a draft tree (worker/verification.py), and the tokens that are penalised on the way.
+// The walk along the draws through a draft tree (worker/drawing/verification.py),
+// and the tokens that are penalised on the way.
 #include "draw.h"
 
 static void change_count(const penalty_window *penalties, int64_t token_id, int change) {

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from swiftbatch.worker.model.gguf.tensor_types import BITS
+from swiftbatch.worker.model.gguf.tensor_types import BITS, PackedKind
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +35,7 @@ class StoredTensor:
 
     dtype: str
     shape: tuple[int, ...]
+    form: PackedKind | None = None  # of a matrix in parts that stays packed
 
     @property
     def num_numbers(self) -> int:
@@ -55,6 +56,12 @@ class Scheme(Protocol):
 
     def shape(self, heads: Mapping[str, StoredTensor]) -> tuple[int, ...]:
         """The shape of the matrix, from the heads of its parts. Raises FormatError for parts that do not fit."""
+
+    def form(self, heads: Mapping[str, StoredTensor]) -> PackedKind | None:
+        """The form that the matrix stays packed in; None for one that comes as numbers, or of which these alone tell.
+
+        `heads` are those that `shape` took.
+        """
 
     def weight(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Weight:
         """The matrix in the run's dtype. Raises FormatError for parts that are damaged."""

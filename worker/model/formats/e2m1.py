@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from swiftbatch.worker.model.formats.contract import FormatError, StoredTensor, fits, matrix_shape, only, part
 from swiftbatch.worker.model.formats.e4m3 import E4M3
+from swiftbatch.worker.model.formats.packed_forms import form_of
+from swiftbatch.worker.model.gguf.tensor_types import PackedKind
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +36,9 @@ class NVFP4Scheme:
         fits(self.whole, part(heads, self.whole, "F32").shape, (), (1,), (1, 1))
         return rows, depth
 
+    def form(self, heads: Mapping[str, StoredTensor]) -> PackedKind | None:
+        return form_of("e2m1", 4, self.shape(heads)[1], NVFP4_GROUP)
+
     def weight(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Weight:
         from swiftbatch.worker.model.formats.values.minifloats import nvfp4_weight
 
@@ -51,6 +56,9 @@ class MXFP4Scheme:
         rows, depth = _shape(part(heads, "packed", BYTES), MXFP4_GROUP)
         fits("scale", part(heads, "scale", BYTES).shape, (rows, depth // MXFP4_GROUP))
         return rows, depth
+
+    def form(self, heads: Mapping[str, StoredTensor]) -> PackedKind | None:
+        return form_of("e2m1", 4, self.shape(heads)[1], MXFP4_GROUP)
 
     def weight(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Weight:
         from swiftbatch.worker.model.formats.values.minifloats import mxfp4_weight

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from swiftbatch.worker.model.formats.contract import WHOLE, FormatError, StoredTensor, fits, only, part
+from swiftbatch.worker.model.formats.packed_forms import form_of
+from swiftbatch.worker.model.gguf.tensor_types import PackedKind
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +38,10 @@ class FloatScheme:
             raise FormatError(f"it is stored in the shape {list(shape)}; expected a matrix")
         fits(self.scale, scales, *self._grids(shape))
         return shape
+
+    def form(self, heads: Mapping[str, StoredTensor]) -> PackedKind | None:
+        shape = heads[WHOLE].shape
+        return form_of("e4m3", 8, shape[1], self.block and self.block[1]) if len(shape) == 2 else None
 
     def weight(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Weight:
         from swiftbatch.worker.model.formats.values.grids import grid_weight

@@ -29,7 +29,7 @@ def read_gptq(said: Mapping[str, Any]) -> Format:
     form = one_of(said, "checkpoint_format", tuple(ZERO_IS_LESS), WHERE) or one_of(
         said, "format", tuple(ZERO_IS_LESS), WHERE
     )
-    scheme = GPTQScheme(bits, group_size(said), ZERO_IS_LESS[form])
+    scheme = GPTQScheme(bits, group_size(said), ZERO_IS_LESS[form], bool(said.get("desc_act")))
 
     def scheme_of(_: str, heads: Mapping[str, StoredTensor]) -> Scheme | None:
         return scheme if "qweight" in heads else None

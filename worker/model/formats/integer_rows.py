@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from swiftbatch.worker.model.formats.contract import WHOLE, FormatError, StoredTensor, fits, matrix_shape, only, part
+from swiftbatch.worker.model.formats.packed_forms import form_of_integers
+from swiftbatch.worker.model.gguf.tensor_types import PackedKind
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +34,10 @@ class ByteScheme:
         if "zero_point" in heads:
             fits("zero_point", part(heads, "zero_point", "I8").shape, scales)
         return rows, depth
+
+    def form(self, heads: Mapping[str, StoredTensor]) -> PackedKind | None:
+        is_centred = "zero_point" not in heads
+        return form_of_integers(8, self.shape(heads)[1], self.group, heads["scale"].dtype, is_centred)
 
     def weight(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Weight:
         from swiftbatch.worker.model.formats.values.integer_numbers import byte_weight
@@ -65,6 +71,12 @@ class PackedScheme:
         if not self.is_symmetric:
             self._check_zeros(heads, rows, scales)
         return rows, depth
+
+    def form(self, heads: Mapping[str, StoredTensor]) -> PackedKind | None:
+        if "g_idx" in heads:
+            return None
+        scales = heads["scale"].dtype
+        return form_of_integers(self.bits, self.shape(heads)[1], self.group, scales, self.is_symmetric)
 
     def _depth(self, words: int, scales: tuple[int, ...]) -> int:
         """The columns: as many as the words hold, less what the last group leaves of them."""

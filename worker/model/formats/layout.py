@@ -93,7 +93,7 @@ def _packed(
         heads = {part: named[name] for part, name in parts.items()}
         try:
             if (scheme := format_.scheme_of(matrix, heads)) is not None:
-                head = StoredTensor(scheme.numbers, scheme.shape(heads))
+                head = StoredTensor(scheme.numbers, scheme.shape(heads), scheme.form(heads))
                 yield PackedTensor(str(text_name(matrix, view)), scheme, parts), head
         except FormatError as error:
             raise FormatError(f"its weights have {matrix} in {format_.name}, and {error}") from None

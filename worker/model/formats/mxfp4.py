@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from swiftbatch.worker.model.formats.contract import Format, FormatError, Scheme, StoredTensor, fits, only, part
 from swiftbatch.worker.model.formats.e2m1 import BYTES, MXFP4_GROUP
 from swiftbatch.worker.model.formats.keys import refuse_unknown
+from swiftbatch.worker.model.gguf.tensor_types import PackedKind
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +33,9 @@ class ExpertScheme:
             raise FormatError(f"its part 'blocks' has the shape {list(blocks)}; expected 4 dimensions, the last of 16")
         fits("scales", scales, blocks[:-1])
         return blocks[0], blocks[2] * MXFP4_GROUP, blocks[1]
+
+    def form(self, heads: Mapping[str, StoredTensor]) -> PackedKind | None:
+        return None
 
     def weight(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Weight:
         from swiftbatch.worker.model.formats.values.minifloats import expert_weight

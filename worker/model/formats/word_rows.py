@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from swiftbatch.worker.model.formats.contract import FormatError, StoredTensor, fits, matrix_shape, only, part
+from swiftbatch.worker.model.formats.packed_forms import form_of_integers
+from swiftbatch.worker.model.gguf.tensor_types import PackedKind
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +27,7 @@ class GPTQScheme:
     bits: int
     group: int | None  # None: all of the depth
     zero_is_less: int
+    is_shuffled: bool  # columns may stand in the order of their activations
 
     @property
     def numbers(self) -> str:
@@ -40,6 +43,12 @@ class GPTQScheme:
         if "g_idx" in heads:
             fits("g_idx", part(heads, "g_idx", "I32").shape, (depth,))
         return num_columns, depth
+
+    def form(self, heads: Mapping[str, StoredTensor]) -> PackedKind | None:
+        if "g_idx" in heads and self.is_shuffled:
+            return None
+        scales = heads["scales"].dtype
+        return form_of_integers(self.bits, self.shape(heads)[1], self.group, scales, is_centred=False)
 
     def weight(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Weight:
         from swiftbatch.worker.model.formats.values.word_numbers import gptq_weight
@@ -61,6 +70,9 @@ class AWQScheme:
         fits("scales", part(heads, "scales", *SCALES).shape, (num_groups, words * 8))
         fits("qzeros", part(heads, "qzeros", "I32").shape, (num_groups, words))
         return words * 8, depth
+
+    def form(self, heads: Mapping[str, StoredTensor]) -> PackedKind | None:
+        return form_of_integers(4, self.shape(heads)[1], self.group, heads["scales"].dtype, is_centred=False)
 
     def weight(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Weight:
         from swiftbatch.worker.model.formats.values.word_numbers import awq_weight

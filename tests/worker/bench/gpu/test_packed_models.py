@@ -32,10 +32,19 @@ def test_dense_models(
 @pytest.mark.parametrize(("model", "num_layers", "num_experts"), [("gpt-oss-20b", 24, 32), ("gpt-oss-120b", 36, 128)])
 def test_models_of_experts(model: str, num_layers: int, num_experts: int) -> None:
     """Biases of all products, a router and a sink a head."""
-    sizes, in_experts = EXPERTS[model]
+    sizes, _, in_experts = EXPERTS[model]
     attention = 2 * 4096 * 2880 + 2 * 512 * 2880 + 4096 + 2 * 512 + 2880 + 64
     experts = num_experts * (3 * 2880 * 2880 + 3 * 2880)
     layer = attention + experts + num_experts * 2880 + num_experts + 2 * 2880
     assert in_experts == num_layers * num_experts * 3 * 2880 * 2880
     assert sizes.num_parameters == num_layers * layer + 2880 + 2 * 201_088 * 2880
     assert sizes.bytes_per_position == 2 * num_layers * 8 * 64 * 2
+
+
+def test_experts_of_qwen3_whose_products_are_all_packed() -> None:
+    """A router and four norms a layer, two of them of heads."""
+    sizes, _, in_products = EXPERTS["Qwen3 30B A3B"]
+    layer = products(2048, 32, 4, 0) + 128 * 3 * 2048 * 768
+    assert in_products == 48 * layer
+    assert sizes.num_parameters == 48 * (layer + 128 * 2048 + 2 * 2048 + 2 * 128) + 2048 + 2 * 151_936 * 2048
+    assert sizes.bytes_per_position == 2 * 48 * 4 * 128 * 2

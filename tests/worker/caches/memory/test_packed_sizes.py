@@ -15,10 +15,13 @@ from swiftbatch.worker.model.dense import dense_weights
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.model.gguf.blocks import UNPACKED, packed_from
 from swiftbatch.worker.model.gguf.tensor_types import PACKED
+from tests.worker.model.formats.examples import EXAMPLES
+from tests.worker.model.formats.twins import make_packed
 from tests.worker.model.gguf.block_bytes import random_blocks
 from tests.worker.model.gguf.tiny_gguf import MIXED, write_tiny
 
 CPU = torch.device("cpu")
+TOLD_BY_NUMBERS = "compressed-tensors int4, scales of float32"
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -61,3 +64,17 @@ def test_the_forms_of_types_are_those_that_their_blocks_have(name: str) -> None:
     said = PACKED[name]
     found = (matrix.code, CODE_BITS[matrix.code], matrix.group_size, matrix.offsets is not None)
     assert found == (said.code, said.bits, said.group, said.has_offsets)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_checkpoint_in_parts_takes_what_the_plan_counts_for_it(name: str, tmp_path: Path) -> None:
+    """No less than the plan says, where only the numbers tell whether they stay packed."""
+    files = locate_model(str(make_packed(EXAMPLES[name], tmp_path / "model")[0]))
+    weights, sizes = dense_weights(files, torch.bfloat16), read_sizes(files, "bfloat16")
+    assert weights is not None
+    assert sizes is not None
+    stacked = stacked_weights(weights, CPU)
+    assert sizes.weight_bytes >= loaded_bytes(stacked)
+    if name != TOLD_BY_NUMBERS:
+        assert sizes.weight_bytes == loaded_bytes(stacked)
+        assert bool(sizes.packed) == stacked.is_packed

@@ -22,7 +22,7 @@ from triton.compiler import ASTSource
 
 from swiftbatch.worker.exactness.first_run import probes
 from swiftbatch.worker.kernels.attention_view import AttentionView
-from swiftbatch.worker.kernels.cuda import flash, linear, logit_cap, packed_linear, prefix, tail
+from swiftbatch.worker.kernels.cuda import activations, flash, linear, logit_cap, packed_linear, prefix, tail
 from swiftbatch.worker.kernels.cuda import layer_kernels as layers
 from swiftbatch.worker.kernels.cuda.attend import AttentionShape
 from swiftbatch.worker.kernels.cuda.scan import best, clouds, merge
@@ -118,7 +118,7 @@ def kernels_besides_attention() -> dict[str, Made]:
     front = without(norm, "HAS_BEHIND", "behind_ptr")
     behind = norm | {"HAS_BEHIND": True, "FORM": int(NormForm.ONCE)}
     heads = {"ALL": 3 * HIDDEN, "QUERIES": HIDDEN, "KEYS": HIDDEN, "WIDTH": HIDDEN, "FORM": int(NormForm.ONCE)}
-    active = {"INTERMEDIATE": INTERMEDIATE, "COLUMNS": layers.ACTIVE_COLUMNS, "HAS_GATES": True, "ACTIVATION": 0}
+    active = {"INTERMEDIATE": INTERMEDIATE, "COLUMNS": activations.ACTIVE_COLUMNS, "HAS_GATES": True, "ACTIVATION": 0}
     bent = active | {"HAS_GATES": False, "ACTIVATION": int(Activation.XIELU)}
     active |= {"curve_ptr": None}
     embed = {"HIDDEN": HIDDEN, "WIDTH": HIDDEN, "SCALE": 1.0}
@@ -141,10 +141,10 @@ def kernels_besides_attention() -> dict[str, Made]:
         "norm of distances from the mean": (layers.add_norm_row, front | {"FORM": int(NormForm.CENTRED)}),
         "norm with biases": (layers.add_norm_row, front | {"FORM": int(NormForm.SHIFTED)}),
         "norms of all heads": (layers.norm_heads_row, heads),
-        "silu": (layers.activate_row, active),
-        "gelu": (layers.activate_row, active | {"ACTIVATION": int(Activation.GELU_TANH)}),
-        "relu2": (layers.activate_row, active | {"HAS_GATES": False, "ACTIVATION": int(Activation.RELU2)}),
-        "xielu": (layers.activate_row, bent),
+        "silu": (activations.activate_row, active),
+        "gelu": (activations.activate_row, active | {"ACTIVATION": int(Activation.GELU_TANH)}),
+        "relu2": (activations.activate_row, active | {"HAS_GATES": False, "ACTIVATION": int(Activation.RELU2)}),
+        "xielu": (activations.activate_row, bent),
         "soft cap of logits": (logit_cap.cap_row, {"VOCAB": 32000, "COLUMNS": logit_cap.CAPPED_COLUMNS, "CAP": 30.0}),
         "linear": (linear.multiply_columns, plain_linear),
         "linear with bias": (linear.multiply_columns, linear.multiply_constants(HIDDEN, True)),
@@ -181,7 +181,7 @@ def griffin_kernels() -> dict[str, Made]:
     return {
         "griffin's pairs": (griffin.pair_row, sizes),
         "griffin's norm": (griffin.layer_norm_row, sizes | {"num_warps": griffin.NORM_WARPS}),
-        "griffin's silu": (griffin.silu_row, {"EXPANSION": INTERMEDIATE, "COLUMNS": layers.ACTIVE_COLUMNS}),
+        "griffin's silu": (griffin.silu_row, {"EXPANSION": INTERMEDIATE, "COLUMNS": activations.ACTIVE_COLUMNS}),
         "griffin's sum": (griffin.add_row, sizes),
         "griffin's kept rows": (griffin.keep_row, sizes),
     }

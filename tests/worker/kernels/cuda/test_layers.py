@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from swiftbatch.worker.kernels.angles import angles
+from swiftbatch.worker.kernels.cuda.activations import activate
 from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS
-from swiftbatch.worker.kernels.cuda.layer_kernels import activate, add_norm, embed, norm_heads, rope_store
+from swiftbatch.worker.kernels.cuda.layer_kernels import add_norm, embed, norm_heads, rope_store
 from swiftbatch.worker.kernels.forms import Activation, NormForm
 from tests.worker.kernels.cuda.arenas import CAPACITY, Arena, padded, random_arena, random_rows
 from tests.worker.kernels.kernel_parts import BF16, FLOAT32, Shape, random_weights

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.target.target import TargetModel
-from tests.worker.model.formats.examples import Example, numbers_of
+from tests.worker.model.formats.examples import Example, Value, numbers_of
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
 SIZES |= {"num_key_value_heads": 1, "head_dim": 64, "vocab_size": 97, "max_position_embeddings": 512}
@@ -57,20 +57,30 @@ def make_twins(
     example: Example, folder: Path, config: dict[str, Any] = LLAMA, tensors: dict[str, Tensor] | None = None
 ) -> tuple[Path, Path]:
     """A model in this format with random numbers in all its projections, and its twin in float32."""
+    packed, values = make_packed(example, folder / "packed", config, tensors)
     numbers = torch.Generator().manual_seed(11)
-    packed, dense = dict[str, Tensor](), dict[str, Tensor]()
+    dense = llama_tensors(numbers) if tensors is None else dict(tensors)
+    dense |= {name: numbers_of(value, *dense[name].shape) for name, value in values.items()}
+    return packed, written(folder / "dense", config, dense)
+
+
+def make_packed(
+    example: Example, folder: Path, config: dict[str, Any] = LLAMA, tensors: dict[str, Tensor] | None = None
+) -> tuple[Path, dict[str, Value]]:
+    """The first of these alone, and the numbers of its projections."""
+    numbers = torch.Generator().manual_seed(11)
+    packed, values = dict[str, Tensor](), dict[str, Value]()
     for name, tensor in (llama_tensors(numbers) if tensors is None else tensors).items():
         if not name.endswith("_proj.weight"):
-            packed[name] = dense[name] = tensor
+            packed[name] = tensor
             continue
-        parts, value = example.make(*tensor.shape, numbers)
+        parts, values[name] = example.make(*tensor.shape, numbers)
         packed |= {f"{name.removesuffix('weight')}{part}": each for part, each in parts.items()}
-        dense[name] = numbers_of(value, *tensor.shape)
     said = config | ({"quantization_config": example.config} if example.config else {})
-    written(folder / "packed", said, packed)
+    written(folder, said, packed)
     if example.file:
-        (folder / "packed" / "hf_quant_config.json").write_text(json.dumps(example.file))
-    return folder / "packed", written(folder / "dense", config, dense)
+        (folder / "hf_quant_config.json").write_text(json.dumps(example.file))
+    return folder, values
 
 
 def written(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Path:

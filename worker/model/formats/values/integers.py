@@ -9,11 +9,11 @@ from torch import Tensor
 
 from swiftbatch.worker.kernels.packed import Code, PackedMatrix, Weight
 from swiftbatch.worker.model.formats.contract import FormatError
+from swiftbatch.worker.model.formats.packed_forms import group_that_divides
 from swiftbatch.worker.model.formats.values.packing import (
     CHUNK,
     SPARE_BITS,
     by_group,
-    group_that_divides,
     paired,
     scaled,
 )

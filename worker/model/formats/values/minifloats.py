@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.kernels.packed import PackedMatrix, Weight, plain
+from swiftbatch.worker.kernels.packed import PackedExperts, Weight
 from swiftbatch.worker.model.formats.contract import FormatError
 from swiftbatch.worker.model.formats.values.packing import numbers, scaled
 
@@ -27,17 +27,13 @@ def mxfp4_weight(codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> Weight
     return scaled("e2m1", codes, powers(exponents), codes.shape[1] * 2 // exponents.shape[1], dtype)
 
 
-def expert_weight(blocks: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
+def expert_weight(blocks: Tensor, exponents: Tensor, dtype: torch.dtype) -> Weight:
     """`blocks [num_experts, rows, num_groups, 16]`: all experts' numbers, their rows as columns.
 
     Raises FormatError as `mxfp4_weight` does.
     """
-    num_experts, rows, num_groups, width = blocks.shape
-    whole = torch.empty(num_experts, num_groups * width * 2, rows, dtype=dtype)
-    for expert, each in enumerate(blocks):
-        scales = powers(exponents[expert])
-        whole[expert] = plain(PackedMatrix("e2m1", each.flatten(1), scales, dtype)).T
-    return whole
+    codes, scales = blocks.flatten(2).flatten(0, 1), powers(exponents).flatten(0, 1)
+    return PackedExperts("e2m1", codes, scales, dtype, num_experts=len(blocks), is_turned=True)
 
 
 def powers(exponents: Tensor) -> Tensor:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from swiftbatch.worker.kernels.packed import CODE_BITS, TABLES, Code, PackedMatrix, Weight
 from swiftbatch.worker.model.formats.contract import FormatError
+from swiftbatch.worker.model.formats.packed_forms import group_that_divides
 
-SMALLEST_GROUP = 16  # that a group of another size is cut into; below, the scales would outweigh the codes
 CHUNK = 1 << 24  # numbers that are held in float32 at a time
 SPARE_BITS = {4: 0xF, 8: 0xFF}  # of a scale, that must be 0 for a product with a code to be exact
 
@@ -24,12 +22,6 @@ def scaled(code: Code, codes: Tensor, scales: Tensor, group: int, dtype: torch.d
     if size := group_that_divides(depth, group):
         return PackedMatrix(code, codes.contiguous(), by_group(scales, depth, group, size), dtype)
     return dense(code, codes, scales[:, torch.arange(depth) // group], dtype)
-
-
-def group_that_divides(depth: int, group: int) -> int | None:
-    """The size of groups that a packed matrix may have so that each has one scale of the stored groups."""
-    size = depth if group >= depth else math.gcd(depth, group)
-    return size if size % 2 == 0 and (size in (group, depth) or size >= SMALLEST_GROUP) else None
 
 
 def by_group(values: Tensor, depth: int, group: int, size: int) -> Tensor:

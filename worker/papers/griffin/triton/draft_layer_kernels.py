@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from swiftbatch.worker.kernels.cuda.activations import ACTIVE_COLUMNS
 from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS
-from swiftbatch.worker.kernels.cuda.layer_kernels import ACTIVE_COLUMNS, is_padding
+from swiftbatch.worker.kernels.cuda.layer_kernels import is_padding
 from swiftbatch.worker.kernels.cuda.rounding import rounded
 
 LAYER_NORM_EPSILON = tl.constexpr(1e-5)

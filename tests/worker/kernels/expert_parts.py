@@ -1,0 +1,66 @@
+"""Random experts for the kernels' tests: every way of choosing, of gates, and of what all rows meet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from swiftbatch.worker.kernels.decoder_weights import Linear
+from swiftbatch.worker.kernels.expert_weights import ExpertWeights
+from swiftbatch.worker.kernels.routing import Routing, Score
+
+Normal = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class ExpertShape:
+    """The experts of a layer, and the columns of what all rows meet beside them."""
+
+    routing: Routing = field(default_factory=lambda: Routing(8, 2, Score.SOFTMAX))
+    intermediate: int = 48
+    shared_intermediate: int = 0
+    has_shared_gate: bool = False
+    has_choice_bias: bool = False
+    has_bias: bool = False  # of the router and of all experts
+    gate_limit: float = 0.0
+    gate_slope: float = 0.0
+
+
+def random_experts(shape: ExpertShape, hidden: int, normal: Normal) -> ExpertWeights:
+    """Weights of a layer, from `normal`, which makes numbers of the model's dtype."""
+    count = shape.routing.num_experts
+
+    def linear(columns: int, depth: int) -> Linear:
+        return Linear(normal(columns, depth, scale=depth**-0.5), normal(columns) if shape.has_bias else None)
+
+    def each(columns: int, depth: int) -> list[Linear]:
+        return [linear(columns, depth) for _ in range(count)]
+
+    router = linear(count, hidden)
+    return ExpertWeights(
+        shape.routing,
+        Linear(router.weight.float(), None if router.bias is None else router.bias.float()),
+        gates=each(shape.intermediate, hidden),
+        ups=each(shape.intermediate, hidden),
+        downs=each(hidden, shape.intermediate),
+        choice_bias=0.3 * normal(count).float() if shape.has_choice_bias else None,
+        shared_gate=normal(1, hidden, scale=hidden**-0.5).float() if shape.has_shared_gate else None,
+        gate_limit=shape.gate_limit,
+        gate_slope=shape.gate_slope,
+    )
+
+
+ALL = Score.SOFTMAX
+GROUPED = Routing(12, 3, Score.SIGMOID, least_sum=1e-20, scale=2.5, num_groups=4, num_chosen_groups=2,
+                  rounds_logits=False, rounds_weights=False)  # fmt: skip
+EXPERT_SHAPES = {  # by what has them
+    "qwen3_moe": ExpertShape(),
+    "qwen2_moe": ExpertShape(Routing(20, 4, ALL, is_normalised=False), shared_intermediate=112, has_shared_gate=True),
+    "glm4_moe": ExpertShape(GROUPED, shared_intermediate=48, has_choice_bias=True),
+    "gpt_oss": ExpertShape(
+        Routing(8, 4, Score.SOFTMAX_OF_CHOSEN, is_normalised=False), has_bias=True, gate_limit=2.0, gate_slope=1.702
+    ),
+    "one that all rows choose": ExpertShape(Routing(1, 1, ALL), intermediate=16),
+}

@@ -1,0 +1,89 @@
+"""Experts in plain torch: the choice of the kernels to the bit, and products in torch's own order of sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from swiftbatch.worker.kernels.decoder_weights import AnyLinear, plain_linear
+from swiftbatch.worker.kernels.expert_weights import ExpertWeights
+from swiftbatch.worker.kernels.routing import Routing, Score
+
+Rounded = Callable[[Tensor], Tensor]
+
+
+def reference_choice(
+    routing: Routing, logits: Tensor, choice_bias: Tensor | None, rounded: Rounded
+) -> tuple[Tensor, Tensor]:
+    """Choices and weights `[num_rows, num_chosen]` of logits `[num_rows, num_experts] float32`."""
+    logits = rounded(logits) if routing.rounds_logits else logits
+    scores = {
+        Score.SOFTMAX: lambda: logits.double().softmax(-1).float(),
+        Score.SIGMOID: lambda: logits.double().sigmoid().float(),
+        Score.SOFTMAX_OF_CHOSEN: lambda: logits,
+    }[routing.score]()
+    choices = _chosen(routing, scores if choice_bias is None else scores + choice_bias)
+    weights = scores.gather(1, choices)
+    if routing.score == Score.SOFTMAX_OF_CHOSEN:
+        weights = weights.double().softmax(-1).float()
+    if routing.is_normalised:
+        sums = torch.zeros(len(weights))
+        for each in weights.unbind(1):
+            sums = sums + each
+        weights = weights / sums.clamp(min=routing.least_sum)[:, None]
+    weights = weights * torch.tensor(routing.scale)
+    return choices, rounded(weights) if routing.rounds_weights else weights
+
+
+def _chosen(routing: Routing, scores: Tensor) -> Tensor:
+    if routing.num_groups > routing.num_chosen_groups:
+        groups = scores.unflatten(1, (routing.num_groups, -1))
+        best = groups.topk(min(2, groups.shape[-1]), dim=-1).values.sum(-1)
+        kept = torch.zeros_like(best, dtype=torch.bool).scatter(1, _best(best, routing.num_chosen_groups), True)
+        scores = groups.masked_fill(~kept[..., None], float("-inf")).flatten(1)
+    return _best(scores, routing.num_chosen)
+
+
+def _best(scores: Tensor, count: int) -> Tensor:
+    """The numbers of the best, ties to the lower number."""
+    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+
+
+def reference_experts(experts: ExpertWeights, rows: Tensor, activate: Callable[[Tensor], Tensor], rounded: Rounded,
+                      shared: Tensor | None) -> Tensor:  # fmt: skip
+    """What experts add for rows `[num_rows, hidden]`, with the part that all rows meet."""
+    logits = _product(rows, experts.router)
+    choices, weights = reference_choice(experts.routing, logits, experts.choice_bias, rounded)
+    sums = torch.zeros_like(rows)
+    for rank in range(choices.shape[1]):
+        outputs = torch.empty_like(rows)
+        for expert in choices[:, rank].unique().tolist():
+            chosen = choices[:, rank] == expert
+            outputs[chosen] = _expert(experts, expert, rows[chosen], activate, rounded)
+        sums = sums + outputs * weights[:, rank, None]
+    if shared is None:
+        return rounded(sums)
+    if experts.shared_gate is not None:
+        share = rounded(rounded(linear(rows, experts.shared_gate)).sigmoid())
+        shared = rounded(shared * share)
+    return rounded(shared + rounded(sums))
+
+
+def _expert(
+    experts: ExpertWeights, number: int, rows: Tensor, activate: Callable[[Tensor], Tensor], rounded: Rounded
+) -> Tensor:
+    gate, up = (rounded(_product(rows, each[number])) for each in (experts.gates, experts.ups))
+    if experts.gate_limit:
+        gate, up = gate.clamp(max=experts.gate_limit), up.clamp(-experts.gate_limit, experts.gate_limit)
+        active = rounded(gate * (gate * experts.gate_slope).sigmoid()) * rounded(up + 1)
+    else:
+        active = rounded(activate(gate)) * up
+    return rounded(_product(rounded(active), experts.downs[number]))
+
+
+def _product(rows: Tensor, layer: AnyLinear) -> Tensor:
+    found = plain_linear(layer)
+    return linear(rows, found.weight.float(), None if found.bias is None else found.bias.float())

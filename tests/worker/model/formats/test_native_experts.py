@@ -1,0 +1,102 @@
+"""Quantized experts in our kernels: packed as they are stored, with the bits of their dequantized twins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoConfig
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from swiftbatch.worker.kernels.decoder_weights import PackedLinear
+from swiftbatch.worker.model.dense import dense_weights
+from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.target.native_forwards import NativeForwards
+from swiftbatch.worker.target.target import TargetModel
+from tests.worker.kernels.kernel_parts import needs_kernels
+from tests.worker.model.expert_configs import WITH_EXPERTS
+from tests.worker.model.formats.examples import EXAMPLES, Example, fp8
+from tests.worker.model.formats.test_experts import GPT_OSS
+from tests.worker.model.formats.twins import load, logits_of, make_twins, written
+from tests.worker.model.test_dense import saved
+
+pytestmark = needs_kernels
+
+OWN_TEXT = [7 * each % 64 for each in range(18)]
+
+
+def stored(name: str, folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The config and the tensors of a tiny model, by their published names."""
+    saved(folder, AutoConfig.for_model(**WITH_EXPERTS[name]))
+    return WITH_EXPERTS[name], load_file(folder / "model.safetensors")
+
+
+def native(folder: Path, dtype: str) -> TargetModel:
+    target = load(folder, dtype)
+    assert isinstance(target.forwards, NativeForwards)
+    return target
+
+
+def num_packed(folder: Path) -> int:
+    """How many matrices of experts stay packed."""
+    weights = dense_weights(locate_model(str(folder)), torch.bfloat16)
+    assert weights is not None
+    found = [layer.experts for layer in weights.layers if layer.experts is not None]
+    matrices = [each for experts in found for linears in experts.linears().values() for each in linears]
+    return sum(isinstance(each, PackedLinear) for each in matrices)
+
+
+@pytest.mark.parametrize(
+    "example",
+    [
+        pytest.param(fp8([128, 128]), id="FP8"),
+        pytest.param(EXAMPLES["compressed-tensors NVFP4"], id="NVFP4", marks=pytest.mark.slow),
+    ],
+)
+def test_experts_of_qwen3_in_matrices_of_their_own(example: Example, tmp_path: Path) -> None:
+    packed, dense = make_twins(example, tmp_path, *stored("Qwen3 30B A3B", tmp_path / "plain"))
+    assert num_packed(packed) == 2 * 8 * 3
+    for dtype in ("bfloat16", "float32"):
+        assert torch.equal(logits_of(native(packed, dtype), OWN_TEXT), logits_of(native(dense, dtype), OWN_TEXT))
+
+
+def test_experts_of_gpt_oss_in_one_tensor_of_mxfp4(tmp_path: Path) -> None:
+    config, tensors = stored("gpt-oss 120B", tmp_path / "plain")
+    numbers, packed, dense = torch.Generator().manual_seed(5), dict(tensors), dict(tensors)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        num_experts, depth, rows = packed.pop(name).shape
+        blocks = torch.randint(0, 256, (num_experts, rows, depth // 32, 16), generator=numbers).to(torch.uint8)
+        scales = torch.randint(119, 124, blocks.shape[:-1], generator=numbers).to(torch.uint8)
+        packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        dense[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16).contiguous()
+    written(tmp_path / "packed", config | {"quantization_config": GPT_OSS}, packed)
+    written(tmp_path / "dense", config, dense)
+    assert num_packed(tmp_path / "packed") == 2 * 8 * 3
+    for dtype in ("bfloat16", "float32"):
+        found = logits_of(native(tmp_path / "packed", dtype), OWN_TEXT)
+        assert torch.equal(found, logits_of(native(tmp_path / "dense", dtype), OWN_TEXT))
+
+
+@pytest.mark.parametrize("is_turned", [True, False], ids=["as published", "as newer versions write it"])
+def test_experts_of_qwen3_vl_in_one_tensor_are_those_in_matrices_of_their_own(is_turned: bool, tmp_path: Path) -> None:
+    config, tensors = stored("Qwen3 30B A3B", tmp_path / "plain")
+    fused = {name: each for name, each in tensors.items() if ".experts." not in name}
+    for layer in range(2):
+        prefix = f"model.layers.{layer}.mlp.experts."
+        gates, ups, downs = (
+            torch.stack([tensors[f"{prefix}{each}.{role}_proj.weight"] for each in range(8)])
+            for role in ("gate", "up", "down")
+        )
+        both = {"gate_up": torch.cat((gates, ups), dim=1), "down": downs}
+        fused |= {
+            f"{prefix}{part}_proj": (each.transpose(1, 2) if is_turned else each).contiguous()
+            for part, each in both.items()
+        }
+    written(tmp_path / "fused", config, fused)
+    written(tmp_path / "plain", config, tensors)
+    found, expected = (logits_of(native(tmp_path / each, "bfloat16"), OWN_TEXT) for each in ("fused", "plain"))
+    assert torch.equal(found, expected)

@@ -1,0 +1,232 @@
+"""Hybrid models by the keys that they are published with, from a folder: the choices of transformers' own classes.
+
+Keys as they stand there, old names of layers included; sizes are cut down.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from swiftbatch.worker.inspection.inspection import inspect_model
+from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.target.target import TargetModel
+from tests.worker.model.kind_parts import VOCAB_SIZE, tiny_model
+
+pytestmark = pytest.mark.long
+
+NUM_TOKENS = 200
+SMALL = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.3,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "torch_dtype": "float32",
+    "use_cache": True,
+}
+NEMOTRON = SMALL | {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "chunk_size": 128,
+    "conv_kernel": 4,
+    "expand": 2,
+    "hidden_dropout": 0.0,
+    "intermediate_size": 96,
+    "mamba_head_dim": 16,
+    "mamba_hidden_act": "silu",
+    "mamba_num_heads": 4,
+    "mamba_proj_bias": False,
+    "mlp_bias": False,
+    "mlp_hidden_act": "relu2",
+    "model_type": "nemotron_h",
+    "n_groups": 2,
+    "num_hidden_layers": 8,
+    "num_logits_to_keep": 1,
+    "rescale_prenorm_residual": True,
+    "residual_in_fp32": False,
+    "sliding_window": None,
+    "ssm_state_size": 16,
+    "tie_word_embeddings": False,
+    "time_step_floor": 0.0001,
+    "time_step_max": 0.1,
+    "time_step_min": 0.001,
+    "use_bias": False,
+    "use_conv_bias": True,
+    "use_mamba_kernels": True,
+}
+MAMBA = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "mamba_chunk_size": 256,
+    "mamba_conv_bias": True,
+    "mamba_d_conv": 4,
+    "mamba_d_state": 16,
+    "mamba_expand": 2,
+    "mamba_proj_bias": False,
+    "rms_norm_eps": 1e-05,
+}
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "Nemotron 3 Nano": NEMOTRON
+    | {
+        "head_dim": 64,
+        "hybrid_override_pattern": "MEM*EM*E",
+        "layer_norm_epsilon": 1e-05,
+        "mamba_ssm_cache_dtype": "float32",
+        "moe_intermediate_size": 48,
+        "moe_shared_expert_intermediate_size": 48,
+        "n_group": 1,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "norm_eps": 1e-05,
+        "norm_topk_prob": True,
+        "num_experts_per_tok": 2,
+        "partial_rotary_factor": 1.0,
+        "rope_theta": 10000,
+        "routed_scaling_factor": 2.5,
+        "topk_group": 1,
+    },
+    "Nemotron-H": NEMOTRON
+    | {
+        "hybrid_override_pattern": "M-M*-M*-",
+        "rms_norm_eps": 1e-05,
+        "time_step_limit": [0.0, float("inf")],
+        "time_step_rank": 512,
+    },
+    "Granite 4 h": SMALL
+    | MAMBA
+    | {
+        "attention_multiplier": 0.0078125,
+        "embedding_multiplier": 12,
+        "init_method": "mup",
+        "intermediate_size": 48,
+        "layer_types": ["mamba", "mamba", "attention", "mamba"],
+        "logits_scaling": 8,
+        "mamba_d_head": 32,
+        "mamba_n_groups": 1,
+        "mamba_n_heads": 4,
+        "model_type": "granitemoehybrid",
+        "normalization_function": "rmsnorm",
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 4,
+        "num_local_experts": 4,
+        "output_router_logits": False,
+        "position_embedding_type": "nope",
+        "residual_multiplier": 0.22,
+        "rope_scaling": None,
+        "rope_theta": 10000,
+        "shared_intermediate_size": 96,
+        "tie_word_embeddings": True,
+    },
+    "Falcon-H1": SMALL
+    | MAMBA
+    | {
+        "attention_in_multiplier": 1.0,
+        "attention_out_multiplier": 0.9375,
+        "embedding_multiplier": 5.656854249492381,
+        "head_dim": 64,
+        "intermediate_size": 96,
+        "key_multiplier": 0.39,
+        "lm_head_multiplier": 0.0390625,
+        "mamba_d_head": 32,
+        "mamba_d_ssm": 96,
+        "mamba_n_groups": 1,
+        "mamba_n_heads": 3,
+        "mamba_norm_before_gate": False,
+        "mamba_rms_norm": False,
+        "mamba_use_mlp": True,
+        "mlp_bias": False,
+        "mlp_multipliers": [0.88, 0.58],
+        "model_type": "falcon_h1",
+        "num_hidden_layers": 3,
+        "projectors_bias": False,
+        "rope_scaling": None,
+        "rope_theta": 100000000000.0,
+        "ssm_in_multiplier": 1.25,
+        "ssm_multipliers": [0.35, 0.25, 0.35, 0.5, 0.35],
+        "ssm_out_multiplier": 0.23,
+        "tie_word_embeddings": False,
+    },
+    "LFM2": SMALL
+    | {
+        "block_auto_adjust_ff_dim": True,
+        "block_dim": 64,
+        "block_ff_dim": 96,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_multiple_of": 16,
+        "block_norm_eps": 1e-05,
+        "block_use_swiglu": True,
+        "conv_L_cache": 3,
+        "conv_bias": False,
+        "conv_dim": 64,
+        "full_attn_idxs": [2, 4],
+        "model_type": "lfm2",
+        "norm_eps": 1e-05,
+        "num_heads": 4,
+        "num_hidden_layers": 5,
+        "rope_theta": 1000000.0,
+        "use_pos_enc": True,
+    },
+    "Qwen3-Next": SMALL
+    | {
+        "attention_bias": False,
+        "decoder_sparse_step": 1,
+        "full_attention_interval": 2,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "intermediate_size": 96,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_value_head_dim": 16,
+        "mlp_only_layers": [],
+        "model_type": "qwen3_next",
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 4,
+        "partial_rotary_factor": 0.25,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 10000000,
+        "shared_expert_intermediate_size": 48,
+        "tie_word_embeddings": False,
+    },
+}
+
+
+def publish(config: dict[str, Any], folder: Path) -> Any:
+    """Write a model with the config as it is published, and the names of tensors that its class writes."""
+    text = json.dumps(config)
+    (folder / "config.json").write_text(text)
+    model = tiny_model(AutoConfig.from_pretrained(folder))
+    model.save_pretrained(folder)
+    (folder / "config.json").write_text(text)
+    return model
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_hybrid_makes_the_choices_of_transformers(name: str, tmp_path: Path) -> None:
+    model = publish(PUBLISHED[name], tmp_path)
+    target = TargetModel.load(locate_model(str(tmp_path)), "float32", "cpu")
+    token_ids = [(7 * i + 3) % 90 for i in range(NUM_TOKENS)]
+    cache, logits = target.new_cache(NUM_TOKENS), []
+    while cache.length < NUM_TOKENS:
+        logits.append(target.logits(target.read(cache, token_ids[cache.length :])))
+    expected = model(input_ids=torch.tensor([token_ids])).logits[0]
+    found = torch.cat(logits)
+    assert int((found.argmax(-1) == expected.argmax(-1)).sum()) == NUM_TOKENS
+    assert (found - expected).abs().max() < 1e-3 * expected.abs().max()
+    assert inspect_model(str(tmp_path)).state_bytes > 0

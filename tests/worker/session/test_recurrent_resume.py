@@ -1,0 +1,191 @@
+"""Jobs of a model whose layers have states: resumes by state and by replay, rewinds, shared prompts, extended jobs."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
+from swiftbatch.jobs.job import JobRecord
+from swiftbatch.worker.kernels.sizes import BLOCK
+from swiftbatch.worker.session.session import WorkerSession
+from swiftbatch.worker.target.step_costs import StepCosts
+from tests.worker.session.recurrent_parts import save_recurrent_model
+from tests.worker.session.session_parts import (
+    body,
+    claimed,
+    digest,
+    made_with,
+    make_run,
+    record,
+    session,
+    to_the_end,
+    undisturbed_digest,
+    until,
+)
+from tests.worker.session.test_rewind_resume import moments as moments
+from tests.worker.session.test_rewind_resume import wait_for_files
+
+pytestmark = pytest.mark.long
+
+BOOK = "the quick brown fox jumps over the lazy dog. " * 16
+JOB = record("fox", 60, prompt=BOOK)
+LOOPING = {  # loops of 80 tokens, the first of which begins in front of the boundary of the cache
+    "repetition_penalty": 1.0,
+    "logit_bias": {"17": 16},
+    "seed": 3,
+    "repetition_detection": {"max_pattern_size": 1, "min_count": 80, "action": "rewind", "max_rewinds": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_recurrent_model(tmp_path_factory.mktemp("recurrent-model"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, model: Path) -> str:
+    return undisturbed_digest(tmp_path_factory.mktemp("undisturbed") / "run", model, JOB)
+
+
+@pytest.fixture(autouse=True)
+def _loading_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StepCosts, "replay_seconds", lambda *_: math.inf)
+
+
+def preempted(folder: Path, model: Path, num_tokens: int = 30) -> Any:
+    """A run whose job was handed back."""
+    run = make_run(folder)
+    worker = session(run, model, checkpoint="state")
+    until(worker, JOB, num_tokens, claimed(run, JOB))
+    worker.drain(30.0)
+    return run
+
+
+def test_a_job_goes_on_from_the_states_at_a_boundary_and_reads_only_what_lies_behind(
+    tmp_path: Path, model: Path, undisturbed: str
+) -> None:
+    run = preempted(tmp_path / "run", model)
+    worker = session(run, model)
+    to_the_end(worker, claimed(run, JOB))
+    assert digest(run, JOB) == undisturbed
+    resume = body(run, JOB)["metrics"]["attempts"][1]["resume"]
+    assert resume["kind"] == "kv"
+    assert resume["num_loaded_positions"] % 64 == 0
+    assert resume["num_loaded_positions"] >= 64
+    assert worker.engine.counters.num_read_tokens < 2 * 64 + 1
+
+
+@pytest.mark.parametrize("kind", ["lfm2", "nemotron_h"])
+def test_states_of_other_forms_are_loaded_as_well(tmp_path: Path, kind: str) -> None:
+    model = save_recurrent_model(tmp_path / "model", kind)
+    undisturbed = undisturbed_digest(tmp_path / "undisturbed", model, JOB)
+    run = preempted(tmp_path / "run", model)
+    worker = session(run, model)
+    to_the_end(worker, claimed(run, JOB))
+    assert digest(run, JOB) == undisturbed
+    assert worker.engine.counters.num_resumes == {"kv": 1}
+
+
+@pytest.mark.parametrize("name", ["states-*.arrow", "kv-0-*.arrow"])
+def test_without_whole_states_or_the_positions_in_front_of_them_a_job_reads_all_its_tokens(
+    tmp_path: Path, model: Path, undisturbed: str, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = preempted(tmp_path / "run", model)
+    [path, *_] = sorted((Path(run.store.uri) / "checkpoints" / JOB.job_id / "0001").glob(name))
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 1]) + data[len(data) // 2 + 1 :])
+    worker = session(run, model)
+    to_the_end(worker, claimed(run, JOB))
+    assert digest(run, JOB) == undisturbed
+    assert worker.engine.counters.num_resumes == {"replay": 1}
+    assert any(path.name in message for message in caplog.messages)
+
+
+@pytest.mark.parametrize("engine", [pytest.param("autoregressive", marks=pytest.mark.slow), "token-recycling"])
+def test_a_kill_at_any_moment_costs_no_token(
+    tmp_path: Path, model: Path, undisturbed: str, moments: list[Path], monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    run = make_run(tmp_path / "run")
+    with monkeypatch.context() as patch:
+        wait_for_files(patch)
+        often = {"checkpoint_seconds": 1000.0, "checkpoint_tokens": 16}
+        to_the_end(session(run, model, engine=engine, checkpoint="state", **often), claimed(run, JOB))
+    monkeypatch.undo()
+    kinds = set()
+    for number, moment in enumerate(moments[1::6]):
+        monkeypatch.setattr(StepCosts, "replay_seconds", lambda *_, loads=number % 3: math.inf if loads else 0.0)
+        again = made_with(make_run(tmp_path / f"again-{number}"), model)
+        shutil.copytree(moment, Path(again.store.uri) / "checkpoints", dirs_exist_ok=True)
+        worker = session(again, model, engine=engine)
+        to_the_end(worker, claimed(again, JOB))
+        assert digest(again, JOB) == undisturbed, moment
+        kinds |= set(worker.engine.counters.num_resumes)
+    assert kinds == {"kv", "replay"}
+
+
+def looping_outcome(run: Any, job: JobRecord) -> dict[str, Any]:
+    found = body(run, job)
+    return {"digest": digest(run, job), "num_rewinds": found["metrics"]["num_rewinds"]}
+
+
+def test_a_loop_is_taken_back_exactly_behind_every_kill(
+    tmp_path: Path, model: Path, moments: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = record("fox", 230, drawn=LOOPING, prompt="the quick brown fox jumps over the lazy dog. " * 7)
+    plain = make_run(tmp_path / "plain")
+    worker = session(plain, model, engine="autoregressive", checkpoint="tokens")
+    to_the_end(worker, claimed(plain, job))
+    assert 0 < worker.engine.counters.num_read_tokens < 130 + 3 * BLOCK, "not all was read again"
+    undisturbed, num_before = looping_outcome(plain, job), len(moments)
+    assert undisturbed["num_rewinds"] > 0
+    run = make_run(tmp_path / "run")
+    with monkeypatch.context() as patch:
+        wait_for_files(patch)
+        often = {"checkpoint_seconds": 1000.0, "checkpoint_tokens": 32}
+        to_the_end(session(run, model, checkpoint="state", **often), claimed(run, job))
+    monkeypatch.undo()
+    assert looping_outcome(run, job) == undisturbed
+    monkeypatch.setattr(StepCosts, "replay_seconds", lambda *_: math.inf)
+    later = moments[num_before:]
+    for number, moment in enumerate(later[:: max(1, len(later) // 4)]):
+        again = made_with(make_run(tmp_path / f"again-{number}"), model)
+        shutil.copytree(moment, Path(again.store.uri) / "checkpoints", dirs_exist_ok=True)
+        to_the_end(session(again, model), claimed(again, job))
+        assert looping_outcome(again, job) == undisturbed, moment
+
+
+def in_turn(worker: WorkerSession, run: Any, jobs: list[JobRecord], num_shared: int) -> None:
+    for job in jobs:
+        to_the_end(worker, replace(claimed(run, job), num_shared_tokens=num_shared))
+
+
+def test_jobs_copy_the_states_of_a_shared_prompt_that_ends_anywhere(tmp_path: Path, model: Path) -> None:
+    """At once, one reads and the others copy; later, from what was kept."""
+    prompts = [BOOK + ending for ending in ("", "a fox", "the dog", "quick")]
+    jobs = [record(f"j{number}", 4, prompt=prompt) for number, prompt in enumerate(prompts)]
+    run = make_run(tmp_path / "run")
+    worker = session(run, model, checkpoint="tokens")
+    num_shared = len(worker._codec.encode_job(jobs[0].job)) - 5
+    together = [replace(claimed(run, job), num_shared_tokens=num_shared) for job in jobs[:2]]
+    to_the_end(worker, *together)
+    num_copied = worker.engine.counters.num_copied_tokens
+    assert num_copied > 0
+    assert num_copied % 64 == 0
+    in_turn(worker, run, jobs[2:], num_shared)
+    assert worker.engine.counters.num_copied_tokens == 3 * num_copied
+    for number, job in enumerate(jobs):
+        assert digest(run, job) == undisturbed_digest(tmp_path / f"alone-{number}", model, job)
+
+
+def test_a_model_whose_layers_all_attend_has_manifests_as_before(tmp_path: Path, tiny_model: Path) -> None:
+    run = preempted(tmp_path / "run", tiny_model)
+    manifest = (Path(run.store.uri) / "checkpoints" / JOB.job_id / "0001" / "manifest.json").read_text()
+    assert '"segments"' in manifest
+    assert "states" not in manifest
+    assert CheckpointStore.of(run).read_manifests(JOB.job_id)[0].states is None

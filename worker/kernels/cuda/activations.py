@@ -1,0 +1,88 @@
+"""The activation between the products of a feed-forward layer, with gates or alone. A program sees a part of a row."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS
+from swiftbatch.worker.kernels.cuda.layer_kernels import is_padding
+from swiftbatch.worker.kernels.cuda.rounding import rounded
+from swiftbatch.worker.kernels.forms import Activation
+
+ACTIVE_COLUMNS = 1024  # of a program
+GELU_TANH, RELU2 = tl.constexpr(int(Activation.GELU_TANH)), tl.constexpr(int(Activation.RELU2))
+XIELU = tl.constexpr(int(Activation.XIELU))
+
+
+@triton.jit
+def exponential_less_one(x):
+    """e^x - 1 for x up to 0; near 0 a series, which is as exact as x."""
+    series = 1.0 + x * (1 / 7) * (1.0 + x * (1 / 8) * (1.0 + x * (1 / 9)))
+    series = 1.0 + x * (1 / 4) * (1.0 + x * (1 / 5) * (1.0 + x * (1 / 6) * series))
+    series = x * (1.0 + x * (1 / 2) * (1.0 + x * (1 / 3) * series))
+    return tl.where(x > -0.5, series, tl.exp(x) - 1.0)
+
+
+@triton.jit
+def xielu(x, curve_ptr):
+    """XIELU with the numbers of a layer, as `LayerWeights.curve` has them."""
+    bent = exponential_less_one(tl.minimum(x, tl.load(curve_ptr + 3))) - x
+    share = tl.where(x > 0, tl.load(curve_ptr) * x * x, bent * tl.load(curve_ptr + 1))
+    return share + tl.load(curve_ptr + 2) * x
+
+
+@triton.jit
+def activated(x, curve_ptr, ACTIVATION: tl.constexpr):
+    """SILU or another activation of float32."""
+    if ACTIVATION == XIELU:
+        return xielu(x, curve_ptr)
+    if ACTIVATION == RELU2:
+        positive = tl.where(x < 0, 0.0, x)  # NaN stays
+        return positive * positive
+    if ACTIVATION == GELU_TANH:  # (1 + tanh(a)) / 2 = 1 / (1 + exp(-2 a))
+        double = x * (1.5957691216057308 + 0.07135481627260025 * x * x)
+        return x / (1 + tl.exp(tl.minimum(-double, 87.0)))  # as far as float32 and the kernels in C go
+    return x / (1 + tl.exp(-x))
+
+
+@triton.jit
+def activate_row(
+    rows_ptr, gate_up_ptr, curve_ptr, activated_ptr,
+    INTERMEDIATE: tl.constexpr, COLUMNS: tl.constexpr, HAS_GATES: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """Program (row, columns)."""
+    row = tl.program_id(0)
+    if is_padding(rows_ptr, row):
+        return
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    is_real = columns < INTERMEDIATE
+    dtype: tl.constexpr = gate_up_ptr.dtype.element_ty
+    parts: tl.constexpr = 2 if HAS_GATES else 1
+    active = tl.load(gate_up_ptr + row * parts * INTERMEDIATE + columns, mask=is_real, other=0.0).to(tl.float32)
+    if HAS_GATES:
+        up = tl.load(gate_up_ptr + (row * 2 + 1) * INTERMEDIATE + columns, mask=is_real, other=0.0).to(tl.float32)
+        active = rounded(activated(active, curve_ptr, ACTIVATION), dtype) * up
+    else:
+        active = activated(active, curve_ptr, ACTIVATION)
+    tl.store(activated_ptr + row * INTERMEDIATE + columns, rounded(active, dtype), mask=is_real)
+
+
+def activate(
+    rows: Tensor,
+    gate_up: Tensor,
+    out: Tensor,
+    activation: Activation = Activation.SILU,
+    curve: Tensor | None = None,
+) -> None:
+    """`[NUM_ROWS, 2 * intermediate]`, gates first, or ups alone, to `out [NUM_ROWS, intermediate]`.
+
+    `curve [4] float32` on the device is that of XIELU.
+    """
+    intermediate = out.shape[1]
+    grid = (NUM_ROWS, triton.cdiv(intermediate, ACTIVE_COLUMNS))
+    activate_row[grid](
+        rows, gate_up, curve, out, INTERMEDIATE=intermediate, COLUMNS=ACTIVE_COLUMNS,
+        HAS_GATES=gate_up.shape[1] > intermediate, ACTIVATION=int(activation),
+    )  # fmt: skip

@@ -1,0 +1,112 @@
+"""Layers with a state per head in the compiled kernels: the steps of rows, and steps folded into a state."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from swiftbatch.worker.kernels.instruction_sets import INT, POINTER, chosen_variant, load_library
+from swiftbatch.worker.kernels.layers import checked
+from swiftbatch.worker.kernels.sizes import LANES
+from swiftbatch.worker.kernels.team import Team, shared_team
+
+MOST_ROWS = 64  # of a call, as source/api.h has it
+MOST_HEADS = 1024  # units of a stage
+
+
+class CRecurrence(ctypes.Structure):
+    """`recurrence` of source/api.h."""
+
+    _fields_ = (
+        *((name, INT) for name in ("num_rows", "num_heads", "num_key_heads", "key_dim", "value_dim")),
+        *((name, POINTER) for name in ("parents", "states", "queries", "keys", "values", "betas", "decays")),
+        *((name, POINTER) for name in ("updates", "found")),
+    )
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The steps of some rows in order, float32. `betas` None: values are the updates."""
+
+    queries: Tensor  # [num_rows, num_key_heads, key_dim]
+    keys: Tensor
+    values: Tensor  # [num_rows, num_heads, value_dim]
+    decays: Tensor  # [num_rows, num_heads]
+    betas: Tensor | None = None
+
+
+def are_known_states(num_heads: int, value_dim: int) -> bool:
+    """Tell whether the kernels take heads of this size."""
+    return 0 < num_heads <= MOST_HEADS and value_dim % LANES == 0
+
+
+@functools.cache
+def folding_team() -> Team | None:
+    """The threads that fold; None where no kernels run. It has the bits of torch's own products and sums."""
+    variant = chosen_variant()
+    return None if variant is None else shared_team(load_library(variant), torch.get_num_threads())
+
+
+def native_steps(team: Team, steps: Steps, states: Sequence[Tensor], parents: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Updates and what the queries find, each `[num_rows, num_heads, value_dim]`.
+
+    A row goes on from an earlier row, or with `-1 - i` from `states[i] [num_heads, key_dim, value_dim]`. Raises
+    ValueError for what does not fit.
+    """
+    num_rows, num_key_heads, key_dim = steps.keys.shape
+    num_heads, value_dim = steps.values.shape[1:]
+    if not are_known_states(num_heads, value_dim) or num_heads % num_key_heads or not 0 < num_rows <= MOST_ROWS:
+        raise ValueError(f"found {num_rows} rows of {num_heads} heads of {value_dim} values, {num_key_heads} of keys")
+    if len(parents) != num_rows or any(not -len(states) <= each < row for row, each in enumerate(parents)):
+        raise ValueError(f"found the parents {list(parents)} of {num_rows} rows, expected earlier rows or states")
+    shapes = {"queries": steps.keys.shape, "keys": steps.keys.shape, "values": (num_rows, num_heads, value_dim)}
+    shapes |= {"decays": (num_rows, num_heads), "betas": (num_rows, num_heads)}
+    given = {name: tensor for name in shapes if (tensor := getattr(steps, name)) is not None}
+    held = {name: _checked(name, tensor, shapes[name]) for name, tensor in given.items()}
+    own = [_checked("a state", state, (num_heads, key_dim, value_dim)) for state in states]
+    updates, found = torch.empty_like(held["values"]), torch.empty_like(held["values"])
+    call = CRecurrence(num_rows, num_heads, num_key_heads, key_dim, value_dim)
+    c_parents, c_states = (
+        (ctypes.c_int32 * num_rows)(*parents),
+        (POINTER * len(own))(*(each.data_ptr() for each in own)),
+    )
+    call.parents, call.states = ctypes.addressof(c_parents), ctypes.addressof(c_states)
+    for name, tensor in (*held.items(), ("updates", updates), ("found", found)):
+        setattr(call, name, tensor.data_ptr())
+    with team.lock:
+        team.library.recurrence_rows(team.handle, ctypes.byref(call))
+        team.hold([held, own, c_parents, c_states, updates, found])
+    return updates, found
+
+
+def native_fold(team: Team, state: Tensor, keys: Tensor, updates: Tensor, decays: Tensor) -> Tensor:
+    """A state `[num_heads, key_dim, value_dim]` behind steps, in memory of its own. Raises ValueError."""
+    num_rows, num_key_heads, key_dim = keys.shape
+    num_heads, value_dim = updates.shape[1:]
+    if not are_known_states(num_heads, value_dim) or num_heads % num_key_heads:
+        raise ValueError(f"found {num_heads} heads of {value_dim} values, {num_key_heads} of keys")
+    own = _checked("a state", state, (num_heads, key_dim, value_dim))
+    held = {
+        "keys": _checked("keys", keys, (num_rows, num_key_heads, key_dim)),
+        "updates": _checked("updates", updates, (num_rows, num_heads, value_dim)),
+        "decays": _checked("decays", decays, (num_rows, num_heads)),
+    }
+    folded = torch.empty_like(own)
+    call = CRecurrence(num_rows, num_heads, num_key_heads, key_dim, value_dim)
+    c_states = (POINTER * 1)(own.data_ptr())
+    call.states = ctypes.addressof(c_states)
+    for name, tensor in held.items():
+        setattr(call, name, tensor.data_ptr())
+    with team.lock:
+        team.library.recurrence_fold(team.handle, ctypes.byref(call), folded.data_ptr())
+        team.hold([held, own, c_states, folded])
+    return folded
+
+
+def _checked(name: str, tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    return checked(name, tensor.contiguous(), tuple(shape), torch.float32)

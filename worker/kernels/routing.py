@@ -1,0 +1,45 @@
+"""How rows choose their experts, by the numbers that the kernels know it by. Light, as sizes: configs are read so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+MOST_EXPERTS = 1024  # of a layer: source/api.h
+MOST_CHOSEN = 64  # of a row
+
+
+class Score(IntEnum):
+    """What the logits of experts become: `router_score` of source/api.h."""
+
+    SOFTMAX = 0  # of the logits of all experts
+    SIGMOID = 1
+    SOFTMAX_OF_CHOSEN = 2  # experts are chosen by their logits
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The experts of a layer and a row's choice of them: the best scores, ties to the lower number.
+
+    With several groups, they are chosen from those groups alone whose two best are the best. Raises ValueError for
+    numbers that do not fit together.
+    """
+
+    num_experts: int
+    num_chosen: int
+    score: Score
+    is_normalised: bool = True  # weights are divided by their sum, or by `least_sum` where that is more
+    least_sum: float = 0.0
+    scale: float = 1.0  # of the weights
+    num_groups: int = 1
+    num_chosen_groups: int = 1
+    rounds_logits: bool = True  # to the model's dtype
+    rounds_weights: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.num_chosen <= min(self.num_experts, MOST_CHOSEN) or self.num_experts > MOST_EXPERTS:
+            raise ValueError(f"found {self.num_chosen} of {self.num_experts} experts for a row")
+        if not 0 < self.num_chosen_groups <= self.num_groups or self.num_experts % self.num_groups:
+            raise ValueError(f"found {self.num_chosen_groups} of {self.num_groups} groups of experts")
+        if self.num_chosen > self.num_experts // self.num_groups * self.num_chosen_groups:
+            raise ValueError(f"found {self.num_chosen_groups} groups of experts for {self.num_chosen} of a row")

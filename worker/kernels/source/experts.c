@@ -1,0 +1,307 @@
+// Rows sorted by expert, products of each expert with its rows in panels that helpers may take, sums by row.
+//
+// A row's numbers in a product are sums along the depth, whatever rows stand beside it, and its experts are added in the
+// order in which it chose them: no bit of a row depends on others.
+#include "experts.h"
+
+#include <stdlib.h>
+
+#include "elementwise.h"
+
+// Rows whose experts are multiplied together, choices of these, rows of a unit, blocks of a panel at least.
+enum { ROWS_OF_EXPERTS = 256, MOST_PAIRS = 2048, ROWS_OF_UNIT = 32, LEAST_PANEL = 8, EXPERTS_WORTH_HELP = 1 << 19 };
+enum { GATHERED, ACTIVATED, WIDE_SLOTS, DOWN_SLOTS };
+
+typedef struct {
+    int32_t expert, first, count;  // pairs of a row and its choice, in the order of experts
+} unit_rows;
+
+typedef struct {
+    unit_rows *units;
+    int32_t *rows;    // [pairs] the row of each
+    int32_t *places;  // [num_rows, num_chosen] where each pair of a row stands
+    int32_t *owners;  // [pairs] the unit of each
+    int num_units, num_pairs;
+} grouping;
+
+experts *experts_new(const expert_sizes *sizes, const decoder_sizes *decoder) {
+    experts *fresh = allocate_clear(sizeof(experts));
+    *fresh = (experts){.sizes = *sizes,
+                       .router = router_new(sizes, decoder->hidden),
+                       .shared_gate = matrix_new(F32, decoder->hidden, 1),
+                       .gate_up = allocate_clear(sizeof(matrix) * (size_t)sizes->num_experts),
+                       .down = allocate_clear(sizeof(matrix) * (size_t)sizes->num_experts),
+                       .activation = (activation)decoder->activation,
+                       .hidden = decoder->hidden};
+    for (int i = 0; i < sizes->num_experts; i++) {
+        fresh->gate_up[i] = matrix_new((element)decoder->element, decoder->hidden, 2 * sizes->intermediate);
+        fresh->down[i] = matrix_new((element)decoder->element, sizes->intermediate, decoder->hidden);
+    }
+    return fresh;
+}
+
+void experts_free(experts *experts) {
+    if (!experts) return;
+    for (int i = 0; i < experts->sizes.num_experts; i++) {
+        matrix_free(&experts->gate_up[i]);
+        matrix_free(&experts->down[i]);
+    }
+    router_free(&experts->router);
+    matrix_free(&experts->shared_gate);
+    free(experts->gate_up);
+    free(experts->down);
+    free(experts);
+}
+
+static void load_expert(experts *experts, expert_role role, int expert, const void *weight, const void *bias) {
+    int width = experts->sizes.intermediate;
+    if (role == EXPERT_DOWN) matrix_load(&experts->down[expert], 0, 1, experts->hidden, weight, bias);
+    else matrix_load(&experts->gate_up[expert], role == EXPERT_UP, 2, width, weight, bias);
+}
+
+void experts_load(experts *experts, expert_role role, int expert, const void *weight, const void *bias) {
+    int count = experts->sizes.num_experts;
+    switch (role) {
+        case ROUTER: matrix_load(&experts->router.weight, 0, 1, count, weight, bias); break;
+        case CHOICE_BIAS: floats_load(&experts->router.choice_bias, count, weight); break;
+        case SHARED_GATE:
+            experts->has_shared_gate = true;
+            matrix_load(&experts->shared_gate, 0, 1, 1, weight, bias);
+            break;
+        default: load_expert(experts, role, expert, weight, bias);
+    }
+}
+
+void experts_load_quantized(experts *experts, expert_role role, int expert, const quantized_rows *weight,
+                            const void *bias) {
+    int width = experts->sizes.intermediate;
+    if (role == EXPERT_DOWN) matrix_load_quantized(&experts->down[expert], 0, 1, experts->hidden, weight, bias);
+    else matrix_load_quantized(&experts->gate_up[expert], role == EXPERT_UP, 2, width, weight, bias);
+}
+
+// ---- rows by expert
+
+static void *room_for(frame *frame, expert_room *room, int place, size_t bytes) {
+    if (room->bytes[place] < bytes) {
+        room->bytes[place] = 2 * bytes;
+        room->places[place] = frame_take(frame, 2 * bytes);
+    }
+    return room->places[place];
+}
+
+// Where the pairs of each expert begin: what helpers read of it does not change before the frame is closed.
+static int32_t *starts_of(frame *frame, int num_experts, const int32_t *choices, int num_pairs) {
+    int32_t *starts = frame_take(frame, sizeof(int32_t) * (size_t)(num_experts + 1));
+    memset(starts, 0, sizeof(int32_t) * (size_t)(num_experts + 1));
+    for (int i = 0; i < num_pairs; i++) starts[choices[i] + 1]++;
+    for (int i = 0; i < num_experts; i++) starts[i + 1] += starts[i];
+    return starts;
+}
+
+static void place_pairs(const int32_t *starts, const int32_t *choices, int num_experts, int num_chosen, grouping *to) {
+    int32_t next[MOST_EXPERTS];
+    memcpy(next, starts, sizeof(int32_t) * (size_t)num_experts);
+    for (int i = 0; i < to->num_pairs; i++) {
+        int32_t place = next[choices[i]]++;
+        to->places[i] = place;
+        to->rows[place] = i / num_chosen;
+    }
+}
+
+static void add_expert_units(const int32_t *starts, int num_experts, grouping *to) {
+    for (int expert = 0; expert < num_experts; expert++)
+        for (int first = starts[expert]; first < starts[expert + 1]; first += ROWS_OF_UNIT) {
+            int left = starts[expert + 1] - first, count = left < ROWS_OF_UNIT ? left : ROWS_OF_UNIT;
+            for (int i = 0; i < count; i++) to->owners[first + i] = to->num_units;
+            to->units[to->num_units++] = (unit_rows){expert, first, count};
+        }
+}
+
+static grouping group_rows(frame *frame, const expert_sizes *sizes, int num_rows, const int32_t *choices) {
+    size_t pairs = (size_t)num_rows * (size_t)sizes->num_chosen, bytes = sizeof(int32_t) * pairs;
+    grouping fresh = {.units = frame_take(frame, sizeof(unit_rows) * pairs),
+                      .rows = frame_take(frame, bytes),
+                      .places = frame_take(frame, bytes),
+                      .owners = frame_take(frame, bytes),
+                      .num_pairs = (int)pairs};
+    int32_t *starts = starts_of(frame, sizes->num_experts, choices, fresh.num_pairs);
+    place_pairs(starts, choices, sizes->num_experts, sizes->num_chosen, &fresh);
+    add_expert_units(starts, sizes->num_experts, &fresh);
+    return fresh;
+}
+
+// ---- products
+
+typedef struct {
+    const matrix *matrices;  // of the experts
+    const unit_rows *units;
+    const char *rows;  // of all pairs, as products take them
+    long row_bytes;
+    int num_panels, blocks;  // of each matrix; of each panel
+    activation activation;
+    float gate_limit, gate_slope;
+    bool is_gated, rounds;
+} grouped_job;
+
+static void multiply_expert_unit(const grouped_job *job, const unit_rows *unit, int panel, float *out, void *scratch) {
+    const matrix *matrix = &job->matrices[unit->expert];
+    int first = panel * job->blocks, left = matrix->columns / LANES - first;
+    int blocks = left < job->blocks ? left : job->blocks;
+    long stride = (long)job->blocks * LANES;
+    const char *rows = job->rows + unit->first * job->row_bytes;
+    multiply_panel(matrix, first, blocks, unit->count, rows, out, stride, scratch);
+    finish_panel(matrix, first, blocks, unit->count, out, stride, job->rounds);
+}
+
+static vec least(vec a, vec b) {
+    vec zero = vec_set(0.0f);
+    return vec_sub(zero, vec_max(vec_sub(zero, a), vec_sub(zero, b)));
+}
+
+static vec gated(const grouped_job *job, vec gate, vec up) {
+    if (job->gate_limit == 0.0f) return vec_mul(rounded(job->rounds, activated(job->activation, NULL, gate)), up);
+    vec limit = vec_set(job->gate_limit);
+    gate = least(gate, limit);
+    up = vec_max(least(up, limit), vec_set(-job->gate_limit));
+    vec share = rounded(job->rounds, by_sigmoid(gate, vec_mul(gate, vec_set(job->gate_slope))));
+    return vec_mul(rounded(job->rounds, vec_add(up, vec_set(1.0f))), share);
+}
+
+static void run_expert_unit(const void *job, int number, void *slot, void *scratch) {
+    const grouped_job *all = job;
+    const unit_rows *unit = &all->units[number / all->num_panels];
+    int panel = number % all->num_panels;
+    if (!all->is_gated) {
+        multiply_expert_unit(all, unit, panel, slot, scratch);
+        return;
+    }
+    float *wide = scratch, *to = slot;
+    long count = (long)unit->count * all->blocks * LANES;
+    multiply_expert_unit(all, unit, panel, wide, wide + ROWS_OF_UNIT * all->blocks * LANES);
+    for (long i = 0; i < count; i += 2 * LANES)
+        vec_store(to + i / 2, rounded(all->rounds, gated(all, vec_load(wide + i), vec_load(wide + i + LANES))));
+}
+
+static int panel_blocks(int all_blocks, int num_units) {
+    int blocks = LEAST_PANEL;
+    while ((long)num_units * ((all_blocks + blocks - 1) / blocks) > MOST_UNITS) blocks += LEAST_PANEL;
+    return blocks;
+}
+
+// All experts with their rows; `results` of unit after unit, and within these panel after panel.
+static grouped_job multiply_groups(frame *frame, const experts *experts, const grouping *groups, bool is_gated,
+                                   const void *rows, expert_room *room, bool rounds, void **results) {
+    const matrix *matrices = is_gated ? experts->gate_up : experts->down;
+    grouped_job job = {.matrices = matrices,
+                       .units = groups->units,
+                       .rows = rows,
+                       .row_bytes = (long)multiplied_bytes(matrices),
+                       .blocks = panel_blocks(matrices->columns / LANES, groups->num_units),
+                       .activation = experts->activation,
+                       .gate_limit = experts->sizes.gate_limit,
+                       .gate_slope = experts->sizes.gate_slope,
+                       .is_gated = is_gated,
+                       .rounds = rounds};
+    job.num_panels = (matrices->columns / LANES + job.blocks - 1) / job.blocks;
+    size_t panel_bytes = sizeof(float) * ROWS_OF_UNIT * (size_t)job.blocks * LANES;
+    stage_plan plan = {.num_units = groups->num_units * job.num_panels,
+                       .run = run_expert_unit,
+                       .job = &job,
+                       .job_bytes = sizeof job,
+                       .scratch_bytes = (is_gated ? panel_bytes : 0) + quantized_scratch_bytes(),
+                       .slot_bytes = panel_bytes / (is_gated ? 2 : 1)};
+    plan.is_small = (groups->num_pairs + 4L * groups->num_units) * matrices->depth * matrices->columns < EXPERTS_WORTH_HELP;
+    size_t bytes = (size_t)plan.num_units * plan.slot_bytes;
+    plan.own_slots = room_for(frame, room, is_gated ? WIDE_SLOTS : DOWN_SLOTS, bytes);
+    run_stage(frame, &plan, results);
+    return job;
+}
+
+// ---- a layer
+
+// The rows of all pairs side by side; products read up to sixteen rows at once.
+static const void *rows_of_pairs(frame *frame, const experts *experts, const grouping *groups, const float *rows,
+                               expert_room *room) {
+    size_t bytes = multiplied_bytes(experts->gate_up);
+    char *to = room_for(frame, room, GATHERED, bytes * (size_t)(groups->num_pairs + LANES));
+    for (int i = 0; i < groups->num_pairs; i++)
+        multiplied_row(experts->gate_up, rows + (long)groups->rows[i] * experts->hidden, to + (size_t)i * bytes);
+    return to;
+}
+
+static const void *gather_activated(frame *frame, const experts *experts, const grouping *groups,
+                                    const grouped_job *job, void **results, expert_room *room) {
+    size_t bytes = multiplied_bytes(experts->down);
+    long stride = job->blocks * LANES / 2, width = experts->sizes.intermediate;
+    char *to = room_for(frame, room, ACTIVATED, bytes * (size_t)(groups->num_pairs + LANES));
+    float *whole = frame_take(frame, sizeof(float) * (size_t)(width + stride));
+    for (int i = 0; i < groups->num_pairs; i++) {
+        int owner = groups->owners[i], within = i - groups->units[owner].first;
+        for (int panel = 0; panel < job->num_panels; panel++) {
+            const float *from = results[owner * job->num_panels + panel];
+            memcpy(whole + panel * stride, from + within * stride, sizeof(float) * (size_t)stride);
+        }
+        multiplied_row(experts->down, whole, to + (size_t)i * bytes);
+    }
+    return to;
+}
+
+static void sum_row(const experts *experts, const grouping *groups, const grouped_job *job, void **results,
+                    const int32_t *places, const float *weights, bool rounds, float *out) {
+    long stride = (long)job->blocks * LANES;
+    for (int i = 0; i < experts->hidden; i += LANES) {
+        vec sum = vec_set(0.0f);
+        for (int choice = 0; choice < experts->sizes.num_chosen; choice++) {
+            int owner = groups->owners[places[choice]], within = places[choice] - groups->units[owner].first;
+            const float *from = results[owner * job->num_panels + (int)(i / stride)];
+            sum = vec_add(sum, vec_mul(vec_load(from + within * stride + i % stride), vec_set(weights[choice])));
+        }
+        vec_store(out + i, rounded(rounds, sum));
+    }
+}
+
+// The part that all rows meet, by a share of each row where there is one.
+static void share_out(frame *frame, const experts *experts, int num_rows, const float *rows, bool rounds, float *out) {
+    if (!experts->has_shared_gate) return;
+    float *shares = frame_take(frame, sizeof(float) * (size_t)num_rows * LANES);
+    linear(frame, &experts->shared_gate, num_rows, rows, shares, LANES, rounds);
+    for (long row = 0; row < num_rows; row++) {
+        vec share = rounded(rounds, vec_set(sigmoid_of(shares[row * LANES])));
+        float *numbers = out + row * experts->hidden;
+        for (int i = 0; i < experts->hidden; i += LANES)
+            vec_store(numbers + i, rounded(rounds, vec_mul(vec_load(numbers + i), share)));
+    }
+}
+
+static void run_block(frame *frame, const experts *experts, expert_room *room, int num_rows, const float *rows,
+                      bool rounds, float *out) {
+    int num_chosen = experts->sizes.num_chosen;
+    size_t pairs = (size_t)num_rows * (size_t)num_chosen;
+    int32_t *choices = frame_take(frame, sizeof(int32_t) * pairs);
+    float *weights = frame_take(frame, sizeof(float) * pairs);
+    float *routed = frame_take(frame, sizeof(float) * (size_t)experts->hidden);
+    void *results[MOST_UNITS];
+    route(frame, &experts->router, num_rows, rows, rounds, choices, weights);
+    grouping groups = group_rows(frame, &experts->sizes, num_rows, choices);
+    const void *gathered = rows_of_pairs(frame, experts, &groups, rows, room);
+    grouped_job job = multiply_groups(frame, experts, &groups, true, gathered, room, rounds, results);
+    gathered = gather_activated(frame, experts, &groups, &job, results, room);
+    job = multiply_groups(frame, experts, &groups, false, gathered, room, rounds, results);
+    if (experts->sizes.shared_intermediate) share_out(frame, experts, num_rows, rows, rounds, out);
+    for (long row = 0; row < num_rows; row++) {
+        float *to = out + row * experts->hidden, *sum = experts->sizes.shared_intermediate ? routed : to;
+        sum_row(experts, &groups, &job, results, groups.places + row * num_chosen, weights + row * num_chosen, rounds, sum);
+        if (sum == routed) add(to, routed, experts->hidden, rounds);
+    }
+}
+
+void experts_run(frame *frame, const experts *experts, expert_room *room, int num_rows, const float *rows, bool rounds,
+                 float *out) {
+    int most = MOST_PAIRS / experts->sizes.num_chosen;
+    if (most > ROWS_OF_EXPERTS) most = ROWS_OF_EXPERTS;
+    for (int first = 0; first < num_rows; first += most) {
+        int count = num_rows - first < most ? num_rows - first : most;
+        long offset = (long)first * experts->hidden;
+        run_block(frame, experts, room, count, rows + offset, rounds, out + offset);
+    }
+}

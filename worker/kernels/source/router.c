@@ -1,0 +1,108 @@
+// Scores of experts, the best of them for each row, and the weights of these.
+//
+// Scores are computed in doubles and rounded once, so that they are the same bits wherever they are computed.
+#include "router.h"
+
+#include <stdlib.h>
+
+#include "elementary.h"
+#include "elementwise.h"
+
+router router_new(const expert_sizes *sizes, int hidden) {
+    return (router){.sizes = *sizes, .weight = matrix_new(F32, hidden, sizes->num_experts)};
+}
+
+void router_free(router *router) {
+    matrix_free(&router->weight);
+    free(router->choice_bias);
+}
+
+float sigmoid_of(float x) { return x > -700.0f ? (float)(1.0 / (1.0 + exp_of(-(double)x))) : 0.0f; }
+
+static void router_softmax(const float *logits, int count, float *scores) {
+    double powers[MOST_EXPERTS], sum = 0.0;
+    float most = logits[0];
+    for (int i = 1; i < count; i++) most = logits[i] > most ? logits[i] : most;
+    for (int i = 0; i < count; i++) sum += powers[i] = exp_of((double)logits[i] - (double)most);
+    for (int i = 0; i < count; i++) scores[i] = (float)(powers[i] / sum);
+}
+
+static void score_experts(const expert_sizes *sizes, const float *logits, float *scores) {
+    if (sizes->score == SOFTMAX_OF_ALL) router_softmax(logits, sizes->num_experts, scores);
+    else if (sizes->score == SIGMOID)
+        for (int i = 0; i < sizes->num_experts; i++) scores[i] = sigmoid_of(logits[i]);
+    else memcpy(scores, logits, sizeof(float) * (size_t)sizes->num_experts);
+}
+
+// The best of those that are left, which is not any more; ties, and what is no number, go to the lower number.
+static int take_best(const float *scores, bool *is_left, int count) {
+    int best = -1;
+    for (int i = 0; i < count; i++)
+        if (is_left[i] && (best < 0 || scores[i] > scores[best])) best = i;
+    is_left[best] = false;
+    return best;
+}
+
+// A group is as good as its two best together.
+static float group_score(const float *scores, int count) {
+    bool is_left[MOST_EXPERTS];
+    memset(is_left, true, sizeof is_left);
+    float first = scores[take_best(scores, is_left, count)];
+    return count < 2 ? first : first + scores[take_best(scores, is_left, count)];
+}
+
+// Only experts of the best groups may be chosen.
+static void open_groups(const expert_sizes *sizes, const float *scores, bool *is_open) {
+    int width = sizes->num_experts / sizes->num_groups;
+    bool is_left[MOST_EXPERTS];
+    float groups[MOST_EXPERTS];
+    memset(is_left, true, sizeof is_left);
+    memset(is_open, sizes->num_groups == sizes->num_chosen_groups, MOST_EXPERTS);
+    if (sizes->num_groups == sizes->num_chosen_groups) return;
+    for (int i = 0; i < sizes->num_groups; i++) groups[i] = group_score(scores + i * width, width);
+    for (int i = 0; i < sizes->num_chosen_groups; i++)
+        memset(is_open + take_best(groups, is_left, sizes->num_groups) * width, true, (size_t)width);
+}
+
+static void choose_experts(const router *router, const float *scores, int32_t *choices) {
+    const expert_sizes *sizes = &router->sizes;
+    float shifted[MOST_EXPERTS];
+    bool is_open[MOST_EXPERTS];
+    for (int i = 0; i < sizes->num_experts && router->choice_bias; i++) shifted[i] = scores[i] + router->choice_bias[i];
+    if (router->choice_bias) scores = shifted;
+    open_groups(sizes, scores, is_open);
+    for (int i = 0; i < sizes->num_chosen; i++) choices[i] = take_best(scores, is_open, sizes->num_experts);
+}
+
+static float round_one(float a) {
+    float lanes[LANES];
+    vec_store(lanes, vec_round_bf16(vec_set(a)));
+    return lanes[0];
+}
+
+static void weigh_experts(const expert_sizes *sizes, const float *scores, const int32_t *choices, bool rounds, float *weights) {
+    float chosen[MOST_EXPERTS], sum = 0.0f;
+    for (int i = 0; i < sizes->num_chosen; i++) chosen[i] = scores[choices[i]];
+    if (sizes->score == SOFTMAX_OF_CHOSEN) router_softmax(chosen, sizes->num_chosen, weights);
+    else memcpy(weights, chosen, sizeof(float) * (size_t)sizes->num_chosen);
+    for (int i = 0; i < sizes->num_chosen; i++) sum += weights[i];
+    if (sum < sizes->least_sum) sum = sizes->least_sum;
+    for (int i = 0; i < sizes->num_chosen; i++) {
+        if (sizes->is_normalised) weights[i] /= sum;
+        weights[i] *= sizes->scale;
+        if (rounds && sizes->rounds_weights) weights[i] = round_one(weights[i]);
+    }
+}
+
+void route(frame *frame, const router *router, int num_rows, const float *rows, bool rounds, int32_t *choices,
+           float *weights) {
+    const expert_sizes *sizes = &router->sizes;
+    long columns = router->weight.columns;
+    float *logits = frame_take(frame, sizeof(float) * (size_t)num_rows * (size_t)columns), scores[MOST_EXPERTS];
+    linear(frame, &router->weight, num_rows, rows, logits, columns, rounds && sizes->rounds_logits);
+    for (long row = 0; row < num_rows; row++) {
+        score_experts(sizes, logits + row * columns, scores);
+        choose_experts(router, scores, choices + row * sizes->num_chosen);
+        weigh_experts(sizes, scores, choices + row * sizes->num_chosen, rounds, weights + row * sizes->num_chosen);
+    }
+}

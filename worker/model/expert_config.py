@@ -1,0 +1,121 @@
+"""What our kernels need to know of a model's experts, from its config alone. Without torch: the driver asks, too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from swiftbatch.worker.kernels.routing import Routing
+from swiftbatch.worker.kernels.sizes import LANES
+from swiftbatch.worker.model.config_numbers import number_of
+from swiftbatch.worker.model.expert_forms import CHOSEN_KEYS, COUNT_KEYS, ROLES, ExpertForm, ExpertNames
+
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ExpertConfig:
+    """The experts of a model's layers: which layers have them, how rows choose, how wide all is."""
+
+    form: ExpertForm
+    routing: Routing
+    layers: frozenset[int]
+    hidden: int
+    width: int  # columns of an expert
+    shared_width: int  # of what all rows meet; 0 for none
+    gate_limit: float
+    gate_slope: float
+
+    @property
+    def names(self) -> ExpertNames:
+        return self.form.names
+
+    def is_fused(self, stored: set[str], prefix: str) -> bool:
+        """Tell whether the experts of a layer lie in two tensors, of which it is clear what rows are."""
+        if (fused := self.names.fused) is None or self.names.each is None:
+            return fused is not None
+        is_clear = fused.is_turned is not None or self.hidden not in (self.width, 2 * self.width)
+        return is_clear and prefix + fused.down in stored
+
+    def parts(self, is_fused: bool) -> Iterator[str]:
+        """The tensors of a layer beside those that dense ones have, and what all rows meet."""
+        names = self.names
+        for each in (names.router, names.router_bias, names.choice_bias, names.shared_gate):
+            if each is not None and (each != names.shared_gate or self.shared_width):
+                yield each
+        if not is_fused and names.each is not None:
+            count = self.routing.num_experts
+            yield from (names.each[role].format(number) for role in ROLES for number in range(count))
+        if is_fused and (fused := names.fused) is not None:
+            suffixes = ("",) if fused.bias_suffix is None else ("", fused.bias_suffix)
+            yield from (f"{each}{suffix}" for each in (fused.gate_up, fused.down) for suffix in suffixes)
+
+
+def read_experts(config: Config, form: ExpertForm) -> ExpertConfig:
+    """Raises KeyError or ValueError for numbers left to a default, or that the kernels do not take."""
+    width = _width(config, form.width)
+    groups = (1, 1) if form.groups is None else tuple(int(number_of(config, key)) for key in form.groups)
+    routing = Routing(
+        num_experts=_agreed(config, COUNT_KEYS),
+        num_chosen=_agreed(config, CHOSEN_KEYS),
+        score=form.score,
+        is_normalised=_switch(config, form.normalises),
+        least_sum=_number(config, form.least_sum),
+        scale=_number(config, form.scale, 1.0),
+        num_groups=groups[0],
+        num_chosen_groups=groups[1],
+        rounds_logits=form.rounds_logits,
+        rounds_weights=form.rounds_weights,
+    )
+    return ExpertConfig(
+        form,
+        routing,
+        form.layers(config),
+        config["hidden_size"],
+        width,
+        _shared_width(config, form, width),
+        _number(config, form.gate_limit),
+        _number(config, form.gate_slope),
+    )
+
+
+def _agreed(config: Config, keys: tuple[str, ...]) -> int:
+    """The number that all of these keys say that are there."""
+    said = {key: config[key] for key in keys if config.get(key) is not None}
+    if not said:
+        raise KeyError(keys[0])
+    found = set(map(repr, said.values()))
+    number = next(iter(said.values()))
+    if len(found) > 1 or isinstance(number, bool) or not isinstance(number, int):
+        raise ValueError(f"its {' and '.join(said)} are {', '.join(sorted(found))}")
+    return number
+
+
+def _shared_width(config: Config, form: ExpertForm, width: int) -> int:
+    if form.shared_width is not None:
+        return _width(config, form.shared_width)
+    if form.num_shared is None or not config[form.num_shared]:
+        return 0
+    return width * int(number_of(config, form.num_shared))
+
+
+def _width(config: Config, key: str) -> int:
+    width = config[key]
+    if isinstance(width, bool) or not isinstance(width, int) or width < 1 or width % LANES:
+        raise ValueError(f"its {key} is {width!r}, no multiple of {LANES}")
+    return width
+
+
+def _switch(config: Config, said: str | bool) -> bool:
+    if isinstance(said, bool):
+        return said
+    if not isinstance(config[said], bool):
+        raise ValueError(f"its {said} is {config[said]!r}")
+    return bool(config[said])
+
+
+def _number(config: Config, said: str | float | None, default: float = 0.0) -> float:
+    if isinstance(said, str):
+        return number_of(config, said)
+    return default if said is None else said

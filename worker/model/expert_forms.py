@@ -1,0 +1,105 @@
+"""The forms that kinds with experts differ in, as their configs and tensors say them. Light: the driver asks, too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from swiftbatch.worker.kernels.routing import Score
+
+LayerForm = Callable[[Mapping[str, Any]], frozenset[int]]
+"""Reads which layers have experts. Raises KeyError for what is left to a default, ValueError for no such numbers."""
+
+COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+CHOSEN_KEYS = ("num_experts_per_tok", "moe_k", "experts_per_token")
+ROLES = ("gate", "up", "down")
+
+
+@dataclass(frozen=True)
+class FusedNames:
+    """All experts of a layer in two tensors, each with the experts one behind the other."""
+
+    gate_up: str
+    down: str
+    in_turns: bool = False  # a row of gates, a row of ups; else all gates and then all ups
+    is_turned: bool | None = False  # rows stand for columns; None: their shape says it
+    bias_suffix: str | None = None  # behind these names
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """The names of tensors within a layer."""
+
+    router: str = "mlp.gate.weight"
+    router_bias: str | None = None
+    each: Mapping[str, str] | None = field(
+        default_factory=lambda: {role: f"mlp.experts.{{}}.{role}_proj.weight" for role in ROLES}
+    )  # of one expert by its number; None where they are never stored so
+    fused: FusedNames | None = None
+    choice_bias: str | None = None
+    shared_gate: str | None = None
+    shared: str | None = None  # what stands before the names of the products that all rows meet
+
+
+@dataclass(frozen=True)
+class ExpertForm:
+    """How a kind writes what layers with experts have: keys of its config, and what it does with their numbers."""
+
+    score: Score
+    layers: LayerForm
+    width: str = "moe_intermediate_size"
+    names: ExpertNames = field(default_factory=ExpertNames)
+    normalises: str | bool = True  # a key, or always or never
+    least_sum: str | float = 0.0
+    scale: str | None = None
+    groups: tuple[str, str] | None = None  # the number of them, and of those that are chosen from
+    rounds_logits: bool = True  # to the model's dtype
+    rounds_weights: bool = True
+    keeps_router: bool = False  # in float32, where it is stored so
+    shared_width: str | None = None
+    num_shared: str | None = None  # so many widths of an expert
+    gate_limit: str | None = None
+    gate_slope: str | None = None
+    keys: tuple[str, ...] = ()  # more numbers that are read here, or that change no forward
+    one_meaning: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # of keys that may be left away
+
+    def known_keys(self) -> set[str]:
+        """All keys whose numbers are understood."""
+        said = (self.width, self.normalises, self.least_sum, self.scale, self.shared_width, self.num_shared)
+        said = (*said, self.gate_limit, self.gate_slope, *(self.groups or ()), *self.keys, *self.one_meaning)
+        return {each for each in said if isinstance(each, str)} | {*COUNT_KEYS, *CHOSEN_KEYS, "router_aux_loss_coef"}
+
+
+def in_all_layers(config: Mapping[str, Any]) -> frozenset[int]:
+    """Every layer has experts."""
+    return frozenset(range(config["num_hidden_layers"]))
+
+
+def in_each_so_many(config: Mapping[str, Any]) -> frozenset[int]:
+    """Every `decoder_sparse_step`-th layer has them, but for those that are named."""
+    step, without = _whole(config, "decoder_sparse_step"), config.get("mlp_only_layers") or []
+    if not isinstance(without, list):
+        raise ValueError(f"its mlp_only_layers are {without!r}")
+    return frozenset(each for each in in_all_layers(config) if (each + 1) % step == 0) - set(without)
+
+
+def behind_the_first(config: Mapping[str, Any]) -> frozenset[int]:
+    """All layers have them but for the first few."""
+    first = _whole(config, "first_k_dense_replace", least=0)
+    return frozenset(each for each in in_all_layers(config) if each >= first)
+
+
+def between(config: Mapping[str, Any]) -> frozenset[int]:
+    """Every so-manieth layer from one to another has them; -1, or none, is the last."""
+    step, first = _whole(config, "moe_layer_interval"), _whole(config, "moe_layer_start_index", least=0)
+    last = _whole({"moe_layer_end_index": -1} | dict(config), "moe_layer_end_index", least=-1)
+    last = config["num_hidden_layers"] - 1 if last == -1 else last
+    return frozenset(each for each in range(first, last + 1) if (each + 1) % step == 0) & in_all_layers(config)
+
+
+def _whole(config: Mapping[str, Any], key: str, least: int = 1) -> int:
+    value = config[key]
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"its {key} is {value!r}")
+    return value
