@@ -26,6 +26,8 @@ STATES_OF_ONE_WORKER = (  # they have no sum
     "last_checkpoint",
     "checkpoint_interval_seconds",
     "kv_cache_tokens",
+    "kv_cache_pages",
+    "kv_cache_pages_ratio",
     "kept_prefix_bytes",
 )
 CHECKPOINT_SECONDS_BOUNDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 30.0)
@@ -74,6 +76,20 @@ class EngineCounters:
         known=DRAFT_KINDS,
     )
     kv_cache_tokens: int = exported("kv_cache_tokens", "Positions held in the full key-value caches.", kind="gauge")
+    kv_cache_pages: dict[str, int] = exported(
+        "kv_cache_pages",
+        "Pages of 64 positions of a worker on a CPU: those that the caches of running jobs take, and those that are "
+        "left of its memory for caches.",
+        kind="gauge",
+        by="state",
+        start=dict,
+    )
+    kv_cache_pages_ratio: float | None = exported(
+        "kv_cache_pages_used_ratio",
+        "Pages that caches take, as a share of those there are.",
+        kind="gauge",
+        start=lambda: None,
+    )
     kept_prefix_bytes: int = exported(
         "kept_prefix_bytes",
         "Keys and values of prompts whose jobs have ended, kept for others that begin alike.",
@@ -162,6 +178,12 @@ class EngineCounters:
         self.num_accepted_tokens += num_accepted_tokens
         for position in range(min(num_accepted_tokens, MAX_POSITIONS_COUNTED)):
             self.num_accepted_tokens_per_pos[position] += 1
+
+    def count_pages(self, num_used: int, num_pages: int | None) -> None:
+        """Note the pages that caches take, of those that they may take; None where that is no question."""
+        if num_pages:
+            self.kv_cache_pages = {"used": num_used, "free": max(0, num_pages - num_used)}
+            self.kv_cache_pages_ratio = num_used / num_pages
 
     def count_resume(self, kind: str, num_tokens_recovered: int, num_tokens_recomputed: int) -> None:
         """Count one resume: `kv` loaded the cache, `replay` runs the recovered tokens through the target again.

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from swiftbatch.metrics.counters import EngineCounters
 from swiftbatch.metrics.metric import exported, metrics_of
 
+OUTGROWN = "memory_full"  # the reason of a preemption by a worker whose caches have outgrown its memory
 PREEMPTION_REASONS = (
-    *("attempt_failed", "cluster_lost", "driver_stopped", "migrated", "node_drained", "store_failed", "worker_died"),
-    *("worker_error", "worker_out_of_memory", "worker_silent", "worker_terminated", "worker_unreachable"),
+    *("attempt_failed", "cluster_lost", "driver_stopped", OUTGROWN, "migrated", "node_drained", "store_failed"),
+    *("worker_died", "worker_error", "worker_out_of_memory", "worker_silent"),
+    *("worker_terminated", "worker_unreachable"),
 )
 
 

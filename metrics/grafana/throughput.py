@@ -76,6 +76,13 @@ CHARTS = (
         "{{worker}}",
     ),
     lines(
+        "Memory for caches in use",
+        "Share of its pages that the jobs of a worker take; at 100 % the youngest job goes back to the queue.",
+        f"max by (worker) (swiftbatch_kv_cache_pages_used_ratio{{{WORKER}}})",
+        "{{worker}}",
+        "percentunit",
+    ),
+    lines(
         "Jobs ended",
         "Since the driver started, by reason; failed are those given up.",
         f"sum by (reason) (swiftbatch_run_jobs_finished_total{{{DRIVER}}})",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from swiftbatch.metrics.driver_counters import OUTGROWN
 from swiftbatch.metrics.report.clock import clock
 from swiftbatch.metrics.report.facts import RunFacts
 from swiftbatch.metrics.report.stretches import Stretches
@@ -80,6 +81,8 @@ def _preemptions(facts: RunFacts) -> Figure:
     kept = sum(resume.num_recovered_tokens for resume in resumes)
     detail = f"{outcomes['lost']} lost, {outcomes['released']} handed back; "
     detail += f"{kept:,} tokens recovered, {drawn:,} drawn again"
+    if num_outgrown := facts.progress.num_preemptions.get(OUTGROWN, 0):
+        detail += f"; {num_outgrown:,} for want of memory in the last driver's time"
     num_preemptions = outcomes["lost"] + outcomes["released"]
     return Figure("preemptions", f"{num_preemptions:,}", detail if num_preemptions else "none", "#workers")
 

@@ -13,6 +13,7 @@ from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.scheduler.cluster import bootstrap
 from swiftbatch.scheduler.cluster.actors import WorkerInfo, WorkerSpec
 from swiftbatch.scheduler.cluster.bootstrap import STARTING, Code, OtherCodeError
+from swiftbatch.worker.caches.room import KVRoomError
 from swiftbatch.worker.model.files import OtherModelError
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 STORE_FAILED = "store_failed"  # the worker could not read or write the run folder
 OTHER_MODEL = "other_model"  # the worker's model is not the run's
+NO_MEMORY = "no_memory"  # it could not start for want of memory, which others may give back
 OTHER_CODE = "other_code"  # the worker's code is not the driver's
 NUM_LINES, MAX_CHARACTERS = 3, 400  # of a dead worker's log, in a message
 READ_BYTES = 65_536  # of the end of that log
@@ -97,6 +99,8 @@ def _explain(error: RayError) -> tuple[str, str]:
             return "model_refused", str(cause)
         if isinstance(cause, StoreError):
             return STORE_FAILED, str(cause)
+        if isinstance(cause, KVRoomError):
+            return NO_MEMORY, str(cause)
         return "worker_error", " ".join(f"{type(cause).__name__}: {cause}".split())
     if isinstance(error, RayActorError) and error.preempted:
         return "node_drained", "its node was drained"

@@ -112,6 +112,17 @@ class SlowOnGpu(Event):
 
 
 @dataclass(frozen=True)
+class FewGpus(Event):
+    """More workers are wanted than the machine has GPUs, and each has one to itself."""
+
+    text: ClassVar[str] = (
+        "--workers {num_workers}: this machine has {num_gpus} GPUs, one for each worker; the others never start"
+    )
+    num_workers: int
+    num_gpus: int
+
+
+@dataclass(frozen=True)
 class DriverStarted(Event):
     """The driver holds the run by the claim number `epoch`, and starts workers."""
 

@@ -16,6 +16,7 @@ from swiftbatch.jobs.run.results import error_line
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.shared_prompts import SharedPrompt, shared_prompts
 from swiftbatch.scheduler.driver.job_queue import JobQueue
+from swiftbatch.scheduler.driver.lengths import Lengths
 from swiftbatch.scheduler.driver.untouched_jobs import NO_GROUP, UntouchedJobs
 
 CANCELLED = "cancelled"  # the error code of a job that its user stopped
@@ -28,13 +29,14 @@ def load_queue(run: Run, max_attempts: int) -> JobQueue:
     too, and an attempt that has not come as far has made no progress.
     """
     index = run.job_index()
-    is_waiting, ended = _ended(run, index)
+    lengths = Lengths()
+    is_waiting, ended = _ended(run, index, lengths)
     index = index.some(np.flatnonzero(is_waiting))
     priorities, (groups, shared) = _priorities(run, index), _prompts(index)
     started = _started(run, index)
     rows = np.setdiff1d(np.arange(len(index)), [row for row, _ in started])
     untouched = UntouchedJobs(index.some(rows).without("prompt_keys"), priorities[rows], groups[rows], shared[rows])
-    queue = JobQueue(max_attempts, untouched)
+    queue = JobQueue(max_attempts, untouched, lengths)
     for row, num_tokens in started:
         prompt = SharedPrompt(None if groups[row] == NO_GROUP else int(groups[row]), int(shared[row]))
         queue.add(index.entry(row), num_tokens, int(priorities[row]), prompt)
@@ -43,8 +45,11 @@ def load_queue(run: Run, max_attempts: int) -> JobQueue:
     return queue
 
 
-def _ended(run: Run, index: JobIndex) -> tuple[NDArray[np.bool_], dict[str, tuple[int, int]]]:
-    """Which jobs have no result and no error that can be read, and how many others ended how, with how many tokens."""
+def _ended(run: Run, index: JobIndex, lengths: Lengths) -> tuple[NDArray[np.bool_], dict[str, tuple[int, int]]]:
+    """Which jobs have no result and no error that can be read, and how many others ended how, with how many tokens.
+
+    The lengths of finished ones are noted in `lengths`.
+    """
     is_waiting = np.ones(len(index), bool)
     num_jobs: Counter[str] = Counter()
     num_tokens: Counter[str] = Counter()
@@ -52,7 +57,9 @@ def _ended(run: Run, index: JobIndex) -> tuple[NDArray[np.bool_], dict[str, tupl
         is_waiting[row] = False
         state = "finished" if line["error"] is None else _state_of_failure(line)
         num_jobs[state] += 1
-        num_tokens[state] += num_completion_tokens(line) if line["error"] is None else 0
+        if line["error"] is None:
+            num_tokens[state] += (length := num_completion_tokens(line))
+            lengths.note(length, int(index.columns["max_tokens"][row]))
     return is_waiting, {state: (num_jobs[state], num_tokens[state]) for state in num_jobs}
 
 

@@ -12,7 +12,7 @@ from swiftbatch.jobs.errors import ModelError, UserError
 from swiftbatch.jobs.run.records import RunState
 from swiftbatch.jobs.run.run import Run, RunError
 from swiftbatch.jobs.storage.store import Store, StoreError
-from swiftbatch.scheduler.cluster.remote import OTHER_CODE, OTHER_MODEL
+from swiftbatch.scheduler.cluster.remote import NO_MEMORY, OTHER_CODE, OTHER_MODEL
 from swiftbatch.scheduler.cluster.watch import ClusterLostError
 from swiftbatch.scheduler.display.end_events import LimitReached
 from swiftbatch.scheduler.display.events import DriverStarted, RunStopping, WorkerStopping
@@ -27,6 +27,7 @@ from swiftbatch.scheduler.driver.sharding import Sharding
 WAIT_SECONDS = 0.2
 DRAIN_SLACK_SECONDS = 1.0  # for a drained worker's report to arrive
 MAX_FAILED_STARTS = 3
+MAX_STARTS_WITHOUT_MEMORY = 6  # in about a minute: a worker that was killed gives a GPU's memory back late
 
 
 class DriverError(UserError):
@@ -103,6 +104,7 @@ class Driver:
             self._context.display.note(WorkerStopping(worker.id, "node_drained"))
             worker.begin_drain("node_drained", min(self._context.grace_seconds, seconds))
         self._fleet.fill(min(self._context.num_workers, self._queue.num_unfinished), now)
+        self._dispatcher.order_relief(now)
         self._dispatcher.order_move(now)
         self._dispatcher.hand_out(now)
         events = self._fleet.wait(WAIT_SECONDS, now)
@@ -141,8 +143,11 @@ class Driver:
         for event in events:
             if isinstance(event, Lost) and event.reason == "model_refused":  # no other try would end otherwise
                 raise ModelError(event.message)
-            if isinstance(event, Lost) and self._fleet.num_failed_starts >= MAX_FAILED_STARTS:
-                raise DriverError(f"no worker starts, {MAX_FAILED_STARTS} tries: {event.message}")
+            if not isinstance(event, Lost):
+                continue
+            most = MAX_STARTS_WITHOUT_MEMORY if event.reason == NO_MEMORY else MAX_FAILED_STARTS
+            if self._fleet.num_failed_starts >= most:
+                raise DriverError(f"no worker starts, {most} tries: {event.message}")
 
     def _write_output(self) -> RunState:
         """Write the output files and the last shards, while nobody else may; returns how the run stands."""

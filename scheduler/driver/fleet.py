@@ -14,6 +14,7 @@ from swiftbatch.scheduler.cluster.actors import WorkerInfo, WorkerSpec
 from swiftbatch.scheduler.cluster.bootstrap import Code, own_code
 from swiftbatch.scheduler.cluster.remote import last_words
 from swiftbatch.scheduler.driver.speed import Speed, monotonic
+from swiftbatch.scheduler.driver.step_pace import StepPace
 from swiftbatch.scheduler.process.awake_clock import AwakeClock
 from swiftbatch.worker.session.work import Orders, WorkReport
 
@@ -36,6 +37,7 @@ class Worker:
     patience: float = math.inf  # until its call is answered; a start takes as long as it takes
     silent_since: float = 0.0  # on the fleet's clock
     drain_reason: str | None = None  # the reason why it takes no more work: a word for the metrics
+    num_fitting: int | None = None  # jobs that were left when its memory ran out, until one of them has left, too
     drain_by: float = 0.0  # in `time.monotonic()` seconds
     speed: Speed = field(default_factory=lambda: Speed(time.monotonic()))
 
@@ -120,6 +122,7 @@ class Fleet:
         self._restart_not_before = 0.0
         self.num_failed_starts = 0  # in a row; a worker that starts sets it back
         self.speed = Speed(clock())  # the speed of all workers, the lost ones too
+        self.pace = StepPace()
         self.workers: list[Worker] = []
 
     def fill(self, num_workers: int, now: float) -> None:
@@ -199,6 +202,8 @@ class Fleet:
             self.num_failed_starts = 0
             return Started(worker, answer)
         worker.orders = Orders()
+        num_jobs = len(answer.progress) + len(answer.finished)
+        self.pace.add(num_jobs, answer.num_generated_tokens, self._clock.now() - worker.silent_since)
         for speed in (self.speed, worker.speed):
             speed.add(answer.num_generated_tokens, self._now())
         return Reported(worker, answer)

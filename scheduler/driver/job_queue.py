@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
+from itertools import count
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,16 +15,18 @@ from numpy.typing import NDArray
 from swiftbatch.jobs.backoff import Backoff
 from swiftbatch.jobs.run.job_index import JobEntry
 from swiftbatch.jobs.shared_prompts import NOT_SHARED, SharedPrompt
+from swiftbatch.scheduler.driver.lengths import Forecast, Lengths
 from swiftbatch.scheduler.driver.unfinished_job import UnfinishedJob
 from swiftbatch.scheduler.driver.untouched_jobs import UntouchedJobs
 from swiftbatch.scheduler.driver.waiting_jobs import WaitingJobs
+from swiftbatch.worker.caches.memory.pages import Growth
 
 RETRIES = Backoff(first=0.5, longest=60.0)
 NUM_GROUPS = 8  # of prompts, those that a worker had last: it may still have keys and values of them
 PROGRESS_SHARE = 0.01  # an attempt that adds less than this share of max_tokens has made no progress
 
 
-def _always(_entry: JobEntry) -> bool:
+def _always(_growth: Growth) -> bool:
     return True
 
 
@@ -36,8 +39,10 @@ class JobQueue:
     All totals are kept up to date, so that no call but `unfinished` and `stop_running` gets dearer with more jobs.
     """
 
-    def __init__(self, max_attempts: int, untouched: UntouchedJobs | None = None) -> None:
-        """`untouched` are jobs that no worker has had; others are added one by one."""
+    def __init__(
+        self, max_attempts: int, untouched: UntouchedJobs | None = None, lengths: Lengths | None = None
+    ) -> None:
+        """`untouched` are jobs that no worker has had; others are added one by one. `lengths` are of ended ones."""
         self._max_attempts = max_attempts
         self._untouched = untouched or UntouchedJobs.none()
         self._num_ended = {"finished": 0, "failed": 0, "cancelled": 0}
@@ -48,6 +53,8 @@ class JobQueue:
         self._held: dict[str, set[str]] = defaultdict(set)  # the same jobs by worker
         self._groups: dict[str, deque[int]] = defaultdict(lambda: deque(maxlen=NUM_GROUPS))  # of prompts, by worker
         self._waiting = WaitingJobs(self._untouched)
+        self._lengths, self._seniorities = lengths or Lengths(), count()
+        self._known_forecast: Forecast | None = None  # None once jobs have moved on
 
     def add(
         self, entry: JobEntry, num_generated_tokens: int = 0, priority: int = 0, prompt: SharedPrompt = NOT_SHARED
@@ -61,20 +68,22 @@ class JobQueue:
         self._num_ended[state] += num_jobs
         self.num_generated_tokens += num_generated_tokens
 
-    def take(self, worker_id: str, now: float, has_room: Callable[[JobEntry], bool] = _always) -> JobEntry | None:
-        """Give a worker the first job that may run now beside those it has, if it `has_room` for it, else None.
+    def take(self, worker_id: str, now: float, has_room: Callable[[Growth], bool] = _always) -> JobEntry | None:
+        """Give a worker the first job that may run now beside those it has, and has room there; None if none.
 
         Of equal priority and about as long, one comes first whose prompt is like those that the worker has read.
         """
         if self._has_loner(worker_id):
             return None
-        held, groups = self._held[worker_id], self._groups[worker_id]
-        job = self._waiting.first(bool(held), now, groups)
-        if job is None or not has_room(job.entry):
+        held, groups, forecast = self._held[worker_id], self._groups[worker_id], self._forecast()
+        job = self._waiting.first(bool(held), now, groups, lambda job: has_room(_growth(job, forecast)))
+        if job is None:
             return None
         self._waiting.take(job)
         if job.prompt.group is not None and job.prompt.group not in groups:
             groups.append(job.prompt.group)
+        if job.seniority is None:
+            job.seniority = next(self._seniorities)
         job.worker_id = worker_id
         if job.entry.job_id not in self._touched:
             self._touched[job.entry.job_id] = job
@@ -86,6 +95,15 @@ class JobQueue:
     def held_by(self, worker_id: str) -> list[JobEntry]:
         """The jobs that a worker has: taken for it, and since then not put back or ended."""
         return [self._running[job_id].entry for job_id in sorted(self._held[worker_id])]
+
+    def num_left(self, worker_id: str) -> int:
+        """The tokens that a worker's jobs have left if all run to their `max_tokens`."""
+        return sum(self._running[job_id].num_left for job_id in self._held[worker_id])
+
+    def growths(self, worker_id: str) -> list[Growth]:
+        """The positions of the jobs that a worker has: now, and as expected at their ends."""
+        forecast = self._forecast()
+        return [_growth(self._running[job_id], forecast) for job_id in self._held[worker_id]]
 
     def progress(self, job_id: str, num_generated_tokens: int) -> None:
         """Note how far a job is; enough progress clears its strikes."""
@@ -100,6 +118,7 @@ class JobQueue:
         """Note a result."""
         if job := self._find(job_id):
             self._set_tokens(job, num_generated_tokens)
+            self._lengths.note(num_generated_tokens, job.entry.max_tokens)
             self.drop(job_id, "finished")
 
     def drop(self, job_id: str, state: str) -> None:
@@ -150,6 +169,10 @@ class JobQueue:
         """The number of first tokens of a job's prompt that other jobs have as well."""
         return self._known(job_id).prompt.num_tokens
 
+    def seniority(self, job_id: str) -> int:
+        """The number that a job has kept since its first attempt, lower than those of jobs that began later."""
+        return self._known(job_id).seniority or 0
+
     def unfinished(self) -> list[str]:
         """Ids of all jobs still to do."""
         return [*self._touched, *self._untouched.job_ids()]
@@ -192,6 +215,12 @@ class JobQueue:
         self._num_tokens_left += job.num_left
         self._waiting.put(job)
 
+    def _forecast(self) -> Forecast:
+        if self._known_forecast is None:
+            running = ((job.num_generated_tokens, job.entry.max_tokens) for job in self._running.values())
+            self._known_forecast = self._lengths.forecast(running)
+        return self._known_forecast
+
     def _has_loner(self, worker_id: str) -> bool:
         return any(self._running[job_id].runs_alone for job_id in self._held[worker_id])
 
@@ -200,6 +229,7 @@ class JobQueue:
         return job.num_generated_tokens >= job.num_tokens_at_last_loss + needed
 
     def _set_tokens(self, job: UnfinishedJob, num_generated_tokens: int) -> None:
+        self._known_forecast = None
         num_left = job.num_left
         self.num_generated_tokens += num_generated_tokens - job.num_generated_tokens
         job.num_generated_tokens = num_generated_tokens
@@ -213,3 +243,10 @@ class JobQueue:
     def _take_back(self, job: UnfinishedJob) -> None:
         if self._running.pop(job.entry.job_id, None):
             self._held[job.worker_id].remove(job.entry.job_id)
+
+
+def _growth(job: UnfinishedJob, forecast: Forecast) -> Growth:
+    """The positions of a job: its prompt's, and those of the tokens that it has and is expected to have."""
+    num_prompt_tokens = job.entry.num_prompt_tokens
+    num_final_tokens = forecast.final_tokens(job.num_generated_tokens, job.entry.max_tokens)
+    return Growth(num_prompt_tokens + job.num_generated_tokens, num_prompt_tokens + num_final_tokens)

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.run.results import error_line
 from swiftbatch.jobs.storage.store import StoreError
+from swiftbatch.metrics.driver_counters import OUTGROWN
 from swiftbatch.scheduler.cluster.remote import STORE_FAILED
 from swiftbatch.scheduler.display.events import WorkerLost, WorkerReady, WorkerStopping
 from swiftbatch.scheduler.display.job_events import JobCancelled, JobFinished, JobGivenUp, JobPutBack
@@ -141,7 +142,7 @@ class Intake:
         if report.counters is not None:
             self._counters.take_in(worker.id, report.counters)
         self._spent.num_tokens += report.num_generated_tokens
-        for progress in (*report.progress, *report.released):
+        for progress in (*report.progress, *report.released, *report.outgrown):
             self._queue.progress(progress.job_id, progress.num_generated_tokens)
         for progress in report.finished:
             self._settlement.finish(progress.job_id, progress.num_generated_tokens)
@@ -149,6 +150,7 @@ class Intake:
             self._settlement.put_back(job_id, "attempt_failed", message)
         for job_id, code, message in report.refused:
             self._settlement.refuse(job_id, code, message)
+        self._take_back_outgrown(worker, report)
         reason = worker.drain_reason or ("worker_terminated" if report.is_draining else "migrated")
         for progress in report.released:
             self._settlement.release(progress.job_id, reason)
@@ -156,6 +158,16 @@ class Intake:
             self._take_leave(worker, reason)
         else:
             self._settlement.cancel_held(worker)
+
+    def _take_back_outgrown(self, worker: Worker, report: WorkReport) -> None:
+        """Queue jobs again that a worker's memory did not hold, and note how many it holds."""
+        for progress in report.outgrown:
+            self._settlement.release(progress.job_id, OUTGROWN)
+        num_held = len(self._queue.held_by(worker.id))
+        if report.outgrown:
+            worker.num_fitting = num_held
+        elif worker.num_fitting is not None and num_held < worker.num_fitting:
+            worker.num_fitting = None
 
     def _take_leave(self, worker: Worker, reason: str) -> None:
         """End a worker that has drained; jobs that it had not taken in yet go back too."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from swiftbatch.jobs.run.job_index import JobEntry
 from swiftbatch.jobs.shared_prompts import NOT_SHARED, SharedPrompt
 
+CLASSES_PER_DOUBLING = 4  # of lengths: where the longest job has no room, the first of each shorter class is asked for
 LEAST_LENGTH = 0.75  # of the longest job that may run: a shorter one never goes first for the sake of its prompt
 
 
@@ -21,12 +23,18 @@ class UnfinishedJob:
     num_strikes: int = 0  # attempts lost in a row without progress
     runs_alone: bool = False
     not_before: float = 0.0
+    seniority: int | None = None  # its number among all jobs that workers were given; None before its first attempt
     worker_id: str = ""  # the worker that has it, or had it last
     ticket: int | None = None  # its newest place among the waiting; None while it runs and when it has ended
 
     @property
     def num_left(self) -> int:
         return max(0, self.entry.max_tokens - self.num_generated_tokens)
+
+    @property
+    def length_class(self) -> int:
+        """A number for jobs of about this length."""
+        return length_class(self.entry.max_length)
 
     def may_precede(self, first: UnfinishedJob) -> bool:
         """Return whether the job may go before `first`, which comes first, for the sake of its prompt."""
@@ -42,3 +50,8 @@ class JobPlace(NamedTuple):
     line_number: int
     ticket: int
     job: UnfinishedJob
+
+
+def length_class(length: int) -> int:
+    """The number of a class of lengths, the higher for the longer."""
+    return int(CLASSES_PER_DOUBLING * math.log2(length))

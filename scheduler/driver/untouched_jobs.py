@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from swiftbatch.jobs.run.job_index import JobIndex
 from swiftbatch.jobs.shared_prompts import SharedPrompt
-from swiftbatch.scheduler.driver.unfinished_job import JobPlace, UnfinishedJob
+from swiftbatch.scheduler.driver.unfinished_job import JobPlace, UnfinishedJob, length_class
 
 NO_GROUP = -1
 
@@ -29,6 +29,7 @@ class UntouchedJobs:
         columns = index.columns
         lengths = columns["num_prompt_tokens"].astype(np.int64) + columns["max_tokens"]
         self._order = np.lexsort((columns["line_number"], -lengths, priorities)).astype(np.int32)
+        self._first_of_class = _starts(priorities[self._order], lengths[self._order])  # in `_order`
         self._by_group = self._order[np.argsort(groups[self._order], kind="stable")]
         self._sorted_groups = groups[self._by_group]
         self._is_out = np.zeros(len(index), bool)
@@ -66,6 +67,17 @@ class UntouchedJobs:
         self._first_of[group] = start
         is_there = start < len(self._by_group) and self._sorted_groups[start] == group
         return self._place(self._by_group, start) if is_there else None
+
+    def first_of_class(self, priority: int, length_class: int) -> JobPlace | None:
+        """The first job of a priority whose length is of a class."""
+        start = self._first_of_class.get((priority, length_class))
+        if start is None:
+            return None
+        start = self._passed(self._order, start, lambda row: bool(self._is_out[row]))
+        self._first_of_class[priority, length_class] = start
+        place = self._place(self._order, start)
+        is_there = place is not None and (place.priority, place.job.length_class) == (priority, length_class)
+        return place if is_there else None
 
     def take(self, ticket: int) -> None:
         """Take the job of a ticket out."""
@@ -116,3 +128,13 @@ class UntouchedJobs:
             prompt=prompt,
             ticket=row - len(self._index),
         )
+
+
+def _starts(priorities: NDArray[np.int64], lengths: NDArray[np.int64]) -> dict[tuple[int, int], int]:
+    """Where each class of lengths of each priority begins, in the order of jobs."""
+    is_other = np.ones(len(lengths), bool)
+    is_other[1:] = (priorities[1:] != priorities[:-1]) | (lengths[1:] != lengths[:-1])
+    starts: dict[tuple[int, int], int] = {}
+    for start in np.flatnonzero(is_other).tolist():
+        starts.setdefault((int(priorities[start]), length_class(int(lengths[start]))), start)
+    return starts

@@ -18,7 +18,7 @@ from swiftbatch.scheduler.cluster.cluster import Cluster, ClusterError, connect
 from swiftbatch.scheduler.cluster.watch import ClusterLostError
 from swiftbatch.scheduler.display.display import Display
 from swiftbatch.scheduler.display.end_events import LimitReached, ShardWritten
-from swiftbatch.scheduler.display.events import SlowOnGpu
+from swiftbatch.scheduler.display.events import FewGpus, SlowOnGpu
 from swiftbatch.scheduler.display.job_events import LineDamaged
 from swiftbatch.scheduler.driver.backlog import count_jobs, load_queue
 from swiftbatch.scheduler.driver.context import DriverContext
@@ -101,6 +101,8 @@ def _drive(
         raise ClusterError("the run was made for cuda, and this machine has no GPU; use --address or another run")
     if slow := slow_on_gpu(config.model, cluster.num_gpus_per_worker(config.device)):
         display.note(slow)
+    if cluster.is_embedded and cluster.num_gpus_per_worker(config.device) and settings.num_workers > cluster.num_gpus:
+        display.note(FewGpus(settings.num_workers, cluster.num_gpus))
     spec = WorkerSpec(
         config=config,
         run_uri=run.store.uri,

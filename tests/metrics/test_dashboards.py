@@ -20,7 +20,7 @@ LABELS = Labels(model_name="embedded", drafter="suffix", worker="w1")
 
 def exported_names() -> set[str]:
     """Names of all samples that a worker with a job and a driver serve."""
-    worker = EngineCounters(last_checkpoint=1.0)
+    worker = EngineCounters(last_checkpoint=1.0, kv_cache_pages_ratio=0.5)
     driver = DriverCounters(eta_seconds=1.0)
     collectors = (EngineCollector(worker, LABELS), DriverCollector(driver, LABELS))
     families = [family for collector in collectors for family in registry_of(collector).collect()]

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from swiftbatch.jobs.checkpoints.state_file import LayerStates
 from swiftbatch.jobs.run.dtypes import KVDtype
-from swiftbatch.worker.caches.huge_pages import ask_for_huge_pages
+from swiftbatch.worker.caches.huge_pages import FilledPages
 from swiftbatch.worker.caches.room import MAX_TREE_NODES as MAX_TREE_NODES
 from swiftbatch.worker.caches.room import state_bytes_of
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights
@@ -115,10 +115,8 @@ class FullKVCache:
         self.length = 0
         self.first_angle = shape.first_angle(max_length)  # the same for all of its positions, however many there are
         self.num_copied = 0  # first positions that another sequence with the same tokens had
-        if buffer is None:
-            buffer = torch.empty(size, dtype=shape.row_dtype, device=shape.device)
-            ask_for_huge_pages(buffer)
-        self._buffer = buffer
+        self._buffer = torch.empty(size, dtype=shape.row_dtype, device=shape.device) if buffer is None else buffer
+        self._filled = FilledPages(self._buffer) if buffer is None else None
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of one layer on the device, each `[num_kv_heads, capacity, row_width]`."""
@@ -142,11 +140,11 @@ class FullKVCache:
 
     def commit(self, path: list[int]) -> None:
         """Commit the root's row and the accepted nodes `path`; roll back all other nodes."""
-        self.length = keep_path(self._buffer, self.length, path)
+        self._grow(keep_path(self._buffer, self.length, path))
 
     def advance(self, num_positions: int) -> None:
         """Commit rows of known tokens, which were written in place."""
-        self.length += num_positions
+        self._grow(self.length + num_positions)
 
     def kv(self, start: int, end: int) -> NDArray[Any]:
         """Keys and values of committed positions, `[num_rows, end - start, row_width]`; 16-bit floats as their bits.
@@ -171,7 +169,7 @@ class FullKVCache:
         bits = kv.view(np.int16) if kv.dtype == np.uint16 else kv
         behind = rows[..., self.length : end, :]
         self._copy_in(behind, bits.reshape(behind.shape))
-        self.length = end
+        self._grow(end)
 
     def states(self) -> LayerStates | None:
         """The newest states that a checkpoint can hold, of layers that have some; None where none has, or is due."""
@@ -226,6 +224,11 @@ class FullKVCache:
         if not 0 <= length <= self.length:
             raise ValueError(f"cannot roll back to {length}: {self.length} positions are committed")
         self.length = length
+
+    def _grow(self, length: int) -> None:
+        self.length = length
+        if self._filled is not None:
+            self._filled.fill(length)
 
     def _copied_out(self, rows: torch.Tensor) -> NDArray[Any]:
         """Copy rows of `_bits` to the host."""

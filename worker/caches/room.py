@@ -86,9 +86,10 @@ class KVRoom:
     bytes_per_position: int
     state_bytes: int = 0  # of a cache, whatever its length
 
-    def refuse_too_long(self, num_positions: int) -> None:
-        """Raise KVRoomError where a cache of so many positions takes more than there is left."""
-        needed, free = num_positions * self.bytes_per_position + self.state_bytes, self.free_bytes()
+    def refuse_too_long(self, num_positions: int, num_held: int = 0) -> None:
+        """Raise KVRoomError where a cache of so many positions takes more than is left, and more than others hold."""
+        needed = num_positions * self.bytes_per_position + self.state_bytes
+        free = self.free_bytes() + num_held * self.bytes_per_position
         if needed > free:
             raise KVRoomError(
                 f"max_tokens: cannot allocate the key-value cache: {num_positions:,} positions need "

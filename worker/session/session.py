@@ -38,6 +38,7 @@ from swiftbatch.worker.model.files import ModelFiles
 from swiftbatch.worker.model.text import TextCodec
 from swiftbatch.worker.session.checkpointing import Checkpointing
 from swiftbatch.worker.session.resume import Resumer
+from swiftbatch.worker.session.room_for_steps import num_pages_in_use, without_room
 from swiftbatch.worker.session.running_job import RunningJob
 from swiftbatch.worker.session.same_model import located_model, refuse_changed_meanwhile
 from swiftbatch.worker.session.work import Assignment, JobProgress, Orders, WorkReport
@@ -75,6 +76,7 @@ class WorkerSession:
         self._resumer = Resumer(self._checkpoints, costs, self.numerics)
         self._checkpointing = Checkpointing(self._checkpoints, config, self.engine)
         self._running: dict[str, RunningJob] = {}
+        self._num_pages: int | None = None  # for all caches together, as the last orders say
         self._must_drain = False
         self.metrics_address: str | None = None
         if metrics_port is not None:
@@ -94,7 +96,9 @@ class WorkerSession:
         self._checkpointing.check()
         num_before = self.engine.counters.num_generation_tokens
         self._drop(orders.cancelled)
+        self._num_pages = orders.num_pages
         released = self._release(orders.released, self._config.grace_seconds)
+        outgrown: list[JobProgress] = []
         finished: list[JobProgress] = []
         failed: list[tuple[str, str]] = []
         refused: list[tuple[str, str, str]] = []
@@ -102,6 +106,7 @@ class WorkerSession:
             self._take_in(assignment, failed, refused)
         deadline = time.monotonic() + seconds
         while self._running and time.monotonic() < deadline and not self._must_drain:
+            outgrown += self._make_room()
             self._step()
             for job in [job for job in self._running.values() if job.sequence.finish_reason is not None]:
                 if may_rewind(job.sequence):
@@ -129,6 +134,7 @@ class WorkerSession:
             refused=tuple(refused),
             num_generated_tokens=self.engine.counters.num_generation_tokens - num_before,
             released=tuple(released),
+            outgrown=tuple(outgrown),
             is_draining=self._must_drain,
             counters=copy.deepcopy(self.engine.counters),
         )
@@ -193,6 +199,14 @@ class WorkerSession:
                 self.engine.drafter.restore(sequence, state)
         except ValueError as error:
             logger.warning("drafter state of job %s not used: %s", sequence.sequence_id, error)
+
+    def _make_room(self) -> list[JobProgress]:
+        """Hand back the jobs that have no room for another step."""
+        beside = self.num_state_positions
+        jobs = without_room(self._running.values(), self._num_pages, beside)
+        released = self._release([job.job_id for job in jobs], self._config.grace_seconds)
+        self.engine.counters.count_pages(num_pages_in_use(self._running.values(), beside), self._num_pages)
+        return released
 
     def _step(self) -> None:
         for sequence, verification in self.engine.step():

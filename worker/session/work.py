@@ -16,6 +16,7 @@ class Assignment:
     attempt: int
     num_reported_tokens: int = 0  # what the last attempt had reported when it was lost
     num_shared_tokens: int = 0  # first ones of its prompt that other jobs have as well, so far as the driver can tell
+    seniority: int = 0  # the lower one was given to a worker sooner, in its first attempt
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Orders:
     assignments: tuple[Assignment, ...] = ()
     cancelled: tuple[str, ...] = ()
     released: tuple[str, ...] = ()  # write a whole checkpoint of these, then hand them back
+    num_pages: int | None = None  # that caches of all jobs may take; None where that is no question
 
 
 @dataclass(frozen=True)
@@ -47,3 +49,4 @@ class WorkReport:
     is_draining: bool = False  # it had SIGTERM or was told to drain: it takes no more work
     counters: EngineCounters | None = None  # all that the worker has counted since it started
     refused: tuple[tuple[str, str, str], ...] = ()  # (job_id, error code, message): every attempt would end so
+    outgrown: tuple[JobProgress, ...] = ()  # handed back with a whole checkpoint, since the memory ran out

@@ -116,13 +116,16 @@ class TargetModel:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def new_cache(self, max_length: int) -> FullKVCache:
-        """An empty cache for a sequence of at most `max_length` tokens. Raises KVRoomError where it has no room."""
+    def new_cache(self, max_length: int, num_held: int = 0) -> FullKVCache:
+        """An empty cache for a sequence of at most `max_length` tokens. Raises KVRoomError where it has no room.
+
+        `num_held` are the positions that other sequences have filled, who make room where the memory runs out.
+        """
         if arena := self.forwards.arena:
             return arena.new_cache(max_length)
         if place := place_of_caches(self.device.type, self._kv_offload):
             shape = self.cache_shape
-            KVRoom(place, shape.bytes_per_position(), shape.state_bytes()).refuse_too_long(max_length)
+            KVRoom(place, shape.bytes_per_position(), shape.state_bytes()).refuse_too_long(max_length, num_held)
         if self._kv_offload is None:
             return new_cache_of(self.cache_shape, max_length)
         return OffloadedKVCache(self.cache_shape, max_length, self._kv_offload)

@@ -40,10 +40,55 @@ def test_the_lowest_priority_is_taken_before_any_longer_job_also_after_it_was_pu
         [("later", 900, 7), ("longest", 500, 0), ("plain", 50, 0), ("soon", 10, -1), ("first", 20, -(2**63))], start=1
     ):
         queue.add(entry(name, max_tokens, line_number), priority=priority)
-    assert queue.take("w1", 0.0, lambda first: first.job_id != "first") is None  # it alone is asked about, and stays
+    assert queue.take("w1", 0.0, lambda growth: growth.end != 30) is None  # it alone is asked about, and stays
     assert [take(queue, "w1", 0.0) for _ in range(2)] == ["first", "soon"]
     queue.release("soon")
     assert [take(queue, "w1", 0.0) for _ in range(5)] == ["soon", "longest", "plain", "later", None]
+
+
+def test_where_the_longest_has_no_room_a_shorter_one_goes_first_and_the_longest_is_asked_for_again() -> None:
+    queue = JobQueue(max_attempts=5)
+    for line_number, (name, max_tokens) in enumerate([("huge", 9000), ("long", 5000), ("short", 90)], start=1):
+        queue.add(entry(name, max_tokens, line_number))
+    taken = queue.take("w1", 0.0, lambda growth: growth.end < 6000)
+    assert taken is not None
+    assert taken.job_id == "long"
+    assert queue.take("w1", 0.0, lambda growth: False) is None
+    assert [take(queue, "w1", 0.0) for _ in range(3)] == ["huge", "short", None]
+
+
+def test_no_job_goes_first_for_its_length_before_one_of_a_lower_priority() -> None:
+    queue = JobQueue(max_attempts=5)
+    queue.add(entry("long", 5000), priority=0)
+    queue.add(entry("short", 90), priority=1)
+    assert queue.take("w1", 0.0, lambda growth: growth.end < 1000) is None
+
+
+def test_a_job_keeps_the_seniority_of_its_first_attempt() -> None:
+    queue = JobQueue(max_attempts=5)
+    for line_number, name in enumerate("abc"):
+        queue.add(entry(name, 100, line_number))
+    assert [take(queue, "w1", 0.0) for _ in range(2)] == ["a", "b"]
+    queue.release("a")
+    assert [take(queue, "w2", 0.0) for _ in range(2)] == ["a", "c"]
+    assert [queue.seniority(name) for name in "abc"] == [0, 1, 2]
+
+
+def test_jobs_are_expected_to_become_as_long_as_those_that_have_ended() -> None:
+    queue = JobQueue(max_attempts=5)
+    for number in range(200):
+        queue.add(entry(f"j{number}", 6400, number))
+    assert take(queue, "w1", 0.0) == "j0"
+    assert queue.growths("w1") == [(10, 6410)]
+    for _ in range(150):
+        done = queue.take("w2", 0.0)
+        assert done is not None
+        queue.finish(done.job_id, 640)
+    [(now, end)] = queue.growths("w1")
+    assert now == 10
+    assert 600 < end < 1000
+    queue.progress("j0", 3000)  # longer than any that has ended
+    assert queue.growths("w1") == [(3010, 6410)]
 
 
 def test_a_lost_job_waits_longer_each_time_and_has_its_attempts() -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.shared_prompts import SharedPrompt, prompt_keys
+from swiftbatch.scheduler.cluster.actors import WorkerInfo
 from swiftbatch.scheduler.driver.backlog import load_queue
 from swiftbatch.scheduler.driver.dispatch import Dispatcher
 from swiftbatch.scheduler.driver.fleet import Worker
@@ -69,7 +70,7 @@ def test_a_worker_hears_how_much_of_a_prompt_other_jobs_of_the_run_have(tmp_path
     keys = [prompt_keys(book), prompt_keys([*book, 1]), prompt_keys([1, *book])]
     run.add_jobs([replace(make_record(f"j{i}", i), prompt_keys=each) for i, each in enumerate(keys)])
     told: list[Orders] = []
-    worker = Worker("w1", actor=None, call=None)
+    worker = Worker("w1", None, None, WorkerInfo("host", 1, None, "node", "", num_free_positions=100_000))
     fleet: Any = SimpleNamespace(workers=[worker], work=lambda worker, orders, seconds: told.append(orders))
     Dispatcher(make_context(run, fleet, load_queue(run, 5), slots=4)).hand_out(0.0)
     [orders] = told
@@ -101,7 +102,12 @@ def test_jobs_that_wait_in_arrays_are_taken_as_those_that_were_added_one_by_one(
             running.remove(f"j{now % len(jobs)}")
         elif action in (1, 2) and running:
             running.pop(0)
-        taken = [take(queue, f"w{worker}", now) for queue in (one_by_one, from_arrays)]
+        longest = 5 if action == 4 else 9  # tokens that there is room for
+        entries_taken = [
+            queue.take(f"w{worker}", now, lambda growth, longest=longest: growth.end <= 10 + longest)
+            for queue in (one_by_one, from_arrays)
+        ]
+        taken = [each.job_id if each else None for each in entries_taken]
         assert taken[0] == taken[1]
         running += [name for name in taken[:1] if name is not None]
         assert one_by_one.counts() == from_arrays.counts()

@@ -1,4 +1,4 @@
-"""How many jobs a worker takes: as many as were asked for, else as many as its memory has room for."""
+"""How many jobs a worker takes: as many as its memory is expected to hold, and no more than were asked for."""
 
 from __future__ import annotations
 
@@ -7,29 +7,19 @@ from typing import Any
 
 import pytest
 
-from swiftbatch.jobs.run.job_index import JobEntry
 from swiftbatch.scheduler.cluster.actors import WorkerInfo
-from swiftbatch.scheduler.driver.dispatch import MEMORY_SHARE, Slots
 from swiftbatch.scheduler.driver.fleet import Worker
+from swiftbatch.scheduler.driver.slots import MEMORY_SHARE, Slots
+from swiftbatch.worker.caches.memory.pages import PAGE, Growth, most_pages
 from swiftbatch.worker.kernels.sizes import MOST_SLOTS
 
-
-def worker(num_free_positions: int, node: str = "node", num_state_positions: int = 0) -> Worker:
-    info = WorkerInfo("host", 1, None, node, "", num_free_positions, num_state_positions=num_state_positions)
-    return Worker("w", None, None, info)
+SHORT, LONG = Growth(10, 60), Growth(10, 2000)
 
 
-def test_states_take_room_beside_the_positions_of_each_job() -> None:
-    one = worker(round(1000 / MEMORY_SHARE), num_state_positions=100)
-    assert slots(None, one).has_room(one, jobs(400), SHORT)
-    assert not slots(None, one).has_room(one, jobs(401), SHORT)
-
-
-def jobs(*lengths: int) -> list[JobEntry]:
-    return [JobEntry(str(number), str(number), number, 10, length - 10) for number, length in enumerate(lengths)]
-
-
-SHORT = jobs(20)[0]
+def worker(num_pages: int, node: str = "node", num_slots: int | None = None, num_state_positions: int = 0) -> Worker:
+    num_free_positions = -int(-num_pages * PAGE // MEMORY_SHARE)
+    sizes = (num_free_positions, num_slots, num_state_positions)
+    return Worker("w", None, None, WorkerInfo("host", 1, None, node, "", *sizes))
 
 
 def slots(num_slots: int | None, *workers: Worker) -> Slots:
@@ -37,45 +27,69 @@ def slots(num_slots: int | None, *workers: Worker) -> Slots:
     return Slots(num_slots, fleet)
 
 
-@pytest.mark.parametrize("num_slots", [1, 3, 20])
-def test_what_was_asked_for_holds_whatever_the_memory(num_slots: int) -> None:
-    one = worker(0)
-    assert slots(num_slots, one).has_room(one, jobs(*[500] * (num_slots - 1)), SHORT)
-    assert not slots(num_slots, one).has_room(one, jobs(*[500] * num_slots), SHORT)
+@pytest.mark.parametrize("num_slots", [1, 3, 200])
+def test_a_worker_never_has_more_jobs_than_were_asked_for(num_slots: int) -> None:
+    one = worker(10**9)
+    assert not slots(num_slots, one).is_full(one, num_slots - 1)
+    assert slots(num_slots, one).is_full(one, num_slots)
+
+
+def test_what_was_asked_for_is_a_bound_and_makes_no_room() -> None:
+    one = worker(most_pages([LONG, LONG]))
+    assert slots(9, one).has_room(one, [LONG], LONG)
+    assert not slots(9, one).has_room(one, [LONG, LONG], LONG)
 
 
 def test_one_job_is_always_taken() -> None:
     one = worker(0)
-    assert slots(None, one).has_room(one, [], SHORT)
-    assert not slots(None, one).has_room(one, jobs(50), SHORT)
+    assert slots(None, one).has_room(one, [], LONG)
+    assert not slots(None, one).is_full(one, 0)
+    assert not slots(None, one).has_room(one, [SHORT], SHORT)
 
 
-def test_another_job_is_taken_while_one_as_long_as_the_longest_fits() -> None:
-    one = worker(round(1000 / MEMORY_SHARE))
-    assert slots(None, one).has_room(one, jobs(500), SHORT)
-    assert not slots(None, one).has_room(one, jobs(501), SHORT)
-    assert slots(None, one).has_room(one, jobs(400, 100, 100), SHORT)
-    assert not slots(None, one).has_room(one, jobs(400, 100, 101), SHORT)
+def test_a_long_job_leaves_room_for_short_ones_that_end_before_it_is_long() -> None:
+    one = worker(most_pages([LONG]))
+    assert slots(None, one).has_room(one, [LONG] + [SHORT] * 4, SHORT)
+    assert not slots(None, one).has_room(one, [LONG], LONG)
+    assert not slots(None, one).has_room(one, [Growth(1950, 2000)], SHORT)
 
 
-def test_a_longer_job_that_comes_later_has_room_or_waits() -> None:
-    """As one does that was put back, or whose priority is behind that of shorter ones."""
-    one = worker(round(1000 / MEMORY_SHARE))
-    assert slots(None, one).has_room(one, jobs(100), jobs(900)[0])
-    assert not slots(None, one).has_room(one, jobs(100), jobs(901)[0])
-    assert slots(None, one).has_room(one, [], jobs(5000)[0])
+def test_a_long_job_begins_when_it_will_only_be_long_after_others_have_ended() -> None:
+    one = worker(most_pages([LONG]) + 20)
+    assert slots(None, one).has_room(one, [Growth(1500, 2000)], LONG)
+    assert not slots(None, one).has_room(one, [Growth(500, 2000)], LONG)
 
 
 def test_workers_of_one_machine_share_its_memory() -> None:
-    one = worker(round(1000 / MEMORY_SHARE))
-    starting = Worker("w", None, None)
-    assert slots(None, one, worker(9, "other")).has_room(one, jobs(500), SHORT)
+    one, starting = worker(most_pages([SHORT, SHORT]) + 1), Worker("w", None, None)
+    assert slots(None, one, worker(9, "other")).has_room(one, [SHORT], SHORT)
     for other in (worker(9), starting):
-        assert not slots(None, one, other).has_room(one, jobs(500), SHORT)
-        assert slots(None, one, other).has_room(one, jobs(250), SHORT)
+        assert not slots(None, one, other).has_room(one, [SHORT], SHORT)
 
 
 def test_there_are_no_more_than_gain() -> None:
     one = worker(10**9)
-    assert slots(None, one).has_room(one, jobs(*[50] * (MOST_SLOTS - 1)), SHORT)
-    assert not slots(None, one).has_room(one, jobs(*[50] * MOST_SLOTS), SHORT)
+    assert not slots(None, one).is_full(one, MOST_SLOTS - 1)
+    assert slots(None, one).is_full(one, MOST_SLOTS)
+
+
+def test_a_gpu_takes_as_many_as_it_has_slots_whatever_their_lengths() -> None:
+    one = worker(0, num_slots=40)
+    assert slots(None, one).num_pages(one) is None
+    assert slots(None, one).has_room(one, [LONG] * 39, LONG)
+    assert not slots(None, one).is_full(one, 39)
+    assert slots(None, one).is_full(one, 40)
+    assert slots(3, one).is_full(one, 3)
+
+
+def test_a_worker_whose_memory_ran_out_takes_none_until_one_of_the_others_has_left() -> None:
+    one = worker(10**9)
+    one.num_fitting = 3
+    assert slots(None, one).is_full(one, 3)
+    assert not slots(None, one).is_full(one, 2)
+
+
+def test_states_take_room_beside_the_positions_of_each_job() -> None:
+    for num_state_positions, is_taken in ((0, True), (PAGE, False)):
+        one = worker(most_pages([SHORT, SHORT]), num_state_positions=num_state_positions)
+        assert slots(None, one).has_room(one, [SHORT], SHORT) == is_taken

@@ -17,7 +17,7 @@ from swiftbatch.scheduler.cli import main
 from swiftbatch.scheduler.cluster.cluster import Cluster
 from swiftbatch.scheduler.cluster.watch import ClusterLostError
 from swiftbatch.scheduler.commands.launch_options import make_settings
-from swiftbatch.scheduler.display.events import SlowOnGpu
+from swiftbatch.scheduler.display.events import FewGpus, SlowOnGpu
 from swiftbatch.scheduler.driver.driver import DriverError
 from swiftbatch.scheduler.driver.heartbeat import current_progress
 from swiftbatch.scheduler.runs import launch
@@ -108,11 +108,27 @@ def test_it_is_told_in_the_run(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_pa
     """With a driver that ends at once: this machine may have no GPU."""
     sizes = {"max_position_embeddings": 1024, "vocab_size": 97}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mixtral", **sizes}))
+    told = events_of_a_drive(run, monkeypatch, str(tmp_path), Cluster(False, num_gpus=1, watch=None), Settings())
+    assert [type(each) for each in told] == [SlowOnGpu]
+
+
+@pytest.mark.parametrize(("num_workers", "is_told"), [(2, False), (3, True)])
+def test_more_workers_than_gpus_are_told_of(
+    run: Run, monkeypatch: pytest.MonkeyPatch, num_workers: int, is_told: bool
+) -> None:
+    cluster = Cluster(True, num_gpus=2, watch=None)
+    told = events_of_a_drive(run, monkeypatch, "embedded", cluster, Settings(num_workers=num_workers))
+    assert told == ([FewGpus(num_workers, 2)] if is_told else [])
+
+
+def events_of_a_drive(
+    run: Run, monkeypatch: pytest.MonkeyPatch, model: str, cluster: Cluster, settings: Settings
+) -> list[object]:
     told: list[object] = []
     driver = SimpleNamespace(run=lambda: "finished", reached_limit=None, request_stop=lambda: None)
     monkeypatch.setattr(launch, "Driver", lambda *_: driver)
-    config, cluster = EngineConfig(model=str(tmp_path), engine="autoregressive"), Cluster(False, num_gpus=1, watch=None)
+    config = EngineConfig(model=model, engine="autoregressive")
     display, spent, counters = SimpleNamespace(note=told.append), SimpleNamespace(), SimpleNamespace()
-    parts: list[Any] = [run, None, None, spent, config, Settings(), cluster, display, counters]
+    parts: list[Any] = [run, None, None, spent, config, settings, cluster, display, counters]
     assert launch._drive(*parts) == ("finished", None)
-    assert [type(each) for each in told] == [SlowOnGpu]
+    return told

@@ -6,6 +6,7 @@ import mmap
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,12 +22,31 @@ def num_huge_kib() -> int:
     return int(match[1]) if match else 0
 
 
+def num_resident_kib() -> int:
+    """Kibibytes of this process that lie in memory."""
+    match = re.search(r"Rss:\s*(\d+) kB", Path("/proc/self/smaps_rollup").read_text())
+    assert match is not None
+    return int(match[1])
+
+
 @pytest.mark.skipif(not SETTING.exists() or "[never]" in SETTING.read_text(), reason="this system has no large pages")
-def test_a_filled_cache_lies_in_large_pages() -> None:
+def test_what_a_cache_has_filled_comes_to_lie_in_large_pages_and_keeps_its_bits() -> None:
     before = num_huge_kib()
     cache = FullKVCache(CacheShape(2, 2, 64, torch.bfloat16, torch.device("cpu")), 100_000)
-    cache.clear()
+    for start, end in ((0, 40_000), (40_000, 60_000)):
+        cache.load(np.full((8, end - start, 64), start + 1, np.uint16))
     assert num_huge_kib() > before
+    assert (cache.kv(0, 40_000) == 1).all()
+    assert (cache.kv(40_000, 60_000) == 40_001).all()
+
+
+def test_a_cache_takes_no_more_memory_than_its_positions() -> None:
+    """In pages of 4 KB, of each layer's and head's keys and values."""
+    kv = np.zeros((64, 2000, 64), np.uint16)
+    cache = FullKVCache(CacheShape(8, 4, 64, torch.bfloat16, torch.device("cpu")), 100_000)
+    before = num_resident_kib()
+    cache.load(kv)
+    assert num_resident_kib() - before < 2 * 64 * 2000 * 128 / 1024
 
 
 @pytest.mark.parametrize("size", [0, 1, mmap.PAGESIZE, 3 * mmap.PAGESIZE + 5])

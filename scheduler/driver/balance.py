@@ -1,0 +1,91 @@
+"""How the work of a run is spread over its workers, so that all of them end at about the same time."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from swiftbatch.jobs.run.job_index import JobEntry
+from swiftbatch.scheduler.driver.fleet import Fleet, Worker
+from swiftbatch.scheduler.driver.job_queue import JobQueue
+
+SLACK = 1.1  # a longest job that ends so much later than it could is worth moving others for
+
+
+@dataclass(frozen=True)
+class Last:
+    """The worker that ends last."""
+
+    worker: Worker
+    speed_of_others: float  # tokens per second
+
+
+class Balance:
+    """Says which workers should take more of the jobs that wait."""
+
+    def __init__(self, queue: JobQueue, fleet: Fleet, num_workers: int) -> None:
+        self._queue, self._fleet, self._num_workers = queue, fleet, num_workers
+        self._relieved: set[str] = set()  # jobs that had to leave a longest one
+
+    def has_share(self, num_held: int, num_left: int) -> bool:
+        """Tell whether a worker with so many jobs, and tokens left to draw, has its share of the jobs or the tokens.
+
+        The longest jobs go first: without the tokens' share, the first worker would get all of them.
+        """
+        is_share_of_jobs = num_held >= math.ceil(self._queue.num_unfinished / self._num_workers)
+        return is_share_of_jobs or (num_held > 0 and num_left >= self._queue.num_tokens_left / self._num_workers)
+
+    def of_last(self, now: float) -> Last | None:
+        """The worker whose longest job ends last, and how fast the others are.
+
+        None where there is nobody else, or no speed yet.
+        """
+        ready = [worker for worker in self._fleet.workers if worker.state == "ready"]
+        if len(ready) < 2:
+            return None
+        worker = max(ready, key=lambda worker: self._seconds_of(self._lefts(worker)))
+        if not self._queue.held_by(worker.id):
+            return None
+        others = sum(other.speed.tokens_per_second(now) for other in ready if other is not worker)
+        return Last(worker, others) if others > 0 and self._fleet.pace.seconds_per_token(1) > 0 else None
+
+    def may_have_more(self, last: Last) -> bool:
+        """Tell whether the worker whose longest job ends last may get one more job beside it.
+
+        It may if that job, among so many for all its time, still ends before the others are done with all the rest.
+        """
+        lefts = self._lefts(last.worker)
+        num_jobs = len(lefts) + 1
+        seconds = lefts[-1] * self._fleet.pace.seconds_per_token(num_jobs)
+        return seconds * last.speed_of_others <= self._queue.num_tokens_left - num_jobs * lefts[-1]
+
+    def too_many(self, last: Last) -> list[str]:
+        """The jobs that a worker should hand back so that its longest does not end long after all others.
+
+        Those with the least left stay, as many as leave it in time; none is handed back for this twice.
+        """
+        entries = sorted(self._queue.held_by(last.worker.id), key=self._num_left)
+        lefts = [self._num_left(entry) for entry in entries]
+        alone = lefts[-1] * self._fleet.pace.seconds_per_token(1)
+        num_kept = len(entries) - 1
+        while num_kept and self._seconds_of([*lefts[:num_kept], lefts[-1]]) > SLACK * max(
+            alone, (self._queue.num_tokens_left - sum(lefts[:num_kept]) - lefts[-1]) / last.speed_of_others
+        ):
+            num_kept -= 1
+        surplus = [entry.job_id for entry in entries[num_kept:-1] if entry.job_id not in self._relieved]
+        self._relieved.update(surplus)
+        return surplus
+
+    def _lefts(self, worker: Worker) -> list[int]:
+        return sorted(self._num_left(entry) for entry in self._queue.held_by(worker.id))
+
+    def _num_left(self, entry: JobEntry) -> int:
+        return entry.max_tokens - self._queue.num_reported_tokens(entry.job_id)
+
+    def _seconds_of(self, lefts: list[int]) -> float:
+        """Seconds until jobs with so many tokens left, the fewest first, have ended on a worker that gets no more."""
+        pace, seconds, before = self._fleet.pace, 0.0, 0
+        for num_ended, left in enumerate(lefts):
+            seconds += (left - before) * pace.seconds_per_token(len(lefts) - num_ended)
+            before = left
+        return seconds

@@ -1,0 +1,54 @@
+"""How many jobs a worker takes: as many as its memory may be expected to hold for a while, up to a number."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from swiftbatch.worker.caches.memory.pages import PAGE, Growth, most_pages
+from swiftbatch.worker.kernels.sizes import MOST_SLOTS
+
+if TYPE_CHECKING:
+    from swiftbatch.scheduler.driver.fleet import Fleet, Worker
+
+MEMORY_SHARE = 0.8  # of what is free, for caches; drafts and checkpoints on their way need some, too
+
+
+class Slots:
+    """Says whether a worker takes one more job beside those that it has.
+
+    It looks ahead for a while only, and may be wrong: a worker whose memory runs out hands its youngest jobs back. Then
+    it gets no more until one of those that it kept has left, so it hands jobs back no more often than jobs end.
+    """
+
+    def __init__(self, num_slots: int | None, fleet: Fleet) -> None:
+        """`num_slots` is the most that the user wants, None to leave it to the worker."""
+        self._num_slots = num_slots
+        self._fleet = fleet
+
+    def is_full(self, worker: Worker, num_held: int) -> bool:
+        """Tell whether a worker with so many jobs takes no other, however short it is."""
+        of_gpu = worker.info.num_slots if worker.info else None  # made when it started
+        wanted = MOST_SLOTS if self._num_slots is None and of_gpu is None else self._num_slots
+        bounds = [bound for bound in (wanted, of_gpu, worker.num_fitting) if bound is not None]
+        return 0 < num_held >= min(bounds)
+
+    def has_room(self, worker: Worker, held: list[Growth], job: Growth) -> bool:
+        """Tell whether a job would fit beside those that a worker has, for a while; alone it always does."""
+        num_pages = self.num_pages(worker)
+        if not held or worker.info is None or num_pages is None:
+            return not held or num_pages is None
+        beside = worker.info.num_state_positions
+        jobs = [Growth(each.now + beside, each.end + beside) for each in (*held, job)]
+        return most_pages(jobs) <= num_pages
+
+    def num_pages(self, worker: Worker) -> int | None:
+        """The worker's share of its machine's memory; who is still to start may come to the same machine.
+
+        None where a GPU was shared out in slots.
+        """
+        if worker.info is None:
+            return 0
+        if worker.info.num_slots is not None:
+            return None
+        nodes = [each.info.node_id if each.info else worker.info.node_id for each in self._fleet.workers]
+        return int(MEMORY_SHARE * worker.info.num_free_positions / nodes.count(worker.info.node_id)) // PAGE

@@ -1,0 +1,199 @@
+"""Workers that only count, in a time of their own: what the driver's dispatch makes of memory and of the end of a run.
+
+The queue, its dispatch and the intake of reports are the real ones, and so is the choice of jobs that have to leave.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from swiftbatch.jobs.run.results import success_line
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.metrics.driver_counters import DriverCounters
+from swiftbatch.scheduler.cluster.actors import WorkerInfo
+from swiftbatch.scheduler.driver import claims
+from swiftbatch.scheduler.driver.backlog import load_queue
+from swiftbatch.scheduler.driver.dispatch import Dispatcher
+from swiftbatch.scheduler.driver.fleet import Reported, Worker
+from swiftbatch.scheduler.driver.settlement import Intake, Settlement
+from swiftbatch.scheduler.driver.slots import MEMORY_SHARE
+from swiftbatch.scheduler.driver.speed import Speed
+from swiftbatch.scheduler.driver.step_pace import StepPace
+from swiftbatch.worker.caches.memory.pages import PAGE
+from swiftbatch.worker.session.room_for_steps import num_pages_in_use, without_room
+from swiftbatch.worker.session.work import Assignment, JobProgress, Orders, WorkReport
+from tests.scheduler.driver.driver_parts import make_context, make_run
+
+SLICE = 0.5  # seconds of a worker between two reports
+
+
+@dataclass(frozen=True)
+class StepModel:
+    """Seconds of a step that gives each of a worker's jobs a token."""
+
+    base: float
+    per_job: float
+
+    def seconds(self, num_jobs: int) -> float:
+        return self.base + num_jobs * self.per_job
+
+
+@dataclass(eq=False)
+class SimulatedJob:
+    """Stands for a `RunningJob`: its assignment, and a sequence that has a length."""
+
+    assignment: Assignment
+    num_tokens: int
+    num_final_tokens: int
+
+    @property
+    def sequence(self) -> range:
+        return range(self.assignment.record.num_prompt_tokens + self.num_tokens)
+
+    @property
+    def progress(self) -> JobProgress:
+        return JobProgress(self.assignment.record.job_id, self.num_tokens)
+
+
+@dataclass(eq=False)
+class SimulatedWorker:
+    """A worker's jobs; each slice it advances them, and hands back those that its memory does not hold."""
+
+    run: Run
+    lengths: Mapping[str, int]  # the jobs' tokens by names
+    step: StepModel
+    jobs: dict[str, SimulatedJob] = field(default_factory=dict)
+    tokens: dict[str, int] = field(default_factory=dict)  # of jobs that it had, as checkpoints have them
+    most_pages: int = 0  # in use at any time
+    seconds_left: float = 0.0  # of a step that the last slice began
+
+    def work(self, orders: Orders, tokens: dict[str, int]) -> WorkReport:
+        for job_id in orders.released:
+            tokens[job_id] = self.jobs[job_id].num_tokens
+        released = [self.jobs.pop(job_id).progress for job_id in orders.released]
+        for each in orders.assignments:
+            record = each.record
+            length = self.lengths[record.job.custom_id]
+            self.jobs[record.job_id] = SimulatedJob(each, tokens.get(record.job_id, 0), length)
+        outgrown: list[JobProgress] = []
+        finished: list[JobProgress] = []
+        num_generated, self.seconds_left = 0, self.seconds_left + SLICE
+        while self.jobs and self.seconds_left >= (seconds := self.step.seconds(len(self.jobs))):
+            self.seconds_left -= seconds
+            outgrown += self._make_room(orders.num_pages, tokens)
+            num_generated += len(self.jobs)
+            finished += self._advance()
+        progress = tuple(job.progress for job in self.jobs.values())
+        return WorkReport(progress, tuple(finished), (), num_generated, tuple(released), outgrown=tuple(outgrown))
+
+    def _make_room(self, num_pages: int | None, tokens: dict[str, int]) -> list[JobProgress]:
+        running: Any = list(self.jobs.values())
+        leaving: Any = without_room(running, num_pages)
+        for job in leaving:
+            tokens[job.progress.job_id] = job.num_tokens
+            del self.jobs[job.progress.job_id]
+        staying: Any = list(self.jobs.values())
+        youngest = max(job.assignment.seniority for job in staying)
+        assert all(job.assignment.seniority > youngest for job in leaving), "an older job had to leave"
+        if leaving or len(staying) > 1:
+            assert num_pages is None or len(staying) == 1 or num_pages_in_use(staying) <= num_pages
+        self.most_pages = max(self.most_pages, num_pages_in_use(staying))
+        return [job.progress for job in leaving]
+
+    def _advance(self) -> list[JobProgress]:
+        for job in self.jobs.values():
+            job.num_tokens += 1
+        ended = [job for job in self.jobs.values() if job.num_tokens >= job.num_final_tokens]
+        for job in ended:
+            record = job.assignment.record
+            fingerprint, ids = self.run.manifest.fingerprint, np.zeros(job.num_tokens, np.uint32)
+            shown: dict[str, Any] = {"model": "none", "system_fingerprint": fingerprint, "token_ids": ids}
+            self.run.write_result(record.job_id, success_line(record, "run", "", "length", metrics={}, **shown))
+            del self.jobs[record.job_id]
+        return [job.progress for job in ended]
+
+
+class SimulatedRun:
+    """A run on workers of one kind, each on a machine of its own."""
+
+    def __init__(
+        self,
+        folder: Path,
+        limits: Mapping[str, int],
+        lengths: Mapping[str, int],
+        *,
+        num_workers: int,
+        num_pages: int,
+        step: StepModel,
+    ) -> None:
+        """`limits` are `max_tokens` of jobs by their names, `lengths` the tokens at which they end."""
+        self.run = make_run(folder, dict(limits))
+        self.workers = {f"w{i}": SimulatedWorker(self.run, lengths, step) for i in range(num_workers)}
+        self.speed, self.pace = Speed(0.0), StepPace()
+        self.now = 0.0
+        self.num_ended = self.num_slices_outgrown = 0
+        self.counters = DriverCounters()
+        positions = -int(-num_pages * PAGE // MEMORY_SHARE)
+        infos = [WorkerInfo("host", 1, None, f"node {name}", "", positions) for name in self.workers]
+        self.fleet_workers = [
+            Worker(name, None, None, info, speed=Speed(0.0)) for name, info in zip(self.workers, infos, strict=True)
+        ]
+        self._calls: list[tuple[Worker, Orders]] = []
+        self._tokens: dict[str, int] = {}
+        queue, fleet = load_queue(self.run, 5), _Fleet(self)
+        context = make_context(self.run, fleet, queue, counters=self.counters, workers=num_workers)  # type: ignore[arg-type]
+        context = replace(context, num_slots=None)
+        self.queue, self._dispatcher = queue, Dispatcher(context)
+        self._intake = Intake(context, Settlement(context))
+
+    def to_the_end(self) -> float:
+        """Run all jobs; returns the seconds that it took."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "fsync", lambda descriptor: None)  # the disk's time
+            patch.setattr(claims, "PATIENCE_SECONDS", 600.0)  # claims take no time here
+            return self._to_the_end()
+
+    def _to_the_end(self) -> float:
+        while self.queue.num_unfinished:
+            self._dispatcher.order_relief(self.now)
+            self._dispatcher.order_move(self.now)
+            self._dispatcher.hand_out(self.now)
+            calls, self._calls = self._calls, []
+            assert calls, "jobs wait, and nobody has any"
+            self.now += SLICE
+            for worker, orders in calls:
+                self._report(worker, self.workers[worker.id].work(orders, self._tokens))
+        return self.now
+
+    def note_call(self, worker: Worker, orders: Orders) -> None:
+        self._calls.append((worker, orders))
+
+    def _report(self, worker: Worker, report: WorkReport) -> None:
+        worker.orders = Orders()
+        self.pace.add(len(report.progress) + len(report.finished), report.num_generated_tokens, SLICE)
+        for speed in (self.speed, worker.speed):
+            speed.add(report.num_generated_tokens, self.now)
+        self.num_ended += len(report.finished)
+        self.num_slices_outgrown += bool(report.outgrown)
+        self._intake.take_in(Reported(worker, report))
+
+
+class _Fleet:
+    """What the dispatch sees of a fleet."""
+
+    def __init__(self, run: SimulatedRun) -> None:
+        self._run, self.speed, self.pace = run, run.speed, run.pace
+
+    @property
+    def workers(self) -> Sequence[Worker]:
+        return self._run.fleet_workers
+
+    def work(self, worker: Worker, orders: Orders, seconds: float) -> None:
+        self._run.note_call(worker, orders)

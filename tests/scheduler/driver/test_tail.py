@@ -1,0 +1,66 @@
+"""The end of a run: whoever holds the job that decides it gets no more beside it, and all workers end together."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from swiftbatch.scheduler.driver.balance import Balance
+from swiftbatch.scheduler.driver.step_pace import StepPace
+from swiftbatch.worker.kernels.sizes import MOST_SLOTS
+from tests.scheduler.driver.simulated_fleet import SimulatedRun, StepModel
+
+STEP = StepModel(base=0.04, per_job=0.002)
+ROOMY = 10**6  # pages
+
+
+def run_of(folder: Path, lengths: dict[str, int], num_workers: int) -> SimulatedRun:
+    return SimulatedRun(folder, lengths, lengths, num_workers=num_workers, num_pages=ROOMY, step=STEP)
+
+
+def bound(lengths: dict[str, int], num_workers: int) -> float:
+    """Seconds below which no run can stay: the longest job alone, and all work in full steps, spread evenly."""
+    work = sum(lengths.values()) * STEP.seconds(MOST_SLOTS) / MOST_SLOTS
+    return max(work / num_workers, max(lengths.values()) * STEP.seconds(1))
+
+
+@pytest.mark.parametrize("num_workers", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_one_giant_job_among_many_ends_a_run_within_a_tenth_of_the_least_time(
+    tmp_path: Path, num_workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = {"giant": 2000} | {f"short {number}": 100 for number in range(75 * num_workers)}
+    least = bound(lengths, num_workers)
+    assert run_of(tmp_path / "run", lengths, num_workers).to_the_end() < 1.1 * least
+    monkeypatch.setattr(Balance, "of_last", lambda self, now: None)
+    assert run_of(tmp_path / "without", lengths, num_workers).to_the_end() > 1.1 * least
+
+
+def test_workers_that_start_together_get_long_and_short_jobs_alike(tmp_path: Path) -> None:
+    rng = random.Random(1)
+    lengths = {f"job {number}": int(50 * 20 ** rng.random()) for number in range(60)}
+    run = run_of(tmp_path, lengths, 4)
+    seconds = run.to_the_end()
+    most_steps = max(lengths.values()) * STEP.base + 1.2 * sum(lengths.values()) / 4 * STEP.per_job
+    assert seconds < most_steps + 2
+    assert sum(run.counters.num_preemptions.values()) < 15
+
+
+def test_a_pace_is_the_line_through_what_was_seen() -> None:
+    pace = StepPace()
+    assert pace.seconds_per_token(5) == 0.0
+    for num_jobs in (2, 20) * 20:
+        pace.add(num_jobs, num_jobs * 100, 100 * STEP.seconds(num_jobs))
+    for num_jobs in (1, 10, 32):
+        assert pace.seconds_per_token(num_jobs) == pytest.approx(STEP.seconds(num_jobs), rel=0.05)
+
+
+def test_before_other_numbers_were_seen_a_job_is_believed_to_be_sooner_alone() -> None:
+    pace = StepPace()
+    for _ in range(5):
+        pace.add(32, 3200, 10.0)
+        pace.add(0, 0, 10.0)  # one that only read prompts says nothing
+    assert pace.seconds_per_token(32) == pytest.approx(0.1)
+    assert 0.02 <= pace.seconds_per_token(1) < 0.05
+    assert pace.seconds_per_token(1) < pace.seconds_per_token(16) < 0.1 < pace.seconds_per_token(64)

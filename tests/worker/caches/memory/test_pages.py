@@ -1,0 +1,36 @@
+"""The pages that growing caches take, now and at most until their jobs end."""
+
+from __future__ import annotations
+
+import random
+
+from swiftbatch.worker.caches.memory.pages import HORIZON, PAGE, ROOM_BEHIND, Growth, most_pages, pages_of
+
+
+def peak(jobs: list[Growth]) -> int:
+    """The same by stepping through time."""
+    times = range(max(job.left for job in jobs) + 1)
+    return max(sum(pages_of(job.now + time) for job in jobs if job.left >= time) for time in times)
+
+
+def test_a_plan_is_never_below_what_jobs_take_and_at_most_a_page_a_job_above() -> None:
+    rng = random.Random(0)
+    for _ in range(200):
+        jobs = [Growth(now := rng.randint(0, 400), now + rng.randint(0, 400)) for _ in range(rng.randint(1, 8))]
+        assert peak(jobs) <= most_pages(jobs) <= peak(jobs) + len(jobs)
+
+
+def test_short_jobs_beside_long_ones_are_counted_until_they_end() -> None:
+    long, short = Growth(0, HORIZON), Growth(0, HORIZON // 16)
+    assert most_pages([long]) == most_pages([long, *[short] * 5]) == pages_of(HORIZON) + 1
+    assert most_pages([long, *[short] * 20]) > pages_of(HORIZON) + 1
+
+
+def test_what_lies_behind_the_horizon_is_left_open() -> None:
+    assert most_pages([Growth(500, 10**6)] * 3) == most_pages([Growth(500, 500 + HORIZON)] * 3)
+    assert most_pages([Growth(10**5, 10**6)]) > pages_of(10**5 + HORIZON - 1)
+
+
+def test_a_job_takes_room_for_its_positions_and_one_step() -> None:
+    assert pages_of(PAGE - ROOM_BEHIND % PAGE) == pages_of(0) + (ROOM_BEHIND % PAGE == 0)
+    assert pages_of(10 * PAGE) == pages_of(0) + 10

@@ -1,0 +1,41 @@
+"""What caches take of a worker's memory while they grow, in pages. Without torch: the driver plans with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from swiftbatch.worker.caches.room import MAX_TREE_NODES
+
+PAGE = 64  # positions; a CPU's memory is taken in less
+HORIZON = 2048  # tokens that a job has room for when it begins: to leave and to come back costs far less than these
+ROOM_BEHIND = MAX_TREE_NODES + 1  # positions that a step may write behind the committed ones
+
+
+class Growth(NamedTuple):
+    """One job's positions: those that it has, and those that it is expected to have at its end."""
+
+    now: int
+    end: int
+
+    @property
+    def left(self) -> int:
+        return max(0, self.end - self.now)
+
+
+def pages_of(num_positions: int) -> int:
+    """The pages of a cache with so many committed positions, and room for a step behind them."""
+    return -(-(num_positions + ROOM_BEHIND) // PAGE)
+
+
+def most_pages(jobs: Iterable[Growth]) -> int:
+    """The most pages that jobs take within the horizon if they grow alike, and each leaves at its expected end.
+
+    That time is one of the ends, or the horizon: a job's pages are free again when it has left, and until then all
+    others grow. What lies behind the horizon is left open: by then some have ended, or the youngest makes room.
+    """
+    most, now = 0, 0
+    for count, job in enumerate(sorted(jobs, key=lambda job: job.left, reverse=True), start=1):
+        now += job.now
+        most = max(most, now + count * (min(job.left, HORIZON) + ROOM_BEHIND + PAGE - 1))
+    return -(-most // PAGE)
