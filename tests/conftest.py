@@ -25,6 +25,7 @@ if name := os.environ.get("PYTEST_XDIST_WORKER"):
     number = int(name[2:])
     os.sched_setaffinity(0, {cores[number]} if number < len(cores) else set(cores))
 
+import hypothesis
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -39,6 +40,11 @@ from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.training.target.training import train_tokenizer
 from tests.jobs.storage.fault_proxy import FaultProxy
 from tests.jobs.storage.s3_server import S3Server, running_s3_server
+
+# No example has a time to keep: the machine may be busy. What fixtures of a test give is the same for all its examples
+no_checks = (hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture)
+hypothesis.settings.register_profile("busy machine", deadline=None, suppress_health_check=no_checks)
+hypothesis.settings.load_profile("busy machine")
 
 DRIVER = "tests/scheduler/driver/"
 NUM_THREADS = 1 if name else min(2, len(os.sched_getaffinity(0)))  # more than there are cores are ten times slower

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore, ResumeRecord
@@ -70,7 +70,7 @@ def damage(path: Path, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("file", FILES)
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30)
 @given(data=st.data())
 def test_a_damaged_file_is_named_and_costs_only_what_it_held(
     file: str, data: st.DataObject, whole: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture

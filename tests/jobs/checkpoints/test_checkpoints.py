@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import AttemptRecord, CheckpointStore, ResumeRecord, StateManifest
@@ -108,7 +108,7 @@ def test_a_token_log_of_a_newer_version_is_named_and_skipped(
     assert "found version 4, expected 1 to 3" in caplog.text
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(token_ids=TOKEN_IDS, older=TOKEN_IDS, data=st.data())
 def test_a_damaged_token_log_never_gives_wrong_tokens(
     store: Store, caplog: pytest.LogCaptureFixture, token_ids: TokenIds, older: TokenIds, data: st.DataObject

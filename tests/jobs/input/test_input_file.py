@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swiftbatch.jobs.input.input_file import InputFileError
@@ -96,7 +96,7 @@ def test_what_a_shell_puts_in_place_of_a_file_is_read() -> None:
 
 
 @pytest.mark.parametrize("compress", COMPRESSED)
-@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_compressed_data_that_is_cut_off_or_damaged_is_refused_in_one_line_or_read_as_it_was(
     tmp_path: Path, compress: Callable[[bytes], bytes], data: st.DataObject

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
@@ -199,7 +199,7 @@ def test_standard_input_a_pipe_and_a_compressed_file_may_hold_parquet(
     writer.join()
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_data_that_is_cut_off_or_damaged_is_refused_in_one_line_or_read(tmp_path: Path, data: st.DataObject) -> None:
     whole = write(tmp_path / "whole", TABLE | {"messages": [None, [], None]}).read_bytes()
@@ -255,7 +255,7 @@ VALUES = st.recursive(
 
 
 @pytest.mark.long
-@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=100)
 @given(
     value=VALUES, name=st.sampled_from(["custom_id", "prompt", "messages", "body", "max_tokens", "seed", "logit_bias"])
 )

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
@@ -123,7 +123,7 @@ def test_an_empty_file_among_others_is_fine_and_empty_files_alone_are_not(folder
     assert refused("empty-*.jsonl").startswith("empty-1.jsonl and 1 more file hold no jobs")
 
 
-@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=50)
 @given(files=st.lists(st.lists(st.sampled_from(["bad", "", "a", "b", "c"]), max_size=5), min_size=2, max_size=4))
 def test_however_lines_are_shared_out_over_files_they_are_the_jobs_of_one_file(
     tmp_path: Path, files: list[list[str]]

@@ -47,7 +47,7 @@ seeds = st.integers(0, 2**32)
     st.lists(st.tuples(st.sampled_from(EDGES), st.integers(0, 63)), min_size=1, max_size=4),
     seeds,
 )
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_a_row_among_others_has_the_bits_of_plain_decoding(
     shape: Shape, variant: str, num_threads: int, sequences: list[tuple[int, int]], seed: int
 ) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swiftbatch.jobs.run.run import Run
@@ -85,7 +85,7 @@ def resumed_digest(folder: Path, tiny_model: Path) -> str:
 @pytest.mark.parametrize(  # a checkpoint's own tests truncate and delete as well
     "kind", ["flipped", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("truncated", "deleted"))]
 )
-@settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=2)
 @given(place=st.floats(0, 1, exclude_max=True))
 def test_each_damaged_file_in_turn_costs_no_token_and_is_named(
     kind: str,

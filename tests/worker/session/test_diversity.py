@@ -20,7 +20,7 @@ def brute_force(tokens: list[int], n: int) -> float:
     return len(set(ngrams)) / len(ngrams) if ngrams else 0.0
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.integers(0, 3) | st.integers(150_000, 150_001), max_size=40), st.integers(1, 6))
 def test_it_is_the_share_of_distinct_ngrams(tokens: list[int], n: int) -> None:
     assert distinct_n(np.array(tokens, dtype=np.int64), n) == brute_force(tokens, n)
