@@ -83,7 +83,10 @@ def _read_all(store: Store, read: Callable[[BinaryIO], Iterator[Value]]) -> Iter
     """What is read of each table of a run. Raises DamagedError, with its place, where `read` raises ValueError."""
     for path in paths(store):
         with at_hand(store, path) as file:
-            values = iter(()) if file is None else read(file)
+            if file is None:
+                _refuse_if_it_was_there(store, path)
+                continue
+            values = read(file)
             while True:
                 try:
                     value = next(values)
@@ -92,6 +95,12 @@ def _read_all(store: Store, read: Callable[[BinaryIO], Iterator[Value]]) -> Iter
                 except (ValueError, TypeError, RecursionError) as error:
                     raise DamagedError(store, path, " ".join(str(error).split())) from None
                 yield value
+
+
+def _refuse_if_it_was_there(store: Store, path: str) -> None:
+    """Raise DamagedError for a table that is missing although its jobs have results or checkpoints."""
+    if any(store.list(folder) for folder in ("results", "checkpoints")):
+        raise DamagedError(store, path, "it is missing, but its jobs have results or checkpoints")
 
 
 def picked(part: pa.Table, places: NDArray[np.int64]) -> pa.Table:

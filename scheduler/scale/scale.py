@@ -32,9 +32,14 @@ def run_scale_bench(options: ScaleOptions, report: Callable[[str], None] = lambd
     """Measure all stages, one after the other; `report` gets a line about each. Raises ScaleError."""
     if (options.folder / RUN).exists():
         raise ScaleError(f"--folder {options.folder}: found a run there, expected a folder without one")
-    options.folder.mkdir(parents=True, exist_ok=True)
-    write_jobs(options.folder / JOBS_FILE, options.num_jobs)
-    (options.folder / OPTIONS_FILE).write_text(options.model_dump_json())
+    try:
+        options.folder.mkdir(parents=True, exist_ok=True)
+        (options.folder / OPTIONS_FILE).write_text(options.model_dump_json())
+        write_jobs(options.folder / JOBS_FILE, options.num_jobs)
+    except OSError as error:
+        raise ScaleError(
+            f"--folder {options.folder}: {error.strerror}; expected a folder that can be written"
+        ) from None
     found = []
     for name in STAGE_NAMES:
         report(f"{name}: {options.num_jobs:,} jobs")

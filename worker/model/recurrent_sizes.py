@@ -27,6 +27,11 @@ class RecurrentShape:
     num_channels: int  # of the convolution in front
     conv_width: int
 
+    def __post_init__(self) -> None:
+        """Raises ValueError for sizes that are no whole numbers, as a config may have them."""
+        if wrong := [size for size in vars(self).values() if type(size) is not int]:
+            raise ValueError(f"found a size of {wrong[0]!r}, expected a whole number")
+
     @property
     def state_bytes(self) -> int:
         """The bytes of all layers' states, in float32."""
@@ -45,7 +50,7 @@ class RecurrentShape:
 def layer_types(config: Config) -> list[str] | None:
     """What the config of a text model calls its layers, in order; None for one whose layers are all alike."""
     for key in ("layer_types", "layers_block_type", "hybrid_override_pattern"):
-        if config.get(key):
+        if isinstance(config.get(key), list | str) and config[key]:
             return list(map(str, config[key]))
     numbers, kind = range(config.get("num_hidden_layers") or 0), config.get("model_type")
     if kind in ALL_ALIKE:
@@ -73,7 +78,7 @@ def recurrent_shape(config: Config) -> RecurrentShape | None:
     sizes = SHAPES.get(str(config.get("model_type")))
     try:
         return sizes(config, num_layers) if sizes and num_layers else None
-    except (KeyError, TypeError):
+    except (KeyError, TypeError, ValueError):
         return None
 
 

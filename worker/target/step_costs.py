@@ -180,7 +180,8 @@ def _probe_cache(target: TargetModel) -> tuple[FullKVCache, tuple[int, ...]]:
     longest = min(PROBE_BYTES // num_bytes, target.files.max_positions - TILE_ROWS, PROBE_LENGTHS[-1])
     lengths = _probe_lengths(max(BLOCK, longest))
     capacity = max(lengths) + TILE_ROWS
-    if target.is_offloaded or capacity * shape.bytes_per_position() <= PROBE_BYTES:
+    fits = capacity * shape.bytes_per_position() <= PROBE_BYTES and 2 * capacity <= target.num_free_positions()
+    if target.is_offloaded or fits:
         cache = target.new_cache(capacity)
         cache.clear()
         return cache, lengths

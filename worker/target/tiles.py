@@ -16,7 +16,7 @@ import torch
 
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
-from swiftbatch.worker.kernels.sizes import BLOCK, MIN_ROWS, TILE_ROWS
+from swiftbatch.worker.kernels.sizes import BLOCK, FEWEST_COLUMNS, MIN_ROWS, TILE_ROWS
 
 
 @dataclass(frozen=True)
@@ -126,12 +126,13 @@ class Tile:
         return positions + [0] * (self.num_padded_rows - self.num_rows)
 
 
-def needs_whole_tiles(device_type: str, dtype: torch.dtype) -> bool:
+def needs_whole_tiles(device_type: str, dtype: torch.dtype, num_columns: int = FEWEST_COLUMNS) -> bool:
     """Tell whether a row's bits in linear layers depend on the row count: in float32 (measured), and on GPUs.
 
-    On CPUs, bf16 layers of up to `TILE_ROWS` rows do not.
+    On CPUs, bf16 layers of up to `TILE_ROWS` rows do not, if all have `FEWEST_COLUMNS` columns; `num_columns` are those
+    of the narrowest one.
     """
-    return dtype == torch.float32 or device_type != "cpu"
+    return dtype == torch.float32 or device_type != "cpu" or num_columns < FEWEST_COLUMNS
 
 
 def pack_tiles(groups: list[SequenceRows], pad_rows: bool, tile_rows: int = TILE_ROWS) -> Iterator[Tile]:

@@ -72,7 +72,7 @@ class TransformersForwards:
         self.has_windows = set(self.spans) != {FULL}
         self._attends, self._variant = attends_of(layers, self.dtype, variant), variant
         self._decoder, self._head = decoder_of(model), Head(model)
-        self._pads_rows = needs_whole_tiles(self.device.type, self.dtype)
+        self._pads_rows = needs_whole_tiles(self.device.type, self.dtype, _narrowest(self._decoder))
         self.rows_per_forward = 1 if self.device.type == "cpu" else TILE_ROWS
 
     def new_drawing(self) -> Drawing:
@@ -206,3 +206,9 @@ def _mask(rows: PartialRows) -> torch.Tensor:
     for row, length in enumerate(rows.tail_lengths):
         mask[row, rows.tail_entries[row, :length]] = 0.0
     return torch.from_numpy(mask).to(shape.device, shape.dtype)
+
+
+def _narrowest(decoder: torch.nn.Module) -> int:
+    """The columns of the narrowest linear layer, routers included, whose class may be one of its own."""
+    weights = (weight for name, weight in decoder.named_parameters() if weight.ndim == 2 and "norm" not in name)
+    return min(weight.shape[0] for weight in weights)

@@ -12,6 +12,7 @@ from pyarrow import parquet
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.run import job_table, table_parts
 from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.run_files import RunError
 from tests.jobs.run.run_parts import MANIFEST, make_record
 
 NAMES = [f"job-{number}" for number in range(7)]
@@ -68,3 +69,14 @@ def test_no_part_of_a_table_has_too_many_jobs(tmp_path: Path, monkeypatch: pytes
     other = Run.create_or_open(str(tmp_path / "other"), MANIFEST)
     other.add_jobs(make_record(name) for name in NAMES)
     assert parquet.read_metadata(tmp_path / "other" / "jobs.parquet").num_row_groups == len(NAMES)
+
+
+@pytest.mark.parametrize("folder", ["results", "checkpoints"])
+def test_a_table_that_is_gone_is_told_and_no_job_forgotten(tmp_path: Path, folder: str) -> None:
+    run = Run.create_or_open(str(tmp_path / "run"), MANIFEST)
+    assert run.jobs() == []
+    run.add_jobs([make_record("a")])
+    (tmp_path / "run" / folder / "a").mkdir(parents=True)
+    (tmp_path / "run" / "jobs.parquet").unlink()
+    with pytest.raises(RunError, match=r"jobs.parquet.*it is missing, but its jobs have results or checkpoints"):
+        run.jobs()

@@ -32,6 +32,22 @@ def test_each_stage_does_with_a_few_jobs_what_it_is_to_measure(tmp_path: Path) -
     assert render(options, list(found.values())).row_count == len(STAGE_NAMES)
 
 
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--seconds", "inf"], "num_seconds"),
+        (["--jobs", "99999999999999999999"], "num_jobs"),
+        (["--json", "/nowhere/x.json"], "expected a file in a folder"),
+        (["--folder", "/proc/x"], "--folder /proc/x: "),
+    ],
+)
+def test_what_cannot_be_measured_is_told_in_one_line_before_anything_is(options: list[str], told: str) -> None:
+    result = CliRunner().invoke(main, ["bench", "scale", *options])
+    assert result.exit_code == 2
+    assert told in result.output
+    assert "Traceback" not in result.output
+
+
 @pytest.mark.slow
 def test_the_command_measures_ten_thousand_jobs(tmp_path: Path) -> None:
     figures = tmp_path / "scale.json"

@@ -152,3 +152,13 @@ def test_numbers_of_a_choice_that_cannot_be_are_refused() -> None:
     for numbers in ({"num_chosen": 9}, {"num_chosen": 0}, {"num_experts": 2000}, {"num_groups": 3}):
         with pytest.raises(ValueError, match="found"):
             Routing(**{"num_experts": 8, "num_chosen": 2, "score": Score.SOFTMAX} | numbers)  # type: ignore[arg-type]
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_a_router_without_numbers_shows(name: str) -> None:
+    router = torch.randn(ROUTINGS[name].num_experts, HIDDEN)
+    router[1, 3] = torch.nan
+    weights = telling_weights(ROUTINGS[name], FLOAT32, router, None)
+    states = torch.randn(3, HIDDEN)
+    assert torch.isnan(told(weights, VARIANTS[0], states)).all(dim=1).all()

@@ -81,3 +81,9 @@ def test_a_job_is_refused_where_its_states_have_no_room() -> None:
     KVRoom(MEMORY, 1, state_bytes=1000).refuse_too_long(10)
     with pytest.raises(KVRoomError, match="cannot allocate the key-value cache: 10 positions need"):
         KVRoom(MEMORY, 1, state_bytes=int(2 * free)).refuse_too_long(10)
+
+
+def test_sizes_that_are_no_numbers_are_none() -> None:
+    assert recurrent_shape(QWEN35) is not None
+    assert recurrent_shape(QWEN35 | {"linear_conv_kernel_dim": "4"}) is None
+    assert layer_types({"model_type": "nemotron_h", "hybrid_override_pattern": 5}) is None

@@ -32,6 +32,7 @@ def tiny(tiny_model: Path) -> dict[str, TargetModel]:
 
 def test_off_the_cpu_every_forward_has_the_same_number_of_rows_in_any_dtype() -> None:
     assert not needs_whole_tiles("cpu", torch.bfloat16)
+    assert needs_whole_tiles("cpu", torch.bfloat16, num_columns=32)
     assert needs_whole_tiles("cpu", torch.float32)
     assert all(needs_whole_tiles("cuda", dtype) for dtype in (torch.bfloat16, torch.float32))
 
@@ -61,11 +62,10 @@ def no_flash_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.usefixtures("no_flash_kernel")
 def test_where_the_flash_kernel_raises_attention_by_definition_is_row_exact(
-    tiny: dict[str, TargetModel], dtype: str, monkeypatch: pytest.MonkeyPatch
+    tiny: dict[str, TargetModel], dtype: str
 ) -> None:
     target = tiny[dtype]
     assert target.forwards.numerics.endswith(", attention by definition")
-    monkeypatch.setattr(target.forwards, "_pads_rows", True)  # layers this small are not row-exact in bf16
     assert probe_rows(target, num_rows=120, seed=2).num_differing == 0
 
 
@@ -106,6 +106,16 @@ def test_large_caches_are_timed_at_all_lengths_in_the_memory_of_one_layer(
     costs = measure_step_costs(target)
     assert (costs.lengths, PROBE_LENGTHS[0]) == ((64, 1024), 64)
     assert (costs.seconds > 0).all()
+
+
+def test_where_the_memory_is_short_costs_are_timed_in_the_memory_of_one_layer(
+    tiny: dict[str, TargetModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tiny["float32"]
+    monkeypatch.setattr(step_costs, "PROBE_LENGTHS", (64, 1024))
+    monkeypatch.setattr(TargetModel, "num_free_positions", lambda _target: 100)
+    monkeypatch.setattr(target, "new_cache", lambda _length: pytest.fail("too large"))
+    assert (measure_step_costs(target).seconds > 0).all()
 
 
 def test_a_verdict_belongs_to_the_gpu_s_name_and_size_its_driver_and_cublas(monkeypatch: pytest.MonkeyPatch) -> None:

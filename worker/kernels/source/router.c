@@ -94,6 +94,12 @@ static void weigh_experts(const expert_sizes *sizes, const float *scores, const 
     }
 }
 
+static bool has_nan(const float *numbers, int count) {
+    for (int i = 0; i < count; i++)
+        if (numbers[i] != numbers[i]) return true;
+    return false;
+}
+
 void route(frame *frame, const router *router, int num_rows, const float *rows, bool rounds, int32_t *choices,
            float *weights) {
     const expert_sizes *sizes = &router->sizes;
@@ -101,8 +107,11 @@ void route(frame *frame, const router *router, int num_rows, const float *rows, 
     float *logits = frame_take(frame, sizeof(float) * (size_t)num_rows * (size_t)columns), scores[MOST_EXPERTS];
     linear(frame, &router->weight, num_rows, rows, logits, columns, rounds && sizes->rounds_logits);
     for (long row = 0; row < num_rows; row++) {
+        float *row_weights = weights + row * sizes->num_chosen;
         score_experts(sizes, logits + row * columns, scores);
         choose_experts(router, scores, choices + row * sizes->num_chosen);
-        weigh_experts(sizes, scores, choices + row * sizes->num_chosen, rounds, weights + row * sizes->num_chosen);
+        weigh_experts(sizes, scores, choices + row * sizes->num_chosen, rounds, row_weights);
+        if (has_nan(logits + row * columns, sizes->num_experts))  // damage has to show, and comparisons pass it over
+            for (int i = 0; i < sizes->num_chosen; i++) row_weights[i] = __builtin_nanf("");
     }
 }
