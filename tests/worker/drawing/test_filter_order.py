@@ -33,7 +33,8 @@ COMMUTING = {("top_k", "min_p")}  # each looks at places and scores that the oth
 OTHER_FIELDS = {  # what decides a draw, or an output's end, and is no filter
     *("max_tokens", "temperature", "repetition_penalty", "penalty_window", "seed", "stop", "ignore_eos"),
     *("frequency_penalty", "presence_penalty", "logit_bias", "min_tokens", "stop_token_ids", "bad_words"),
-    *("include_stop_str_in_output", "repetition_detection", "logprobs", "structured_outputs", "thinking_token_budget"),
+    *("include_stop_str_in_output", "repetition_detection", "logprobs", "structured_outputs", "thinking_end"),
+    "thinking_token_budget",
 }
 CUTTING: dict[str, list[float]] = {  # values at which a filter cuts rows of `VOCAB` tokens
     "top_k": [3, 6, 12],
