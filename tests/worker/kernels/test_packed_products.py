@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from pathlib import Path
 
 import pytest
@@ -63,7 +64,8 @@ class Product:
         element = ELEMENTS[matrix.dtype]
         self._packed = self._library.roof_matrix_quantized(element, depth, self._columns, rows.address)
         self._plain = self._library.roof_matrix_new(element, depth, self._wide, plain.data_ptr())
-        # neither is freed: a helper that comes late may still read a matrix for a moment when the call has returned
+        for handle in (self._packed, self._plain):
+            weakref.finalize(self, team.retire, self._library.roof_matrix_free, handle)
 
     @property
     def _wide(self) -> int:
@@ -75,6 +77,7 @@ class Product:
     def _times(self, handle: int, rows: Tensor) -> Tensor:
         out = torch.empty(len(rows), self._wide)
         self._library.roof_linear(self._team.handle, handle, len(rows), rows.data_ptr(), out.data_ptr())
+        self._team.hold([rows, out])  # a late helper may still read them
         return out[:, : self._columns].contiguous().view(torch.int32)
 
 
