@@ -80,7 +80,7 @@ def records_of(part: pa.Table) -> Iterator[JobRecord]:
 
 
 def _read_all(store: Store, read: Callable[[BinaryIO], Iterator[Value]]) -> Iterator[Value]:
-    """What is read of each table of a run. Raises DamagedError, with its place, where `read` raises ValueError."""
+    """Read something of each table of a run. Raises DamagedError, with its place, where `read` raises ValueError."""
     for path in paths(store):
         with at_hand(store, path) as file:
             if file is None:

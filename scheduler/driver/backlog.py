@@ -46,7 +46,7 @@ def load_queue(run: Run, max_attempts: int) -> JobQueue:
 
 
 def _ended(run: Run, index: JobIndex, lengths: Lengths) -> tuple[NDArray[np.bool_], dict[str, tuple[int, int]]]:
-    """Which jobs have no result and no error that can be read, and how many others ended how, with how many tokens.
+    """Tell which jobs have no readable result or error, and how many others ended how, with how many tokens.
 
     The lengths of finished ones are noted in `lengths`.
     """

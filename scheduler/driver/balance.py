@@ -1,4 +1,4 @@
-"""How the work of a run is spread over its workers, so that all of them end at about the same time."""
+"""Spreads the work of a run over its workers, so that all of them end at about the same time."""
 
 from __future__ import annotations
 

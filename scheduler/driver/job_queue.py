@@ -155,7 +155,7 @@ class JobQueue:
         return job.entry if job else None
 
     def entries(self, job_ids: Iterable[str]) -> list[JobEntry]:
-        """Those of some jobs that are still to do: for many at once far sooner than `entry` for each."""
+        """Filter some jobs by whether they are still to do: for many at once far sooner than `entry` for each."""
         wanted = set(job_ids)
         for job in self._untouched.take_all(wanted.difference(self._touched)):
             self._touch(job)

@@ -19,7 +19,7 @@ class Lengths:
         self._num_ended[_share(num_tokens, max_tokens)] += 1
 
     def forecast(self, running: Iterable[tuple[int, int]]) -> Forecast:
-        """What to expect now; `running` are the tokens and the `max_tokens` of jobs that have not ended.
+        """Forecast what comes; `running` are the tokens and the `max_tokens` of jobs that have not ended.
 
         These count as having lived so far (the estimate of Kaplan and Meier): short jobs end first, and would make all
         others look short.

@@ -1,4 +1,4 @@
-"""How many jobs a worker takes: as many as its memory may be expected to hold for a while, up to a number."""
+"""Decides how many jobs a worker takes: as many as its memory may be expected to hold for a while, up to a number."""
 
 from __future__ import annotations
 

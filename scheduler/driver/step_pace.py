@@ -1,4 +1,4 @@
-"""How long a step of a worker takes, by the number of its jobs: learnt from the reports of a run."""
+"""Learns how long a step of a worker takes, by the number of its jobs, from the reports of a run."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class UntouchedJobs:
         return (job_id for row, job_id in enumerate(self._index.job_ids()) if not self._is_out[row])
 
     def places(self) -> NDArray[np.int64]:
-        """Where the jobs that are still in stand in the tables of their run."""
+        """The places of the jobs that are left in the tables of their run."""
         return self._index.places[~self._is_out]
 
     def _passed(self, order: NDArray[np.int32], start: int, is_passed: Callable[[int], bool]) -> int:
@@ -131,7 +131,7 @@ class UntouchedJobs:
 
 
 def _starts(priorities: NDArray[np.int64], lengths: NDArray[np.int64]) -> dict[tuple[int, int], int]:
-    """Where each class of lengths of each priority begins, in the order of jobs."""
+    """The beginnings of each class of lengths of each priority, in the order of jobs."""
     is_other = np.ones(len(lengths), bool)
     is_other[1:] = (priorities[1:] != priorities[:-1]) | (lengths[1:] != lengths[:-1])
     starts: dict[tuple[int, int], int] = {}

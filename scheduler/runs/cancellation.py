@@ -70,7 +70,7 @@ def _is_asked(run: Run, job_ids: Sequence[str | None]) -> bool:
 
 
 def _unfinished(run: Run, chosen: Sequence[JobEntry] | None) -> list[JobEntry]:
-    """Those of the chosen jobs, of all for None, that have not ended."""
+    """Return the chosen jobs, or all for None, that have not ended."""
     finished, failed = run.ended()
     entries = run.job_index().entries() if chosen is None else chosen
     return [entry for entry in entries if entry.job_id not in finished and entry.job_id not in failed]

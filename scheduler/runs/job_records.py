@@ -22,7 +22,7 @@ RULED = ("thinking_token_budget", "thinking_end", "structured_outputs")  # field
 
 @dataclass(frozen=True)
 class LineNotes:
-    """What was found in lines beside jobs: those that are none, and how many good ones have a field without effect.
+    """Findings in lines beside jobs: those that are none, and how many good ones have a field without effect.
 
     `priorities` are by `custom_id`, but for those that are 0.
     """

@@ -1,4 +1,4 @@
-"""What `bench scale` is asked to measure, and where it lies."""
+"""Options of `bench scale`, and the files of its folder."""
 
 from __future__ import annotations
 

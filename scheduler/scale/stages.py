@@ -1,4 +1,4 @@
-"""What `bench scale` measures, a process for each: `python -m swiftbatch.scheduler.scale.stages STAGE OPTIONS`."""
+"""Stages of `bench scale`, a process for each: `python -m swiftbatch.scheduler.scale.stages STAGE OPTIONS`."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def drive(options: ScaleOptions) -> dict[str, float]:
 
 
 class DriverTurns:
-    """What a driver does from its first turn until enough seconds are over."""
+    """Run a driver from its first turn until enough seconds are over."""
 
     def __init__(self, calls: StubCalls, num_seconds: float, stop: Callable[[], None]) -> None:
         self._calls, self._num_seconds, self._stop = calls, num_seconds, stop

@@ -1,4 +1,4 @@
-"""How often a sequence that drafts nothing gets a draft as a trial: the longer these bring nothing, the rarer."""
+"""Gives a sequence that drafts nothing a draft as a trial: the longer these bring nothing, the rarer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How rows choose their experts, by the numbers that the kernels know it by. Light, as sizes: configs are read so."""
+"""The rules by which rows choose their experts, as numbers for the kernels. Light: configs are read with it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MOST_CHOSEN = 64  # of a row
 
 
 class Score(IntEnum):
-    """What the logits of experts become: `router_score` of source/api.h."""
+    """The scores that logits of experts become: `router_score` of source/api.h."""
 
     SOFTMAX = 0  # of the logits of all experts
     SIGMOID = 1

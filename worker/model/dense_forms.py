@@ -47,7 +47,7 @@ class WindowAngles:
 
 @dataclass(frozen=True)
 class Form:
-    """How a kind writes what all dense decoders have. Biases are there where the key that is named here says so."""
+    """Names that a kind has for what all decoders have. Biases are there where the key that is named here says so."""
 
     query_key_value_bias: str | None = None
     output_bias: str | None = None

@@ -1,4 +1,4 @@
-"""Which keys of a config say something of a dense decoder that the kernels do not have. Without torch.
+"""Finds the keys of a config that ask for what the kernels do not have. Without torch.
 
 A config counts as understood only where each of its numbers is known: those that change no forward are named here.
 """

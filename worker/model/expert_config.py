@@ -1,4 +1,4 @@
-"""What our kernels need to know of a model's experts, from its config alone. Without torch: the driver asks, too."""
+"""Reads what our kernels must know of a model's experts from its config alone. Without torch: the driver asks, too."""
 
 from __future__ import annotations
 

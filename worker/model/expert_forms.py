@@ -44,7 +44,7 @@ class ExpertNames:
 
 @dataclass(frozen=True)
 class ExpertForm:
-    """How a kind writes what layers with experts have: keys of its config, and what it does with their numbers."""
+    """Names that a kind has for its experts: keys of its config, and what it does with their numbers."""
 
     score: Score
     layers: LayerForm

@@ -65,7 +65,7 @@ def own_rotary(config: dict[str, Any], form: Form, head_dim: int, num_turned: in
 
 
 def _growth(config: dict[str, Any], form: Form) -> QueryGrowth | None:
-    """How queries grow. Raises KeyError or ValueError."""
+    """Read how queries grow. Raises KeyError or ValueError."""
     if form.growth_key is None:
         return None
     said = _angles(config)

@@ -48,7 +48,7 @@ class RecurrentShape:
 
 
 def layer_types(config: Config) -> list[str] | None:
-    """What the config of a text model calls its layers, in order; None for one whose layers are all alike."""
+    """Return what the config of a text model calls its layers, in order; None for one whose layers are all alike."""
     for key in ("layer_types", "layers_block_type", "hybrid_override_pattern"):
         if isinstance(config.get(key), list | str) and config[key]:
             return list(map(str, config[key]))

@@ -1,4 +1,4 @@
-"""Which jobs stay while the caches of a worker grow, and which go back to the queue when its memory runs out."""
+"""Chooses the jobs that go back to the queue when the caches of a worker outgrow its memory."""
 
 from __future__ import annotations
 

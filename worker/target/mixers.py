@@ -1,4 +1,4 @@
-"""What recurrent layers of all forms share: how rows go through states and convolutions along their paths."""
+"""Parts that recurrent layers of all forms share: how rows go through states and convolutions along their paths."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from swiftbatch.worker.model.recurrent_sizes import RecurrentShape
 
 @dataclass(frozen=True)
 class Projected:
-    """What a layer computes of each row by itself."""
+    """The numbers that a layer computes of each row by itself."""
 
     inputs: Tensor  # [num_rows, num_channels] of the convolution
     gates: Tensor  # [num_rows, ...] of the output
     factors: tuple[Tensor, ...] = ()  # each [num_rows, num_heads] float32
 
     def part(self, rows: slice) -> Projected:
-        """Those of some rows."""
+        """Return the numbers of some rows."""
         return Projected(self.inputs[rows], self.gates[rows], tuple(each[rows] for each in self.factors))
 
 
@@ -41,7 +41,7 @@ class Mixer(Protocol):
         """The part in front of the state, `[num_rows, hidden]`."""
 
     def mix(self, walk: StateWalk, projected: Projected) -> Tensor:
-        """What rows of one sequence find along their paths, `[num_rows, ...]`."""
+        """Compute what rows of one sequence find along their paths, `[num_rows, ...]`."""
 
     def output(self, mixed: Tensor, gates: Tensor) -> Tensor:
         """The part behind the state, `[num_rows, hidden]`."""

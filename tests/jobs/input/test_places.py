@@ -35,7 +35,7 @@ def write(path: Path, *names: str, **fields: Any) -> bytes:
 
 @dataclass
 class FoundLines:
-    """What was read of some files."""
+    """The lines of some files, as they were read."""
 
     reader: JobReader
     jobs: list[tuple[int, JobLine]]

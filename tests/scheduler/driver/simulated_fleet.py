@@ -186,7 +186,7 @@ class SimulatedRun:
 
 
 class _Fleet:
-    """What the dispatch sees of a fleet."""
+    """A fleet as the dispatch sees it."""
 
     def __init__(self, run: SimulatedRun) -> None:
         self._run, self.speed, self.pace = run, run.speed, run.pace

@@ -1,4 +1,4 @@
-"""How often workers are started anew that do not start, by the reason why."""
+"""Workers that do not start are started anew a number of times, by the reason why."""
 
 from __future__ import annotations
 

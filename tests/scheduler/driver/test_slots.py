@@ -1,4 +1,4 @@
-"""How many jobs a worker takes: as many as its memory is expected to hold, and no more than were asked for."""
+"""A worker takes as many jobs as its memory is expected to hold, and no more than were asked for."""
 
 from __future__ import annotations
 

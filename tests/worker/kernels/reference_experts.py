@@ -54,7 +54,7 @@ def _best(scores: Tensor, count: int) -> Tensor:
 
 def reference_experts(experts: ExpertWeights, rows: Tensor, activate: Callable[[Tensor], Tensor], rounded: Rounded,
                       shared: Tensor | None) -> Tensor:  # fmt: skip
-    """What experts add for rows `[num_rows, hidden]`, with the part that all rows meet."""
+    """Compute what experts add for rows `[num_rows, hidden]`, with the part that all rows meet."""
     logits = _product(rows, experts.router)
     choices, weights = reference_choice(experts.routing, logits, experts.choice_bias, rounded)
     sums = torch.zeros_like(rows)

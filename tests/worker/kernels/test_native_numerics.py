@@ -144,14 +144,14 @@ def test_a_model_with_a_part_of_another_class_is_left_to_transformers() -> None:
 
 
 def num_far(found: Tensor, reference: Tensor, shape: Shape) -> int:
-    """How many rows are far from the reference's."""
+    """Count the rows that are far from the reference's."""
     bound = 1e-5 if shape.dtype == FLOAT32 else 0.06
     errors = (found.float() - reference.float()).abs().amax(-1)
     return int((errors > bound * reference.float().abs().max()).sum())
 
 
 def num_elsewhere(shape: Shape) -> int:
-    """How many rows may meet another expert than in the reference: those with two of the same weight but for a bit."""
+    """Count the rows that may meet another expert than in the reference: two weigh the same but for a bit."""
     return 3 if shape.experts is not None and shape.dtype == BF16 else 0
 
 

@@ -31,7 +31,7 @@ def message_of(found: dict[str, Any]) -> dict[str, str]:
 
 @pytest.fixture
 def thought(tmp_path: Path, model: Path) -> dict[str, Any]:
-    """What comes of the job where its text ends within the thought."""
+    """Run the job, whose text would end within the thought, and return its result."""
     found = done(make_run(tmp_path / "stop"), model, asking(model, "stop"), engine="autoregressive")
     assert (found["choices"][0]["finish_reason"], message_of(found)["content"]) == ("stop", "")
     return found

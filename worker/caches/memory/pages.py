@@ -1,4 +1,4 @@
-"""What caches take of a worker's memory while they grow, in pages. Without torch: the driver plans with them."""
+"""Counts the pages that caches take of a worker's memory while they grow. Without torch: the driver plans with them."""
 
 from __future__ import annotations
 

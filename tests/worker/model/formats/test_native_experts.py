@@ -42,7 +42,7 @@ def native(folder: Path, dtype: str) -> TargetModel:
 
 
 def num_packed(folder: Path) -> int:
-    """How many matrices of experts stay packed."""
+    """Count the matrices of experts that stay packed."""
     weights = dense_weights(locate_model(str(folder)), torch.bfloat16)
     assert weights is not None
     found = [layer.experts for layer in weights.layers if layer.experts is not None]
