@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from swiftbatch.jobs.run.job_names import JobName
+from swiftbatch.jobs.run.job_index import JobName
 from swiftbatch.jobs.run.records import Progress
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_files import NUM_READERS
