@@ -15,17 +15,13 @@ from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.input.reader import Reject
 from swiftbatch.jobs.json_lines import dump_line
 from swiftbatch.jobs.run.output import temporary_file
-from swiftbatch.jobs.run.records import RunManifest
 from swiftbatch.jobs.run.run import MANIFEST, Run
 from swiftbatch.jobs.run.run_files import DamagedError, read_model
+from swiftbatch.jobs.run.run_records import RunManifest
 from swiftbatch.scheduler.driver.backlog import CANCELLED, num_completion_tokens
 from swiftbatch.scheduler.process.streams import Lines
 from swiftbatch.scheduler.runs.cancellation import EXPIRED, cancel_jobs, expire_jobs
-from swiftbatch.scheduler.serve.batch_status import DAMAGED, is_submitted, lines_of, running_status
-from swiftbatch.scheduler.serve.batches import Batch, Batches
-from swiftbatch.scheduler.serve.driving.driver_process import DriverProcess
-from swiftbatch.scheduler.serve.files import Files
-from swiftbatch.scheduler.serve.records import (
+from swiftbatch.scheduler.serve.batch_records import (
     BATCHES,
     Counts,
     Delivery,
@@ -34,6 +30,10 @@ from swiftbatch.scheduler.serve.records import (
     LineProblem,
     delivered_file_id,
 )
+from swiftbatch.scheduler.serve.batch_status import DAMAGED, is_submitted, lines_of, running_status
+from swiftbatch.scheduler.serve.batches import Batch, Batches
+from swiftbatch.scheduler.serve.driving.driver_process import DriverProcess
+from swiftbatch.scheduler.serve.files import Files
 
 BATCH_CANCELLED = "batch_cancelled"  # OpenAI's code for such a line
 INVALID = "invalid_request"

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from swiftbatch.jobs.logprobs import TokenLogprobs
-from swiftbatch.jobs.run.dtypes import LogprobsMode
+from swiftbatch.jobs.run.option_values import LogprobsMode
 from swiftbatch.worker.drawing import native_drawing as native
 from swiftbatch.worker.drawing.adjustments import Context, adjusted, only_allowed
 from swiftbatch.worker.drawing.finite import is_drawable

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from swiftbatch.jobs.run.dtypes import LogprobsMode
+from swiftbatch.jobs.run.option_values import LogprobsMode
 from swiftbatch.metrics.counters import EngineCounters, timed
 from swiftbatch.worker.caches.full import MAX_TREE_NODES, FullKVCache
 from swiftbatch.worker.caches.room import KVRoomError

@@ -11,7 +11,7 @@ from typing import Any
 from swiftbatch.jobs.chat import Message, TemplateOptions
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.job import Job
-from swiftbatch.jobs.run.dtypes import ThinkingMarkers
+from swiftbatch.jobs.run.option_values import ThinkingMarkers
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.constraints.grammar import GrammarTokenizer
 from swiftbatch.worker.constraints.thinking import ThinkingRule

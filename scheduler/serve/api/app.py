@@ -23,7 +23,7 @@ from swiftbatch.scheduler.serve.api.objects import Object, batch_object, error_r
 from swiftbatch.scheduler.serve.api.watching_routes import progress_object
 from swiftbatch.scheduler.serve.batches import Batch
 from swiftbatch.scheduler.serve.page import page_routes
-from swiftbatch.scheduler.serve.page.page_route import UPLOAD_PATH
+from swiftbatch.scheduler.serve.page.page_security import UPLOAD_PATH
 from swiftbatch.scheduler.serve.page.sessions import Sessions
 from swiftbatch.scheduler.serve.refusals import RefusedError
 from swiftbatch.scheduler.serve.service import Service

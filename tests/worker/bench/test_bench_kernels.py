@@ -14,8 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from swiftbatch.worker.bench.bench_engine import BenchError
 from swiftbatch.worker.bench.kernels import kernels, roof
+from swiftbatch.worker.bench.kernels.kernel_figures import KernelResult, render
 from swiftbatch.worker.bench.kernels.kernels import KernelBenchOptions, run_kernel_bench
-from swiftbatch.worker.bench.kernels.records import KernelResult, render
 from swiftbatch.worker.bench.kernels.roof import Roof
 from swiftbatch.worker.kernels import build
 from swiftbatch.worker.kernels.instruction_sets import OVERRIDE, load_library

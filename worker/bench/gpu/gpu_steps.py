@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from swiftbatch.worker.bench.gpu.records import GPUResumeRecord, GPUStepRecord, ReadRecord
+from swiftbatch.worker.bench.gpu.gpu_figures import GPUResumeRecord, GPUStepRecord, ReadRecord
 from swiftbatch.worker.caches.arena import ArenaKVCache
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 from swiftbatch.worker.exactness.first_run.parts import ArenaTarget, Parts

@@ -11,8 +11,9 @@ from typing import Annotated
 import torch
 from pydantic import AfterValidator, Field
 
-from swiftbatch.jobs.run.dtypes import Device
+from swiftbatch.jobs.run.option_values import Device
 from swiftbatch.worker.bench.bench_engine import BenchError
+from swiftbatch.worker.bench.kernels.kernel_figures import KernelRecord, KernelResult, plot
 from swiftbatch.worker.bench.kernels.operations import (
     Operation,
     attention_operation,
@@ -20,7 +21,6 @@ from swiftbatch.worker.bench.kernels.operations import (
     matrix_operations,
     sampling_operations,
 )
-from swiftbatch.worker.bench.kernels.records import KernelRecord, KernelResult, plot
 from swiftbatch.worker.bench.kernels.roof import LARGEST, Roof
 from swiftbatch.worker.bench.options import BenchOptions, check_length
 from swiftbatch.worker.caches.full import FullKVCache

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from swiftbatch.worker.drawing.cuda.buffers import BLOCK, expect, expect_logits
-from swiftbatch.worker.drawing.cuda.candidate_kernels import candidates_of_rows, store_block
+from swiftbatch.worker.drawing.cuda.candidates import candidates_of_rows, store_block
 from swiftbatch.worker.drawing.cuda.cuda_noise import gumbel, noise_words
 from swiftbatch.worker.drawing.cuda.parameters import POSITION, SLOT, TEMPERATURE, real, seed_of, whole
 from swiftbatch.worker.drawing.cuda.row_words import NUM_DRAFTED, NUM_WORDS
