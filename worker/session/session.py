@@ -27,8 +27,8 @@ from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.constraints.thought import reasoning_of
 from swiftbatch.worker.drafters.catalogue import create_drafter
 from swiftbatch.worker.drafters.gpu_room import slots_wanted
-from swiftbatch.worker.drawing.finite import NOT_FINITE
 from swiftbatch.worker.drawing.rules import CONSTRAINT_REFUSED, ConstraintError
+from swiftbatch.worker.drawing.sampling import NOT_FINITE
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.engine.stopping import LENGTH, closed, may_rewind, rewound, text_of
