@@ -43,6 +43,10 @@ class NodeAcceptance:
         """Note a step, with a tree or without."""
         self._looks.observe(is_drafted, num_accepted)
 
+    def waited(self, num_steps: int) -> None:
+        """Note so many steps without a tree."""
+        self._looks.num_waited += num_steps
+
     @property
     def num_steps_to_look(self) -> int:
         """Steps without drafts until the coming look."""
