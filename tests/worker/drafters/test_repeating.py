@@ -228,14 +228,17 @@ def test_steps_that_rest_ask_nobody_and_are_counted_behind_the_rest(target: Targ
 
     drafter.otherwise.propose = asking  # type: ignore[method-assign]
     first, second = (Sequence(name, [*range(9)], SamplingParams(max_tokens=800), VOCAB) for name in "ab")
-    drafter.start(first, target.new_cache(900))
+    for sequence in (first, second):  # of the second one there is text to read yet
+        drafter.start(sequence, target.new_cache(900))
     plain_steps(drafter, [first], 300)
     asked.clear()
     plain_steps(drafter, [first], 200)
     assert 200 // (RESTS_AT_ONCE + 1) <= len(asked) < 100
     drafter.state(first)
     assert (drafter._texts["a"]._num_tokens, drafter._budget._trial._age) == (len(first), 500.0)
-    drafter.start(second, target.new_cache(900))
+    plain_steps(drafter, [first], 1)
+    while not drafter._num_rests:
+        plain_steps(drafter, [first], 1)
     asked.clear()
     plain_steps(drafter, [first, second], 1)
     assert asked == [2]
