@@ -47,8 +47,8 @@ class LookRhythm:
         return max(0, self.interval - self.num_waited)
 
     def observe(self, is_drafted: bool, num_accepted: int = 0) -> None:
-        """Note that a step went by, with a tree or without."""
-        if not is_drafted:
+        """Note that a step went by, with a tree or without. A look that found nothing to draft brought nothing."""
+        if not is_drafted and not self.is_due:
             self.num_waited += 1
         elif self.num_waited and num_accepted >= PROMISING:  # it was a look
             self.num_waited, self.interval = 0, self.shortest
@@ -86,6 +86,10 @@ class NodeAcceptance:
     def went_by(self, is_drafted: bool, num_accepted: int = 0) -> None:
         """Note a step, with a tree or without."""
         self._looks.observe(is_drafted, num_accepted)
+
+    def waited(self, num_steps: int) -> None:
+        """Note so many steps without a tree."""
+        self._looks.num_waited += num_steps
 
     @property
     def num_steps_to_look(self) -> int:

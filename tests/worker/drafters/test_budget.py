@@ -307,6 +307,15 @@ def test_looks_come_more_seldom_until_one_finds_a_text_that_repeats_itself() -> 
     assert waits == [4, 8, 16, 32, 4]
 
 
+def test_a_look_that_finds_nothing_to_draft_is_over() -> None:
+    rhythm, waits = LookRhythm(shortest=4), []
+    for step in range(40):
+        if rhythm.is_due:
+            waits.append(step)
+        rhythm.observe(is_drafted=False)
+    assert waits == [4, 13, 30]
+
+
 def test_a_drafter_learns_what_pays() -> None:
     sequence = Sequence("a", [1] * 9, SamplingParams(max_tokens=9), 10)
     drafter = Chains(lambda: DEAR_ROWS)
