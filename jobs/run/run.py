@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from numpy.typing import NDArray
 
+    from swiftbatch.jobs.run.job_bodies import JobBodies
     from swiftbatch.jobs.run.job_index import JobIndex
-    from swiftbatch.jobs.run.table_parts import JobBodies
 
 __all__ = ["Progress", "Run", "RunError", "RunManifest", "WorkerStatus"]
 
@@ -143,7 +143,7 @@ class Run:
 
     def job_bodies(self, places: NDArray[np.int64]) -> JobBodies:
         """The jobs at some places of the run's tables, ascending ones, each to be read alone."""
-        from swiftbatch.jobs.run.table_parts import JobBodies
+        from swiftbatch.jobs.run.job_bodies import JobBodies
 
         return JobBodies(read_parts(self.store, ["job"], self._run_id), places)
 

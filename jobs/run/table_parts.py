@@ -1,24 +1,16 @@
-"""Reads tables of jobs part by part; what tables of older versions lack is filled in from the jobs themselves.
-
-Who needs jobs in another order keeps them in a file of this machine.
-"""
+"""Reads tables of jobs part by part; what tables of older versions lack is filled in from the jobs themselves."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
-from weakref import finalize
-
-import numpy as np
-from numpy.typing import NDArray
 
 from swiftbatch.jobs.input.reasons import shown
 from swiftbatch.jobs.job import Job, JobRecord
-from swiftbatch.jobs.run.job_index import JobEntry
 from swiftbatch.jobs.run.job_table import LONGEST, RUN, paths, table_schema
 from swiftbatch.jobs.run.run_files import DamagedError
-from swiftbatch.jobs.storage.spool import at_hand, new_spool, told_of_room
+from swiftbatch.jobs.storage.spool import at_hand
 from swiftbatch.jobs.storage.store import Store
 
 if TYPE_CHECKING:
@@ -151,49 +143,3 @@ def _longest(file: BinaryIO, run_id: str | None) -> int:
         return int(known)
     parts = parts_of(file, ("num_prompt_tokens", "max_tokens"), run_id)
     return max((sum(row.values()) for part in parts for row in part.to_pylist()), default=0)
-
-
-class JobBodies:
-    """The jobs at some places of a run's tables, which a driver is to hand out.
-
-    They lie as JSON in a file on its machine: in any order each is one short read.
-    """
-
-    def __init__(self, parts: Iterator[pa.Table], places: NDArray[np.int64]) -> None:
-        """`parts` are all of the run, with the column `job` alone; `places` are ascending. Raises StoreError."""
-        self._places = places
-        self._file = new_spool()
-        finalize(self, self._file.close)
-        with told_of_room():
-            sizes = [_write(self._file, part) for part in _at(parts, places)]
-        self._starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate([places[:0], *sizes]))])
-
-    def record(self, entry: JobEntry) -> JobRecord:
-        """The whole of a job. Raises StoreError."""
-        row = int(np.searchsorted(self._places, entry.place))
-        start, end = map(int, self._starts[row : row + 2])
-        with told_of_room():
-            self._file.seek(start)
-            job = Job.model_validate_json(self._file.read(end - start))
-        return JobRecord(entry.job_id, job, entry.line_number, entry.num_prompt_tokens)
-
-
-def _at(parts: Iterator[pa.Table], places: NDArray[np.int64]) -> Iterator[pa.Table]:
-    num_before = 0
-    for part in parts:
-        yield picked(part, places - num_before)
-        num_before += len(part)
-
-
-def _write(file: BinaryIO, part: pa.Table) -> NDArray[np.int64]:
-    """Write the jobs of a part one behind the other; returns the bytes of each."""
-    import pyarrow as pa
-    from pyarrow import compute
-
-    jobs = part.column("job").cast(pa.large_string())
-    for chunk in jobs.chunks:
-        if len(chunk):
-            _, offsets, letters = chunk.buffers()
-            ends = np.frombuffer(offsets, np.int64)[chunk.offset : chunk.offset + len(chunk) + 1]
-            file.write(memoryview(letters)[int(ends[0]) : int(ends[-1])])
-    return np.asarray(compute.binary_length(jobs).to_numpy(), np.int64)
