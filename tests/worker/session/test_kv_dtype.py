@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from swiftbatch.jobs.run.dtypes import KVDtype
+from swiftbatch.jobs.run.option_values import KVDtype
 from swiftbatch.worker.drafters.catalogue import ENGINES, create_drafter
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.target.step_costs import StepCosts

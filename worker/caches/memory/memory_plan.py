@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from swiftbatch.jobs.run.dtypes import AttentionName
+from swiftbatch.jobs.run.option_values import AttentionName
 from swiftbatch.worker.caches.room import GB, MAX_TREE_NODES, KVRoomError
 from swiftbatch.worker.kernels.sizes import MOST_SLOTS, NUM_ROWS
 

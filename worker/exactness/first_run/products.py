@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
-from swiftbatch.jobs.run.dtypes import LinearName
+from swiftbatch.jobs.run.option_values import LinearName
 from swiftbatch.worker.exactness.first_run.findings import Finding, Row
 from swiftbatch.worker.exactness.first_run.parts import Parts
 from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS
