@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 from ray.scripts.scripts import cli as ray_cli
 
-from swiftbatch.jobs.run.records import WorkerStatus
+from swiftbatch.jobs.run.run_records import WorkerStatus
 from swiftbatch.scheduler.cli import main
 from swiftbatch.scheduler.display.events import WorkerReady
 from swiftbatch.scheduler.display.summary import summary_line

@@ -11,7 +11,15 @@ from pydantic import Field
 from swiftbatch.jobs.checkpoints.timeline import Moment
 from swiftbatch.jobs.frozen import Frozen
 from swiftbatch.jobs.repetition import LoopAction
-from swiftbatch.jobs.run.dtypes import AttentionName, Device, Dtype, KVDtype, LinearName, LogprobsMode, ThinkingMarkers
+from swiftbatch.jobs.run.option_values import (
+    AttentionName,
+    Device,
+    Dtype,
+    KVDtype,
+    LinearName,
+    LogprobsMode,
+    ThinkingMarkers,
+)
 from swiftbatch.jobs.sampling import ThinkingEnd
 
 RUN_VERSION = 1
