@@ -89,8 +89,7 @@ def _step(
 
 def step_bytes(parts: Parts, length: int, num_slots: int) -> int:
     """Count the bytes that a step has to read: all products' weights once, keys and values of every slot once."""
-    weight_bytes = sum(linear.weight.nbytes for linear in parts.weights.products)
-    return weight_bytes + num_slots * length * parts.cache_shape().bytes_per_position()
+    return parts.weights.product_bytes + num_slots * length * parts.cache_shape().bytes_per_position()
 
 
 def _groups(caches: list[ArenaKVCache], length: int, num_rows: int, vocab_size: int, seed: int) -> list[SequenceRows]:

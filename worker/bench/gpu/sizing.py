@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import product
 
 from swiftbatch.worker.caches.memory.memory_plan import DraftMemory, GPUMemory, MemoryPlan, one_slot
-from swiftbatch.worker.caches.memory.model_sizes import ModelSizes
+from swiftbatch.worker.caches.memory.model_sizes import ExpertSizes, ModelSizes
 from swiftbatch.worker.caches.memory.packed_sizes import PackedPart
 from swiftbatch.worker.caches.room import GB
 from swiftbatch.worker.caches.summary import summary_positions
@@ -24,6 +24,11 @@ DENSE = {  # models whose weights are published in 8 or 4 bits; sizes follow fro
     "Llama 3.1 70B": ModelSizes(70_553_706_496, 327_680, 64, 8, 128, 8192, 28672, 128_256, 2),
 }
 MXFP4, FP8 = "MXFP4 experts", "FP8, blocks of 128"
+CHOSEN = {  # with all routers, their biases and sinks
+    "gpt-oss-20b": ExpertSizes(32, 4, 2880, 24 * (32 * 2881 + 64)),
+    "gpt-oss-120b": ExpertSizes(128, 4, 2880, 36 * (128 * 2881 + 64)),
+    "Qwen3 30B A3B": ExpertSizes(128, 8, 768, 48 * 128 * 2048),
+}
 EXPERTS = {  # with what of their weights is packed: all experts, and where FP8 is published all products
     "gpt-oss-20b": (ModelSizes(20_914_757_184, 49_152, 64, 8, 64, 2880, 2880, 201_088, 2), MXFP4, 19_110_297_600),
     "gpt-oss-120b": (ModelSizes(116_829_156_672, 73_728, 64, 8, 64, 2880, 2880, 201_088, 2), MXFP4, 114_661_785_600),
@@ -88,7 +93,7 @@ def packed_models() -> Iterator[tuple[str, str, ModelSizes]]:
         yield model, "int4, groups of 128", replace(sizes, packed=(PackedPart(number, 4, 128, has_offsets=True),))
     for model, (sizes, form, number) in EXPERTS.items():
         part = PackedPart(number, 4, 32) if form == MXFP4 else PackedPart(number, 8, 128)
-        yield model, form, replace(sizes, packed=(part,))
+        yield model, form, replace(sizes, packed=(part,), experts=CHOSEN[model])
 
 
 def num_in_products(sizes: ModelSizes) -> int:
