@@ -22,7 +22,8 @@ from swiftbatch.scheduler.display.events import WorkerReady
 from swiftbatch.scheduler.display.summary import summary_line
 from swiftbatch.worker.bench.decode.decode import DecodeBenchOptions
 from tests.jobs.run.run_parts import PROGRESS
-from tests.k8s.kubernetes_parts import OVERLAYS, render
+from tests.k8s.chart import OVERLAYS
+from tests.k8s.kubernetes_parts import render
 from tests.readme.command_lines import (
     PAGES,
     ROOT,

@@ -17,6 +17,7 @@ from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.target import step_costs
 from swiftbatch.worker.target.expert_counts import ExpertCounts, ExpertSpread
 from swiftbatch.worker.target.step_costs import ROW_COUNTS, StepCosts, measure_step_costs
+from swiftbatch.worker.target.target import TargetModel
 from tests.worker.target.cuda.cuda_parts import cuda_target
 
 FORWARD, ROW_AND_POSITION = 0.01, 1e-7
@@ -192,3 +193,13 @@ def test_on_a_gpu_no_row_is_free_that_meets_experts_of_its_own() -> None:
     assert not best_shares(costs, tokens, np.array([64]), 0.0, 0.0).any(), "a second row takes nearly as long again"
     free = StepCosts((64, 8192), np.full((2, len(ROW_COUNTS)), step_seconds(1, 1.0)), 64)
     assert best_shares(free, tokens, np.array([64]), 0.0, 0.0).any()
+
+
+def test_where_caches_have_little_memory_costs_are_probed_in_that_of_one_layer(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = TargetModel.load(locate_model(str(tiny_model)), "float32", "cpu")
+    lengths = step_costs._probe_cache(target)[1]
+    monkeypatch.setattr(target, "num_free_positions", lambda: 2 * lengths[-1] - 1)
+    monkeypatch.setattr(target, "new_cache", lambda *_: pytest.fail("a cache of all layers was asked for"))
+    assert step_costs._probe_cache(target)[1] == lengths
