@@ -147,11 +147,13 @@ RULES: dict[str, KeyRule] = {
     "dtype": DTYPE.or_null(),
     "full_attn_idxs": COUNT.list_of().or_null(),
     "initializer_range": UNIT,
+    "layers_block_type": WORD.list_of().or_null(),
     "mlp_multipliers": POSITIVE.list_of(2),
     "mlp_only_layers": COUNT.list_of().or_null(),
     "moe_layer_end_index": whole(-1, f"an integer from -1 to {MOST:,}"),
     "moe_layers": COUNT.list_of().or_null(),
-    "num_logits_to_keep": whole(-1, "an integer from -1 on").or_null(),
+    "mtp_layers_block_type": WORD.list_of().or_null(),
+    "num_logits_to_keep": COUNT.or_null(),
     "position_embedding_type": WORD.or_null(),
     "sliding_window": SIZE,
     "sliding_window_pattern": SIZE.or_else(WORD).or_null(),
@@ -196,6 +198,7 @@ OF_KINDS: dict[str, dict[str, KeyRule | None]] = {  # where a kind has other rul
     "hy_v3": {"attention_dropout": UNIT},
     "laguna": {"sliding_window": SIZE},
     "lfm2_moe": {"layer_types": WORD.list_of()},
+    "nemotron_h": {"num_logits_to_keep": COUNT},
 }
 
 
@@ -203,7 +206,7 @@ def numbers_fault(config: Config) -> str | None:
     """Say which number of a text model's config is none that a forward can take, and what was expected."""
     rules = _rules_of(str(config.get("model_type")))
     if config.get("use_sliding_window") is False:
-        rules["sliding_window"] = None
+        rules["sliding_window"] = COUNT.or_null()
     for key, value in config.items():
         if (rule := rules.get(key)) is not None and not rule.holds(value):
             return fault_of(key, value, rule)
