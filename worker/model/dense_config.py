@@ -109,13 +109,6 @@ class OtherDecoderError(ValueError):
     """A decoder that the kernels do not take; its text says why, in words for the user."""
 
 
-def refuse_experts_on(device_type: str, config: Mapping[str, Any]) -> None:
-    """Raise OtherDecoderError for a kind with experts on a device whose kernels have none."""
-    form = KINDS.get(str(config.get("model_type")))
-    if form is not None and form.experts is not None and device_type != "cpu":
-        raise OtherDecoderError("its layers have experts, which our kernels multiply on CPUs alone")
-
-
 def read_dense(config: dict[str, Any]) -> DenseConfig:
     """Read a text model's config. Raises OtherDecoderError for one that is left to `transformers`."""
     if lack := what_is_not_understood(config):

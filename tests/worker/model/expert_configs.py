@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 SMALL: dict[str, Any] = {
     "attention_dropout": 0.0,
@@ -462,3 +467,13 @@ WITH_EXPERTS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
+
+
+def write_experts(published: dict[str, Any], folder: Path) -> None:
+    """A tiny model with random weights of a spread that routes rows to different experts."""
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**published))
+    for each in [*model.parameters(), *(buffer for key, buffer in model.named_buffers() if "correction" in key)]:
+        each.data += 0.15 * torch.randn_like(each)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(published))
