@@ -7,10 +7,13 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
+from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.exactness.probe import probe_rows
 from swiftbatch.worker.model.compute_path import path_on
 from swiftbatch.worker.model.dense_config import OtherDecoderError, read_dense
 from swiftbatch.worker.model.text_view import text_view
+from swiftbatch.worker.target.step_costs import measure_step_costs
+from swiftbatch.worker.target.tiles import tree_rows
 from tests.worker.kernels.kernel_parts import needs_kernels
 from tests.worker.model.expert_configs import WITH_EXPERTS, write_experts
 from tests.worker.model.kind_promises import (
@@ -68,6 +71,25 @@ def test_every_engine_gives_plain_decoding_s_tokens_beside_a_resumed_job(
     name: str, with_parts: dict[str, Path]
 ) -> None:
     check_engines_give_plain_tokens_beside_a_resumed_job(loaded(with_parts[name], "bfloat16"))
+
+
+def test_steps_count_the_experts_that_their_rows_meet_and_probes_the_most_and_the_fewest(
+    folders: dict[str, Path],
+) -> None:
+    target = loaded(folders["Qwen3 30B A3B"], "float32")
+    costs, counts = measure_step_costs(target), target.forwards.expert_counts
+    assert costs.spread is not None
+    assert counts is not None
+    assert len(counts.seen()[0]) == 0, "what probes met is nobody's text"
+    assert costs.spread.alike[0] == costs.spread.apart[0] == 2 * 3, "one row: three experts in each of two layers"
+    assert 2 * 3 < costs.spread.apart[-1] <= 2 * 8
+    assert costs.spread.alike[-1] < costs.spread.apart[-1]
+    cache = target.new_cache(100)
+    for token_ids in ([5], [5, 6, 7, 8]):
+        target.verify([tree_rows(cache, token_ids[0], DraftTree.chain(token_ids[1:]))])
+    rows, met = counts.seen()
+    assert rows.tolist() == [1, 4]
+    assert met[0] == 6 < met[1] <= 16
 
 
 @pytest.mark.parametrize("name", DECODED)
