@@ -76,6 +76,7 @@ class Form:
     head_bias: str | None = None
     windows: WindowForm | None = None  # None: all layers see all positions
     window_angles: WindowAngles | None = None  # layers with windows turn heads by angles of their own
+    thetas_key: str | None = None  # of the bases that each layer turns by; 0 for a layer that turns no heads
     growth_key: str | None = None  # among the angles: how queries grow with their positions
     has_sinks: bool = False
     is_parallel: bool = False  # products read what attention reads

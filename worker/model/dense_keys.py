@@ -112,6 +112,7 @@ def _may_matter(key: str, value: Any, form: Form) -> bool:
     known |= STILL_KEYS if form.still is by_no_rope_layers else set()
     known |= {form.windows.key or ""} if isinstance(form.windows, TypesOrPattern) else set()
     known |= {form.window_angles.windowed_key or ""} if form.window_angles else set()
+    known |= {form.thetas_key or ""}
     if key in known or key.endswith(("_token_id", "_token_ids")) or key.startswith(form.unused or ("\0",)):
         return False
     numbers = value if isinstance(value, list) else [value]
