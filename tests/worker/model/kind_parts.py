@@ -219,7 +219,7 @@ AVX-512, with attention in torch. On a CPU, all layers but those with chunks use
 [kernels](kernels.md), which is tested with every kind.
 
 Rotary positions that transformers chooses by the length of a text would let a row's result depend on other texts in the
-batch. Of the type `longrope` (Phi-4-mini, Phi-3.5-mini) they run where our kernels run all of a model: prompt and
+batch. Of the type `longrope` (Phi-4-mini, Phi-3.5) they run where our kernels run all of a model: prompt and
 `max_tokens` together choose the short or the long factors, once for all of a job, and `swiftbatch extend` refuses a
 job that would need the other ones. Of the type `dynamic` only Hunyuan's form runs: a fixed `alpha` stretches its
 positions. All others of these two types are refused.
