@@ -78,6 +78,7 @@ NUM_FREE = 14  # last tokens among which a stop token may end a text
 OTHER_ENGINES = [name for name in BENCH_ENGINES if name != "autoregressive"]
 HARDEST = "sampled, filtered"
 LOOPING = "greedy, up to a loop"
+QUICK = ("greedy", "thinking, structured", HARDEST)
 RESUMED = ("adjusted", "thinking, structured", HARDEST)
 ALSO_RESUMED = ("greedy", "structured", LOOPING)  # their rules are among those of the others, or end a text alone
 MARKERS = ("<think>", " So this is what I say: ")  # of several tokens each
@@ -142,7 +143,10 @@ def plain(target: TargetModel, codec: TextCodec) -> Plain:
     return Plain(target, codec, num_tokens=NUM_TOKENS)
 
 
-@pytest.mark.parametrize(("engine_name", "setting"), ALL)
+@pytest.mark.parametrize(
+    ("engine_name", "setting"),
+    [pytest.param(*entry, marks=() if entry[1] in QUICK else pytest.mark.long) for entry in ALL],
+)
 def test_every_engine_gives_plain_decoding_s_tokens_in_a_batch(plain: Plain, engine_name: str, setting: str) -> None:
     assert decode(plain.target, engine_name, plain.sequences(setting)) == plain.outputs(setting)
 

@@ -35,7 +35,7 @@ from tests.worker.kernels.kernel_parts import (
 )
 from tests.worker.kernels.quantized_parts import KINDS, dequantized, packed_weights, random_packed
 
-pytestmark = needs_kernels
+pytestmark = [pytest.mark.long, needs_kernels]
 PACKED_EXPERTS = (WITH_EXPERTS["gpt_oss"], WITH_EXPERTS["glm4_moe in float32"])
 
 CODES = sorted(TABLES)
