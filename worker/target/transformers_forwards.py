@@ -31,9 +31,9 @@ from swiftbatch.worker.target.attention import (
     RowGroup,
     attention_by_definition,
 )
+from swiftbatch.worker.target.attention_choice import attends_of, attention_numerics
 from swiftbatch.worker.target.experts import EXPERTS_NAME
 from swiftbatch.worker.target.hardware import hardware_of
-from swiftbatch.worker.target.kernel_attention import attends_of, attention_numerics
 from swiftbatch.worker.target.partial_rows import PartialRows
 from swiftbatch.worker.target.recurrent_rows import runs_in_kernels, take_over_recurrent_layers
 from swiftbatch.worker.target.tiles import SequenceRows, Tile, chain_rows, needs_whole_tiles, pack_tiles, tree_rows
