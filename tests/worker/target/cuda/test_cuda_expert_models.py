@@ -48,7 +48,7 @@ def test_choices_are_those_of_transformers(name: str, num_rows: int, tmp_path: P
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Qwen3 30B A3B", TRIED])
 def test_of_random_tree_rows_none_differs_in_any_bit(name: str, tmp_path: Path) -> None:
-    target = cuda_target(locate_model(str(folder_of(name, tmp_path))), torch.bfloat16, longest_job=1700)
+    target = cuda_target(locate_model(str(folder_of(name, tmp_path))), torch.bfloat16, num_slots=4, longest_job=1700)
     assert probe_rows(target, 60, seed=1).num_differing == 0
 
 
