@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from swiftbatch.jobs.run.dtypes import KVDtype
+from swiftbatch.jobs.run.option_values import KVDtype
 from swiftbatch.worker.exactness.probe import probe_rows
 from swiftbatch.worker.exactness.row_agreement import compare
 from swiftbatch.worker.model.causal_lm import load_causal_lm
