@@ -9,7 +9,7 @@ from typing import Any
 from swiftbatch.worker.kernels.forms import Activation, NormForm
 from swiftbatch.worker.model.expert_forms import ExpertForm
 from swiftbatch.worker.model.layer_windows import IS_WINDOWED, WindowForm
-from swiftbatch.worker.model.still_layers import StillForm
+from swiftbatch.worker.model.layers_without_rotary import StillForm
 
 ALWAYS = "always"  # in place of a key that says whether there are biases
 IN_FRONT = {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}

@@ -11,7 +11,7 @@ from swiftbatch.worker.model.dense_forms import Form
 from swiftbatch.worker.model.dense_kinds import KINDS
 from swiftbatch.worker.model.kinds import KERNELS_LACK
 from swiftbatch.worker.model.layer_windows import IS_WINDOWED, TypesOrPattern, looks_at_types
-from swiftbatch.worker.model.still_layers import by_no_rope_layers
+from swiftbatch.worker.model.layers_without_rotary import by_no_rope_layers
 
 SIZES = {
     "num_hidden_layers",

@@ -29,7 +29,11 @@ from swiftbatch.worker.model.expert_forms import (
     products_of,
 )
 from swiftbatch.worker.model.layer_windows import by_layer_types, by_layer_types_if_said, in_all_layers_if_said, never
-from swiftbatch.worker.model.still_layers import by_thetas, without_windows_but_dense, without_windows_if_said
+from swiftbatch.worker.model.layers_without_rotary import (
+    by_thetas,
+    without_windows_but_dense,
+    without_windows_if_said,
+)
 
 MIXTRAL = "block_sparse_moe"
 OF_MIXTRAL = {role: f"{MIXTRAL}.experts.{{}}.w{number}.weight" for role, number in zip(ROLES, (1, 3, 2), strict=True)}
