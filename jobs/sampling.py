@@ -13,8 +13,12 @@ from pydantic import BeforeValidator, Field, field_serializer, field_validator, 
 from swiftbatch.jobs.frozen import Strict
 from swiftbatch.jobs.input.reasons import FieldError, list_of, shown
 from swiftbatch.jobs.repetition import RepetitionDetection
-from swiftbatch.jobs.sampling_defaults import ETA, PENALTY_WINDOW, REPETITION_PENALTY, TOP_P
 from swiftbatch.jobs.structure import Structure, structure_of
+
+TOP_P = 1.0
+ETA = 0.0
+REPETITION_PENALTY = 1.0
+PENALTY_WINDOW = 1024  # tokens
 
 MAX_BIASED = 10_000  # tokens
 MAX_BIAS = 100.0
@@ -51,6 +55,8 @@ LATER_FIELDS = (
     "thinking_token_budget",
     "thinking_end",
 )
+
+WRITTEN_OTHERWISE = {"logit_bias", "repetition_detection", "structured_outputs"}  # in JSON; the others are as they are
 
 StopString = Annotated[str, Field(min_length=1)]
 BadWord = Annotated[str, Field(min_length=1, pattern=r"\S")]
@@ -195,10 +201,17 @@ class SamplingParams(Strict):
                 expected = "expected no such field: its end is its own"
                 raise FieldError(name, f"found {found} with a structured output, {expected}")
 
+    def with_own(self, max_tokens: int, seed: int) -> Self:
+        """The same parameters for another job, with a limit and a seed that were checked."""
+        return self.model_copy(update={"max_tokens": max_tokens, "seed": seed})
+
     def identity(self) -> dict[str, Any]:
         """The parameters that tell a job from another, as JSON: the same as before later fields were known."""
-        unset = {name for name, default in _later_defaults().items() if getattr(self, name) == default}
-        return self.model_dump(mode="json", exclude=unset)
+        later = _later_defaults()
+        said = {name: value for name, value in self.__dict__.items() if name not in later or value != later[name]}
+        if not said.keys() & WRITTEN_OTHERWISE:
+            return said
+        return self.model_dump(mode="json", include=set(said))
 
 
 @functools.cache

@@ -23,7 +23,7 @@ from swiftbatch.worker.target.step_costs import Costs, StepCosts
 NUM_ROWS = np.array(NODE_CHOICES) + 1
 PLAN_EVERY, PLAN_AT_LEAST_EVERY = 8, 64  # trees: to find shares takes half a short step; those that stay wait
 STEPS_PER_PLAN = 256  # at most, without anything learned: texts grow, and steps take longer
-WORTH_DRAFTING = 1.04  # times the rate without drafts: what costs do not say is on the side of drafting
+WORTH_DRAFTING = 1.07  # times the rate without drafts: what costs do not say is on the side of drafting
 MOST_RESTING = 63  # steps in a row that nothing is asked about: where none drafts, to ask takes a tenth of a step
 NUM_PASSES = 2  # over the shares, each by the rate that the last ones promise: more passes change nothing
 
@@ -79,7 +79,7 @@ class SharedBudget:
     """The running acceptance of every sequence, and what follows from it."""
 
     def __init__(self, costs: StepCosts) -> None:
-        self._costs = costs
+        self._probed = self._costs = costs
         self._own: dict[str, NodeAcceptance] = {}
         self._mean = PRIOR_ACCEPTANCE  # of the sequences that left: what the next one begins with
         self._look_every = 0  # steps between looks at the newest of them; where they found nothing, few are due
@@ -89,6 +89,7 @@ class SharedBudget:
         self._gain = 1.0  # what the plan promises, in such rates
         self._trial = Trial()
         self._num_resting = 0  # coming steps of the same sequences that draft nothing
+        self._is_resting = False  # whether the newest step was one of these
         self._num_observed = 0  # trees since the last plan, empty ones included
         self._num_learned = 0  # trees since then that something was drafted in
         self._plan_every = PLAN_EVERY  # of these
@@ -96,12 +97,31 @@ class SharedBudget:
 
     def rests(self, requests: list[DraftRequest]) -> bool:
         """Return whether the coming step drafts nothing, known from those before it; if not, ask for `num_nodes`."""
-        if not self._num_resting:
-            return False
-        is_same = len(requests) == len(self._plan) and all(r.sequence.sequence_id in self._plan for r in requests)
-        self._num_resting = self._num_resting - 1 if is_same else 0
-        self.clock.end()
-        return is_same
+        self._is_resting = (
+            self._num_resting > 0
+            and len(requests) == len(self._plan)
+            and all(r.sequence.sequence_id in self._plan for r in requests)
+        )
+        if self._num_resting:
+            self._num_resting = self._num_resting - 1 if self._is_resting else 0
+            self.clock.end()
+        return self._is_resting
+
+    def rest(self, most: int) -> int:
+        """Take up to `most` of the steps behind a resting one at once, and return how many: none asks `rests`.
+
+        `rested` has to be called when they have passed.
+        """
+        num_steps = max(0, min(most, self._num_resting)) if self._is_resting else 0
+        self._num_resting -= num_steps
+        return num_steps
+
+    def rested(self, sequences: list[Sequence], num_steps: int) -> None:
+        """Note that the sequences took so many steps without drafts."""
+        for sequence in sequences:
+            self._num_observed += num_steps
+            self._trial.count(num_steps)
+            self._of(sequence).waited(num_steps)
 
     def num_nodes(self, requests: list[DraftRequest]) -> list[int]:
         """Choose how many nodes pay for each of the sequences that share the coming forward."""
@@ -191,6 +211,7 @@ class SharedBudget:
             self._plan_shares(names, requests)
 
     def _plan_shares(self, names: list[str], requests: list[DraftRequest]) -> None:
+        self._costs = self._probed.as_routed()
         tokens, lengths, overhead = self.tokens(requests), lengths_of(requests), self._overhead(requests)
         proposing = self.clock.drafting_seconds
         shares = best_shares(self._costs, tokens, lengths, overhead, proposing)
@@ -236,7 +257,15 @@ def lengths_of(requests: list[DraftRequest]) -> np.ndarray:
     return np.array([len(request.sequence) - 1 for request in requests])
 
 
-class BudgetedDrafter(Drafter):
+class RestingDrafter(Drafter):
+    """Knows of coming steps that draft nothing."""
+
+    @abstractmethod
+    def rest(self, most: int) -> int:
+        """Take up to `most` resting steps at once, and return how many: none of them is proposed for, nor updated."""
+
+
+class BudgetedDrafter(RestingDrafter):
     """Drafts for each sequence by itself, with as many nodes as pay."""
 
     def __init__(self, costs: Costs | None) -> None:
@@ -259,6 +288,9 @@ class BudgetedDrafter(Drafter):
         return [
             self.tree(r.sequence, n, r.max_depth) if n else DraftTree() for r, n in zip(requests, sizes, strict=True)
         ]
+
+    def rest(self, most: int) -> int:
+        return 0 if self.budget is None else self.budget.rest(most)
 
     def update(self, sequence: Sequence, verification: Verification) -> None:
         if self.budget is not None:

@@ -19,7 +19,7 @@ MOST_TRYING = 4 * (SETTLED + BLOCK_STEPS)  # steps of a trial: where sequences c
 NUM_KEPT = 3  # blocks of each way, of which the fastest counts: whatever disturbs makes a block slower
 MOST_AGE = 800  # tokens of each sequence after which a way is tried again
 CLEAR = 1.3  # times the rate without drafts: a promise as large needs no trial
-FAVOUR = 1.02  # of the way that drafts nothing
+FAVOUR = 1.04  # of the way that drafts nothing
 LONGEST_STEP = 4.0  # times a promised plain step: one that took longer had something else beside it, a prompt perhaps
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swiftbatch.jobs.errors import UserError
-from swiftbatch.jobs.run.dtypes import KVDtype
+from swiftbatch.jobs.run.option_values import KVDtype
 from swiftbatch.worker.kernels import build
 from swiftbatch.worker.kernels.build import is_whole, library_path, variants
 from swiftbatch.worker.kernels.kv_dtypes import with_kv
@@ -49,6 +49,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {  # what comes back, what goes i
     "decoder_load_quantized_expert": (None, [POINTER, INT, INT, INT, POINTER, POINTER]),
     "decoder_free": (None, [POINTER]),
     "decoder_forward": (None, [POINTER, POINTER, POINTER]),
+    "decoder_experts_met": (LONG, [POINTER]),
     "draw_chains": (INT, [POINTER, POINTER, POINTER, POINTER]),
     "decoder_head": (None, [POINTER, POINTER, INT, POINTER, POINTER]),
     "scan_take_in": (None, [POINTER, POINTER, POINTER, INT, INT]),

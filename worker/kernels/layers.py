@@ -125,6 +125,11 @@ class NativeLayers:
             self._library.decoder_forward(self.handle, self.team.handle, ctypes.byref(call))
             self.team.hold(list(groups))
 
+    @property
+    def num_experts_met(self) -> int:
+        """The experts that rows of all calls so far met, each once in a layer of a call."""
+        return int(self._library.decoder_experts_met(self.handle))
+
     def table(self, groups: Sequence[Rows], layers: range) -> RowTable:
         """The rows of a call over some layers of their caches. Raises ValueError for what would reach beyond one."""
         places = [self._place(group.cache, layers) for group in groups]

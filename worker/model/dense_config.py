@@ -19,9 +19,9 @@ from swiftbatch.worker.model.dense_forms import ALWAYS, Form
 from swiftbatch.worker.model.dense_keys import what_is_not_understood
 from swiftbatch.worker.model.dense_kinds import KINDS
 from swiftbatch.worker.model.expert_config import ExpertConfig, read_experts
-from swiftbatch.worker.model.layer_angles import num_turned_of, own_rotary, window_rotary
+from swiftbatch.worker.model.layer_angles import num_turned_of, other_layers, other_rotary, own_rotary
 from swiftbatch.worker.model.layer_windows import Windows
-from swiftbatch.worker.model.text_view import EMBEDDING, HEAD
+from swiftbatch.worker.model.text_view import EMBEDDING, HEAD, HEAD_BIAS
 
 FINAL_NORM = "model.norm"
 SINKS = "self_attn.sinks"
@@ -48,12 +48,13 @@ class DenseConfig:
     num_turned: int  # dimensions of a head that are turned
     still_layers: frozenset[int]  # that turn no heads
     windows: Windows
-    window_rotary: Rotary | None  # of layers that have windows, where these have one of their own
-    windowed_layers: frozenset[int]  # also those whose windows hide nothing
+    other_rotary: Rotary | None  # of some layers, as those that have windows, where these have one of their own
+    other_layers: frozenset[int]
     scales: Mapping[str, float]  # of `Form.scales`; of scores, 1 is none
     caps: Mapping[str, float]  # of `Form.caps`; 0 is none
     head_norms: Mapping[str, str]  # their names by their roles
     experts: ExpertConfig | None
+    has_head_bias: bool
 
     @property
     def head_order(self) -> list[int] | None:
@@ -70,26 +71,27 @@ class DenseConfig:
         still = list(range(turned, self.head_dim))
         return [*firsts, *still[: rest // 2], *seconds, *still[rest // 2 :]]
 
-    @property
-    def widths(self) -> dict[str, int]:
-        """Rows of the linear layers that some kinds store as one."""
-        keys = self.num_kv_heads * self.head_dim
-        heads = {"query": self.num_heads * self.head_dim, "key": keys, "value": keys}
-        return heads | {"gate": self.intermediate, "up": self.intermediate}
+    def widths(self, number: int) -> dict[str, int]:
+        """Rows of a layer's linear layers that some kinds store as one."""
+        keys, width = self.num_kv_heads * self.head_dim, self.intermediate
+        if self.experts is not None and number in self.experts.layers:
+            width = self.experts.shared_width
+        return {"query": self.num_heads * self.head_dim, "key": keys, "value": keys, "gate": width, "up": width}
 
     def linears(self, number: int) -> dict[str, str]:
         """The names of a layer's linear layers by their roles; of one with experts, those that all rows meet."""
         names = self.form.linears
         if self.experts is None or number not in self.experts.layers:
             return names
-        shared = self.experts.names.shared if self.experts.shared_width else None
-        own = {} if shared is None else {role: f"{shared}.{role}_proj" for role in PRODUCTS}
-        return {role: name for role, name in names.items() if role not in PRODUCTS} | own
+        shared = (self.experts.names.shared or {}) if self.experts.shared_width else {}
+        return {role: name for role, name in names.items() if role not in PRODUCTS} | dict(shared)
 
     def tensor_names(self, stored: set[str]) -> set[str]:
         """The names of all tensors, where some of them may be stored in more than one way."""
         names = {name for number in range(self.num_layers) for name in self._layer_names(number, stored)}
-        return names | {EMBEDDING, *self.form.norm_tensors(FINAL_NORM), *(() if self.is_tied else (HEAD,))}
+        of_the_model = {EMBEDDING, *self.form.norm_tensors(FINAL_NORM)}
+        of_the_model |= (set() if self.is_tied else {HEAD}) | ({HEAD_BIAS} if self.has_head_bias else set())
+        return names | of_the_model
 
     def _layer_names(self, number: int, stored: set[str]) -> Iterator[str]:
         prefix, linears, own = f"model.layers.{number}.", self.form.linears, self.linears(number)
@@ -105,13 +107,6 @@ class DenseConfig:
 
 class OtherDecoderError(ValueError):
     """A decoder that the kernels do not take; its text says why, in words for the user."""
-
-
-def refuse_experts_on(device_type: str, config: Mapping[str, Any]) -> None:
-    """Raise OtherDecoderError for a kind with experts on a device whose kernels have none."""
-    form = KINDS.get(str(config.get("model_type")))
-    if form is not None and form.experts is not None and device_type != "cpu":
-        raise OtherDecoderError("its layers have experts, which our kernels multiply on CPUs alone")
 
 
 def read_dense(config: dict[str, Any]) -> DenseConfig:
@@ -152,12 +147,13 @@ def _read(config: dict[str, Any]) -> DenseConfig:
         num_turned=num_turned,
         still_layers=form.still(config, windows) if form.still else frozenset(),
         windows=_that_hide(windows, config),
-        window_rotary=window_rotary(config, form, head_dim),
-        windowed_layers=frozenset(number for number, size in enumerate(windows) if size is not None),
+        other_rotary=other_rotary(config, form, head_dim),
+        other_layers=other_layers(config, form, windows),
         scales={what: number_of(config, key) for what, key in form.scales.items()},
         caps={what: 0.0 if config[key] is None else number_of(config, key) for what, key in form.caps.items()},
         head_norms=form.head_norms(config),
         experts=None if form.experts is None else read_experts(config, form.experts),
+        has_head_bias=form.head_bias is not None and bool(config.get(form.head_bias, False)),
     )
 
 

@@ -11,7 +11,7 @@ from swiftbatch.worker.model.dense_forms import Form
 from swiftbatch.worker.model.dense_kinds import KINDS
 from swiftbatch.worker.model.kinds import KERNELS_LACK
 from swiftbatch.worker.model.layer_windows import IS_WINDOWED, TypesOrPattern, looks_at_types
-from swiftbatch.worker.model.still_layers import by_no_rope_layers
+from swiftbatch.worker.model.layers_without_rotary import by_no_rope_layers
 
 SIZES = {
     "num_hidden_layers",
@@ -112,6 +112,7 @@ def _may_matter(key: str, value: Any, form: Form) -> bool:
     known |= STILL_KEYS if form.still is by_no_rope_layers else set()
     known |= {form.windows.key or ""} if isinstance(form.windows, TypesOrPattern) else set()
     known |= {form.window_angles.windowed_key or ""} if form.window_angles else set()
+    known |= {form.thetas_key or ""}
     if key in known or key.endswith(("_token_id", "_token_ids")) or key.startswith(form.unused or ("\0",)):
         return False
     numbers = value if isinstance(value, list) else [value]

@@ -5,7 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 
 from swiftbatch.worker.kernels.forms import Activation, NormForm
-from swiftbatch.worker.model.dense_forms import ACTIVATIONS, ALWAYS, AROUND, AROUND_PARTS, BEHIND, Form, WindowAngles
+from swiftbatch.worker.model.dense_forms import (
+    ACTIVATIONS,
+    ALWAYS,
+    AROUND,
+    AROUND_PARTS,
+    BEHIND,
+    COHERE,
+    GRANITE,
+    HUNYUAN,
+    OLMO2,
+    SHARED_GATES,
+    Form,
+    WindowAngles,
+)
 from swiftbatch.worker.model.expert_kinds import EXPERT_KINDS
 from swiftbatch.worker.model.layer_windows import (
     TypesOrPattern,
@@ -14,39 +27,12 @@ from swiftbatch.worker.model.layer_windows import (
     in_all_layers_if_said,
     where_switched_on,
 )
-from swiftbatch.worker.model.still_layers import by_no_rope_layers, without_windows, without_windows_if_said
+from swiftbatch.worker.model.layers_without_rotary import by_no_rope_layers, without_windows, without_windows_if_said
 
 FUSED_QUERIES = dict.fromkeys(("query", "key", "value"), "self_attn.qkv_proj")
 FUSED_GATES = dict.fromkeys(("gate", "up"), "mlp.gate_up_proj")
-SHARED_GATES = {**dict.fromkeys(("gate", "up"), "shared_mlp.input_linear"), "down": "shared_mlp.output_linear"}
-GRANITE = {"scores": "attention_multiplier", "embedding": "embedding_multiplier", "residual": "residual_multiplier"}
-GRANITE |= {"logits": "logits_scaling"}
 IN_ALL = ("attention_bias", "attention_bias", "mlp_bias")
-HUNYUAN_UNUSED = (
-    *("anyres_", "attention_head_dim", "cla_share_factor", "class_num", "dense_list", "eod_token_id", "im_"),
-    *("mask_init_id", "moe_", "num_experts", "num_media_embeds", "num_shared_expert", "org_vocab_size", "pad_id"),
-    *("routed_scaling_factor", "sep_id", "text_", "video_", "vit_"),
-)
 GEMMA_CAPS = {"scores": "attn_logit_softcapping", "logits": "final_logit_softcapping"}
-OLMO2 = Form(
-    "attention_bias",
-    "attention_bias",
-    has_head_norms=True,
-    joins_heads=True,
-    norms=BEHIND,
-    norm_form=NormForm.ONCE,
-    rounds_angles=False,
-)
-COHERE = Form(
-    "attention_bias",
-    "attention_bias",
-    is_interleaved=True,
-    norms={"input_norm": "input_layernorm"},
-    norm_form=NormForm.CENTRED,
-    is_parallel=True,
-    epsilon_key="layer_norm_eps",
-    scales={"logits_factor": "logit_scale"},
-)
 GEMMA2 = Form(
     "attention_bias",
     "attention_bias",
@@ -109,14 +95,7 @@ KINDS: dict[str, Form] = {
         unused=("mamba_", "num_experts_per_tok", "router_aux_loss_coef", "time_step_limit", "layers_block_type"),
     ),
     "helium": Form("attention_bias", None, "mlp_bias", is_interleaved=True, norm_form=NormForm.ONCE),
-    "hunyuan_v1_dense": Form(
-        "attention_bias",
-        "attention_bias",
-        has_head_norms=True,
-        norms_turned=True,
-        names={"query_norm": "self_attn.query_layernorm", "key_norm": "self_attn.key_layernorm"},
-        unused=HUNYUAN_UNUSED,
-    ),
+    "hunyuan_v1_dense": HUNYUAN,
     "internlm3": Form("qkv_bias", "bias", "bias"),
     "iquestcoder": Form(*IN_ALL),
     "jais2": Form(*IN_ALL, norm_form=NormForm.SHIFTED, has_gates=False, epsilon_key="layer_norm_eps"),

@@ -9,6 +9,7 @@ from swiftbatch.worker.kernels.frequencies import QueryGrowth, Rotary, rotary_of
 from swiftbatch.worker.model.config_numbers import number_of
 from swiftbatch.worker.model.dense_forms import Form, WindowAngles
 from swiftbatch.worker.model.dense_kinds import KINDS
+from swiftbatch.worker.model.layer_windows import Windows
 
 
 def num_turned_of(config: dict[str, Any], form: Form, head_dim: int) -> int:
@@ -45,20 +46,44 @@ def _angles_by_type(config: dict[str, Any], own: WindowAngles, layers: str) -> d
     return {"rope_theta": config.get("rope_theta", own.full)} | said
 
 
-def window_rotary(config: dict[str, Any], form: Form, head_dim: int) -> Rotary | None:
-    """Read the angles of layers that have windows; None where all layers turn alike. Raises as `own_rotary` does."""
-    if form.window_angles is None:
+def other_rotary(config: dict[str, Any], form: Form, head_dim: int) -> Rotary | None:
+    """Read the angles of those layers that turn otherwise; None where all turn alike. Raises as `own_rotary` does."""
+    if form.thetas_key is not None and (bases := thetas_of(config, form.thetas_key)[1:]):
+        said = _angles(config) | {"rope_theta": bases[0]}
+    elif form.window_angles is not None:
+        said = _angles(config, "sliding_attention")
+    else:
         return None
-    rotary = rotary_of(_angles(config, "sliding_attention"), head_dim, is_strict=True)
-    return replace(rotary, is_rounded=form.rounds_angles)
+    return replace(rotary_of(said, head_dim, is_strict=True), is_rounded=form.rounds_angles)
+
+
+def other_layers(config: dict[str, Any], form: Form, windows: Windows) -> frozenset[int]:
+    """Find the layers of `other_rotary`: by their bases, or those with windows, also with such that hide nothing."""
+    if form.thetas_key is None:
+        return frozenset(number for number, size in enumerate(windows) if size is not None)
+    thetas, bases = config[form.thetas_key] or [], thetas_of(config, form.thetas_key)[1:]
+    return frozenset(number for number, theta in enumerate(thetas) if theta in bases)
+
+
+def thetas_of(config: dict[str, Any], key: str) -> list[float]:
+    """The bases that layers turn by. Raises KeyError or ValueError for more than the kernels take."""
+    found = list(dict.fromkeys(theta for theta in config[key] or [] if theta))
+    if len(found) > 2:
+        raise ValueError(f"its {key} has {len(found)} bases")
+    return found
 
 
 def own_rotary(config: dict[str, Any], form: Form, head_dim: int, num_turned: int) -> Rotary:
     """Read the angles. Raises KeyError, TypeError or ValueError for those left to a default, or none of ours."""
     beside = {"partial_rotary_factor", form.growth_key, "max_position_embeddings" if form.growth_key else None}
     said = {name: value for name, value in _angles(config).items() if name not in beside}
-    if "longrope" in (said.get("rope_type"), said.get("type")):
+    if form.thetas_key is not None and (bases := thetas_of(config, form.thetas_key)):
+        said["rope_theta"] = bases[0]
+    kinds = (said.get("rope_type"), said.get("type"))
+    if "longrope" in kinds:
         said = _long_angles(said, config)
+    if "dynamic" in kinds and form.has_fixed_alpha:
+        said = _fixed_angles(said, head_dim)
     rotary = rotary_of(said, num_turned, is_strict=True)
     rotary = replace(rotary, is_rounded=form.rounds_angles, growth=_growth(config, form))
     return rotary if num_turned == head_dim else rotary.beside_still(head_dim // 2)
@@ -75,11 +100,21 @@ def _growth(config: dict[str, Any], form: Form) -> QueryGrowth | None:
     return QueryGrowth(number_of(said, form.growth_key), int(length))
 
 
+def _fixed_angles(said: dict[str, Any], head_dim: int) -> dict[str, Any]:
+    """The words about another base in place of those about an `alpha`. Raises KeyError or ValueError."""
+    base = number_of(said, "rope_theta") * number_of(said, "alpha") ** (head_dim / (head_dim - 2))
+    return {"rope_type": "default", "rope_theta": base}
+
+
 def _long_angles(said: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     """The config's words about longrope, with those beside it. Raises KeyError, TypeError or ValueError."""
     if not KINDS[config["model_type"]].has_long_angles:
         raise ValueError("its kind was not tried with longrope")
     most, original = (number_of(config, f"{which}max_position_embeddings") for which in ("", "original_"))
     said = {"factor": most / original} | {name: value for name, value in said.items() if name != "type"}
+    scales = [said.pop(key) for key in ("short_mscale", "long_mscale") if key in said]
+    if len(set(scales)) > 1:
+        raise ValueError(f"its short_mscale and long_mscale are {scales[0]!r} and {scales[1]!r}")
+    said |= {"attention_factor": scales[0]} if scales else {}
     # what stands beside the angles counts before what stands among them
     return said | {"rope_type": "longrope", "original_max_position_embeddings": original}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from swiftbatch.jobs.run.dtypes import KVDtype
+from swiftbatch.jobs.run.option_values import KVDtype
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
 from swiftbatch.worker.caches.partial import Entries, NewEntries, PartialCacheFactory
 from swiftbatch.worker.drawing.drawing import Drawing, NativeDrawing, create_drawing
@@ -15,6 +15,7 @@ from swiftbatch.worker.kernels.instruction_sets import numerics_of
 from swiftbatch.worker.kernels.kv_dtypes import with_kv
 from swiftbatch.worker.kernels.native import NativeDecoder
 from swiftbatch.worker.target.chains import Drawn, draw_chains
+from swiftbatch.worker.target.expert_counts import ExpertCounts
 from swiftbatch.worker.target.forwards import MOST_READ, DrawChains
 from swiftbatch.worker.target.partial_rows import PartialRows
 from swiftbatch.worker.target.tiles import SequenceRows, known_rows, tree_rows
@@ -36,6 +37,8 @@ class NativeForwards:
         """Raises ValueError for weights that do not fit together."""
         self.sizes = sizes = weights.sizes
         self.has_windows = bool(sizes.score_cap) or any(layer.window for layer in weights.layers)
+        self.has_experts = any(layer.experts is not None for layer in weights.layers)
+        self.expert_counts = ExpertCounts() if self.has_experts else None
         self._decoder = NativeDecoder(weights, torch.get_num_threads(), variant)
         self.team = self._decoder.team
         self.device, self.dtype = torch.device("cpu"), sizes.dtype
@@ -50,8 +53,11 @@ class NativeForwards:
         return create_drawing(self.vocab_size, self.device)
 
     def run(self, groups: list[SequenceRows]) -> tuple[torch.Tensor, torch.Tensor]:
+        met = self._decoder.num_experts_met
         hidden, logits = self._forward(groups, with_logits=True)
         assert logits is not None
+        if self.expert_counts is not None:
+            self.expert_counts.observe(len(hidden), self._decoder.num_experts_met - met)
         return hidden, logits
 
     def read(self, cache: FullKVCache, token_ids: list[int]) -> torch.Tensor:

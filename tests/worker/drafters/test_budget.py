@@ -14,8 +14,7 @@ import pytest
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.drafters import shared_budget
 from swiftbatch.worker.drafters.base import Drafter, DraftRequest
-from swiftbatch.worker.drafters.budget import LOOK_EVERY, NODE_CHOICES, NodeBudget
-from swiftbatch.worker.drafters.looks import PROMISING, LookRhythm
+from swiftbatch.worker.drafters.budget import LOOK_EVERY, NODE_CHOICES, PROMISING, LookRhythm, NodeBudget
 from swiftbatch.worker.drafters.shared_budget import BudgetedDrafter, best_shares
 from swiftbatch.worker.drafters.step_clock import StepClock
 from swiftbatch.worker.drawing.sequence import Sequence
@@ -306,6 +305,15 @@ def test_looks_come_more_seldom_until_one_finds_a_text_that_repeats_itself() -> 
         waits.append(waited)
         rhythm.observe(is_drafted=True, num_accepted=num_accepted)
     assert waits == [4, 8, 16, 32, 4]
+
+
+def test_a_look_that_finds_nothing_to_draft_is_over() -> None:
+    rhythm, waits = LookRhythm(shortest=4), []
+    for step in range(40):
+        if rhythm.is_due:
+            waits.append(step)
+        rhythm.observe(is_drafted=False)
+    assert waits == [4, 13, 30]
 
 
 def test_a_drafter_learns_what_pays() -> None:

@@ -13,8 +13,10 @@ from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
 from swiftbatch.worker.drafters.base import DraftRequest
 from swiftbatch.worker.drafters.lookup.repeated_text import MOST_TOLD_APART, NGRAM, RepeatedText, RepeatShares
 from swiftbatch.worker.drafters.two_level.auto import auto
-from swiftbatch.worker.drafters.two_level.repeating import REFUSED_FOR, RepeatingDrafter
+from swiftbatch.worker.drafters.two_level.repeating import REFUSED_FOR, RESTS_AT_ONCE, RepeatingDrafter
 from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.drawing.verification import Verification
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.kernels.sizes import TILE_ROWS
 from swiftbatch.worker.model.files import locate_model
@@ -202,3 +204,41 @@ def test_repeats_that_did_not_pay_are_planned_for_again_after_a_while(target: Ta
         sequence.extend([phrase[step % 4]])
         drafter._texts["a"].catch_up(sequence)
     assert 2 <= num_plans <= 5
+
+
+def plain_steps(drafter: RepeatingDrafter, sequences: list[Sequence], num_steps: int) -> None:
+    """Steps that draft nothing, or have nothing accepted, over texts that repeat nothing."""
+    for _ in range(num_steps):
+        trees = drafter.propose([DraftRequest(sequence, 31, 31, 0.0) for sequence in sequences])
+        for sequence, tree in zip(sequences, trees, strict=True):
+            sequence.extend([len(sequence) % VOCAB])
+            rows = np.array([1, *tree.token_ids])
+            drafter.update(sequence, Verification(tree, [], sequence.token_ids[-1:].tolist(), rows, None, None, None))
+
+
+def test_steps_that_rest_ask_nobody_and_are_counted_behind_the_rest(target: TargetModel) -> None:
+    dear = StepCosts((64, 8192), np.outer([1.0, 2.0], [1, 2, 4, 8, 16, 32]) * 4.0)
+    drafter = auto(target, lambda: dear, None)
+    assert isinstance(drafter, RepeatingDrafter)
+    asked, propose = [], drafter.otherwise.propose
+
+    def asking(requests: list[DraftRequest]) -> list[DraftTree]:
+        asked.append(len(requests))
+        return propose(requests)
+
+    drafter.otherwise.propose = asking  # type: ignore[method-assign]
+    first, second = (Sequence(name, [*range(9)], SamplingParams(max_tokens=800), VOCAB) for name in "ab")
+    for sequence in (first, second):  # of the second one there is text to read yet
+        drafter.start(sequence, target.new_cache(900))
+    plain_steps(drafter, [first], 300)
+    asked.clear()
+    plain_steps(drafter, [first], 200)
+    assert 200 // (RESTS_AT_ONCE + 1) <= len(asked) < 100
+    drafter.state(first)
+    assert (drafter._texts["a"]._num_tokens, drafter._budget._trial._age) == (len(first), 500.0)
+    plain_steps(drafter, [first], 1)
+    while not drafter._num_rests:
+        plain_steps(drafter, [first], 1)
+    asked.clear()
+    plain_steps(drafter, [first, second], 1)
+    assert asked == [2]

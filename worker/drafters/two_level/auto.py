@@ -18,7 +18,7 @@ from swiftbatch.worker.caches.scan_cache import SHORTEST_SCANNED, ScanKVCache
 from swiftbatch.worker.drafters.base import DraftCounters, Drafter, DraftRequest, ReadRows
 from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
-from swiftbatch.worker.drafters.shared_budget import SharedBudget, lengths_of
+from swiftbatch.worker.drafters.shared_budget import RestingDrafter, SharedBudget, lengths_of
 from swiftbatch.worker.drafters.two_level.auto_plan import (
     ON_A_CPU,
     RoundCosts,
@@ -82,7 +82,7 @@ class RecycledProposer(Proposer):
         ]
 
 
-class AutoDrafter(Drafter):
+class AutoDrafter(RestingDrafter):
     """Two drafters, of which one proposes for all sequences of a step; both have the same tables."""
 
     needs_top_k = True
@@ -134,6 +134,13 @@ class AutoDrafter(Drafter):
         drawing = (round_.seconds for request in requests for round_ in self._chains.rounds_of(request.sequence))
         self._budget.clock.expect(sum(drawing))
         return trees
+
+    def rest(self, most: int) -> int:
+        if self._rounds is not None:
+            return 0
+        num_steps = self._budget.rest(min(most, self._steps_per_plan - 1 - self._num_steps))
+        self._num_steps += num_steps
+        return num_steps
 
     def learn(self, rows: ReadRows) -> None:
         self._recycling.learn(rows)

@@ -11,7 +11,7 @@ from swiftbatch.worker.drafters.base import DraftCounters, Drafter, DraftRequest
 from swiftbatch.worker.drafters.budget import NODE_CHOICES
 from swiftbatch.worker.drafters.lookup.repeated_text import RepeatedText, RepeatShares
 from swiftbatch.worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
-from swiftbatch.worker.drafters.shared_budget import SharedBudget
+from swiftbatch.worker.drafters.shared_budget import RestingDrafter, SharedBudget
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.drawing.verification import Verification
@@ -20,6 +20,7 @@ FEW_NODES = (7,)
 PROMISING = 1.3  # tokens a step of a chain that short: a repeat that promises less is not worth planning for
 BETTER = 1.05  # times the other drafter's rate
 REFUSED_FOR = 16  # steps until repeats as long are planned for again: to plan takes a tenth of a batch's step
+RESTS_AT_ONCE = 4  # steps without drafts that pass before anything is looked at: a look takes 3 % of a short step
 
 
 class RepeatingDrafter(Drafter):
@@ -29,7 +30,7 @@ class RepeatingDrafter(Drafter):
 
     def __init__(
         self,
-        otherwise: Drafter,
+        otherwise: RestingDrafter,
         rate: Callable[[list[DraftRequest]], float],
         recycling: TokenRecyclingDrafter,
         budget: SharedBudget,
@@ -44,6 +45,8 @@ class RepeatingDrafter(Drafter):
         self._refused: set[tuple[int, ...]] = set()  # lengths of repeats that did not pay beside the same sequences
         self._num_since = 0  # steps since the first of them
         self._names: list[str] = []  # of these sequences
+        self._resting: list[Sequence] = []  # that draft nothing in the coming steps
+        self._num_rests, self._num_rested = 0, 0  # such steps to come, and those that nobody was told of
 
     @property
     def draft_kind(self) -> str:
@@ -58,10 +61,15 @@ class RepeatingDrafter(Drafter):
         return self.otherwise.counters
 
     def start(self, sequence: Sequence, cache: FullKVCache) -> None:
+        self._wake()
         self.otherwise.start(sequence, cache)  # first, since it may fail
         self._texts[sequence.sequence_id] = RepeatedText(sequence, self._shares)
 
     def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
+        if self._num_rests and [request.sequence for request in requests] == self._resting:
+            self._num_rests, self._num_rested = self._num_rests - 1, self._num_rested + 1
+            return [DraftTree() for _ in requests]
+        self._wake()
         promised = {
             r.sequence.sequence_id: tokens
             for r in requests
@@ -71,7 +79,7 @@ class RepeatingDrafter(Drafter):
         sizes = self._sizes(requests, set(promised)) if promises_more else None
         self._is_repeating = sizes is not None
         if sizes is None:
-            return self.otherwise.propose(requests)
+            return self._otherwise(requests)
         self._repeated = set(promised)
         self._budget.leave_out_step()
         trees = [self._tree(request, size) for request, size in zip(requests, sizes, strict=True)]
@@ -85,6 +93,8 @@ class RepeatingDrafter(Drafter):
         self.otherwise.learn(rows)
 
     def update(self, sequence: Sequence, verification: Verification) -> None:
+        if self._num_rested:
+            return
         self._text(sequence).catch_up(sequence)
         if not self._is_repeating:
             self.otherwise.update(sequence, verification)
@@ -94,14 +104,30 @@ class RepeatingDrafter(Drafter):
             self._recycling.take(sequence, verification)
 
     def stop(self, sequence: Sequence) -> None:
+        self._wake()
         del self._texts[sequence.sequence_id]
         self.otherwise.stop(sequence)
 
     def state(self, sequence: Sequence) -> dict[str, np.ndarray]:
+        self._wake()
         return self.otherwise.state(sequence)
 
     def restore(self, sequence: Sequence, state: dict[str, np.ndarray]) -> None:
         self.otherwise.restore(sequence, state)
+
+    def _otherwise(self, requests: list[DraftRequest]) -> list[DraftTree]:
+        trees = self.otherwise.propose(requests)
+        self._num_rests = self.otherwise.rest(RESTS_AT_ONCE)
+        self._resting = [request.sequence for request in requests] if self._num_rests else []
+        return trees
+
+    def _wake(self) -> None:
+        """End a rest, and take in what its steps have brought."""
+        if self._num_rested:
+            for sequence in self._resting:
+                self._text(sequence).catch_up(sequence)
+            self._budget.rested(self._resting, self._num_rested)
+        self._num_rests, self._num_rested = 0, 0
 
     def _text(self, sequence: Sequence) -> RepeatedText:
         return self._texts[sequence.sequence_id]

@@ -141,7 +141,9 @@ typedef struct {
 
 typedef enum {
     SOFTMAX_OF_ALL, SIGMOID,  // of the logits of all experts
-    SOFTMAX_OF_CHOSEN         // experts are chosen by their logits
+    SOFTMAX_OF_CHOSEN,        // experts are chosen by their logits
+    SIGMOID_OF_CHOSEN,        // likewise
+    SPARSE_MIXER  // likewise; each weight is a softmax over the experts that are left and near enough, by `jitter`
 } router_score;
 
 enum { MOST_EXPERTS = 1024 };  // of a layer
@@ -153,6 +155,7 @@ typedef struct {
     int32_t is_normalised;                          // weights are divided by their sum
     int32_t rounds_logits, rounds_weights;          // to bf16, in models of it
     float least_sum, scale;                         // that weights are divided by; that multiplies them
+    float jitter;                                   // of SPARSE_MIXER
     float gate_limit, gate_slope;  // gates and ups stay within the limit, and a gate's share is of the slope; 0 for neither
 } expert_sizes;
 
@@ -199,6 +202,8 @@ typedef struct {
 } forward_call;
 
 EXPORT void decoder_forward(decoder *decoder, team *team, const forward_call *call);
+// The experts that rows of all calls so far met, each once in a layer of a call.
+EXPORT int64_t decoder_experts_met(const decoder *decoder);
 // Logits of hidden states that an earlier call gave.
 EXPORT void decoder_head(decoder *decoder, team *team, int num_rows, const void *hidden, float *logits);
 

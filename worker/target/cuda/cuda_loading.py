@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from swiftbatch.jobs.run.dtypes import KVDtype
+from swiftbatch.jobs.run.option_values import KVDtype
 from swiftbatch.worker.caches.arena import KVArena
 from swiftbatch.worker.caches.copies import CudaLane, Staging, computing_stream
 from swiftbatch.worker.caches.full import MAX_TREE_NODES, CacheShape

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from swiftbatch.jobs.run.dtypes import AttentionName, KVDtype, LinearName
+from swiftbatch.jobs.run.option_values import AttentionName, KVDtype, LinearName
 from swiftbatch.worker.caches.arena import KVArena, SlotLease
 from swiftbatch.worker.caches.copies import HostStream
 from swiftbatch.worker.caches.layer_ring import Streams

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from swiftbatch.jobs.run.dtypes import KVDtype
+from swiftbatch.jobs.run.option_values import KVDtype
 from swiftbatch.worker.caches.memory.memory_plan import GPUMemory, plan_memory
 from swiftbatch.worker.caches.memory.model_sizes import read_sizes
 from swiftbatch.worker.model.files import ModelFiles, locate_model
