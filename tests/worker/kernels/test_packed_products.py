@@ -33,7 +33,7 @@ from tests.worker.kernels.kernel_parts import (
     random_weights,
     whole,
 )
-from tests.worker.kernels.quantized_parts import KINDS, dequantized, packed_weights, random_packed
+from tests.worker.kernels.quantized_parts import KINDS, dequantized, packed_weights, random_packed, two_level_packed
 
 pytestmark = [pytest.mark.long, needs_kernels]
 PACKED_EXPERTS = (WITH_EXPERTS["gpt_oss"], WITH_EXPERTS["glm4_moe in float32"])
@@ -112,6 +112,21 @@ def test_a_product_has_the_bits_of_the_matrix_of_numbers(variant: str, code: Cod
                 ),
                 ROW_COUNTS if number else (*ROW_COUNTS, MOST_ROWS),
             )
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_scales_of_two_levels_have_the_bits_of_the_floats_that_they_stand_for(variant: str) -> None:
+    team = Team(load_library(variant), 2)
+    for dtype in (BF16, FLOAT32):
+        matrix = two_level_packed("uint4", (COLUMNS, 512), 32, offsets=True)
+        scales = matrix.scales.clone()
+        scales[40, 3] = 1.0009765625  # one group of all whose scale is no small multiple of what the others share
+        for each in (
+            matrix,
+            dataclasses.replace(matrix, scales=scales),
+            two_level_packed("int8", (40, 384), 16, offsets=False),
+        ):
+            check_all(team, dataclasses.replace(each, dtype=dtype))
 
 
 @pytest.mark.long
