@@ -148,6 +148,7 @@ RULES: dict[str, KeyRule] = {
     "full_attn_idxs": COUNT.list_of().or_null(),
     "initializer_range": UNIT,
     "layers_block_type": WORD.list_of().or_null(),
+    "mamba_ssm_cache_dtype": WORD,
     "mlp_multipliers": POSITIVE.list_of(2),
     "mlp_only_layers": COUNT.list_of().or_null(),
     "moe_layer_end_index": whole(-1, f"an integer from -1 to {MOST:,}"),

@@ -31,7 +31,10 @@ ODD: tuple[Any, ...] = (-1, 0, 0.5, 1e30, math.nan, "x", None, [], True)
 DEVICES: tuple[Literal["cpu", "cuda"], ...] = ("cpu", "cuda")
 NOWHERE = Path("/nowhere")
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
-NOT_OF_NUMBERS = ("its weights lack", "its weights hold", "its weights have")  # counts that are other models' counts
+NOT_OF_NUMBERS = (  # counts that are other models' counts
+    *("its weights lack", "its weights hold", "its weights have"),
+    "Initializing zero-element tensors",  # a warning, of parts that these weights have and no layer is made of
+)
 
 
 def places(config: dict[str, Any]) -> Iterator[tuple[str, ...]]:
