@@ -88,7 +88,7 @@ def what_is_not_understood(config: dict[str, Any]) -> str | None:
     one_meaning = ONE_MEANING | dict(form.one_meaning) | ({} if form.windows else NO_WINDOWS)
     one_meaning |= {} if form.experts is None else dict(form.experts.one_meaning)
     for key, value in config.items():
-        if key in one_meaning and value not in one_meaning[key] and key not in form.caps.values():
+        if key in one_meaning and key not in form.caps.values() and not _is_said(value, one_meaning[key]):
             return f"its {key} is {value!r}"
     if unsaid := sorted(key for key in form.one_meaning if key not in config):
         return f"its {unsaid[0]} is left to a default"
@@ -98,6 +98,11 @@ def what_is_not_understood(config: dict[str, Any]) -> str | None:
         return f"its {key} is {config[key]!r}"
     unknown = sorted(key for key, value in config.items() if _may_matter(key, value, form))
     return f"its config has {unknown[0]}, which may change a layer" if unknown else None
+
+
+def _is_said(value: Any, meant: tuple[Any, ...]) -> bool:
+    """Tell whether a value is one of those that are meant, also where it is said layer by layer."""
+    return value in meant or (isinstance(value, list) and bool(value) and all(each in meant for each in value))
 
 
 def _may_matter(key: str, value: Any, form: Form) -> bool:
