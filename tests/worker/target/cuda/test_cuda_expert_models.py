@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
@@ -10,13 +11,15 @@ import torch
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.caches.memory.model_sizes import read_sizes
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.exactness.probe import probe_rows
+from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.exactness.row_agreement import compare
 from swiftbatch.worker.kernels.cuda.stacked import stacked_weights
 from swiftbatch.worker.kernels.packed import PackedMatrix
 from swiftbatch.worker.model.dense import dense_weights
 from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.target.tiles import tree_rows
 from tests.worker.caches.memory.test_packed_sizes import loaded_bytes
+from tests.worker.kernels.kernel_parts import path_to, random_tree
 from tests.worker.model.expert_configs import WITH_EXPERTS, write_experts
 from tests.worker.model.formats.examples import fp8
 from tests.worker.model.formats.test_native_experts import stored, write_gpt_oss
@@ -47,9 +50,20 @@ def test_choices_are_those_of_transformers(name: str, num_rows: int, tmp_path: P
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Qwen3 30B A3B", TRIED])
-def test_of_random_tree_rows_none_differs_in_any_bit(name: str, tmp_path: Path) -> None:
-    target = cuda_target(locate_model(str(folder_of(name, tmp_path))), torch.bfloat16, num_slots=4, longest_job=1700)
-    assert probe_rows(target, 60, seed=1).num_differing == 0
+def test_rows_of_two_trees_have_the_bits_of_plain_decoding(name: str, tmp_path: Path) -> None:
+    forwards = cuda_target(locate_model(str(folder_of(name, tmp_path))), torch.bfloat16).forwards
+    caches, numbers = [forwards.arena.new_cache(100) for _ in range(2)], random.Random(4)  # type: ignore[union-attr]
+    for cache in caches:
+        forwards.read(cache, [3, 9, 27, 17])
+    trees = [random_tree(numbers, 12, 4, 64) for _ in caches]
+    _, logits = forwards.run([tree_rows(*each) for each in zip(caches, (5, 6), trees, strict=True)])
+    logits = logits.clone()
+    for node in range(len(trees[0].parents)):
+        for token_id in (5, *(trees[0].token_ids[each] for each in path_to(trees[0], node))):
+            _, alone = forwards.run([tree_rows(caches[1], token_id, DraftTree())])
+            caches[1].advance(1)
+        assert torch.equal(alone[0], logits[1 + node])
+        caches[1].roll_back(4)
 
 
 def test_drafts_beside_a_resumed_job_give_plain_decoding_s_tokens(tmp_path: Path) -> None:
