@@ -41,6 +41,16 @@ class RecurrentLayer:
         self.updates = torch.zeros(NUM_STEPS, shape.num_heads, shape.value_dim, device=device)
         self.decays = torch.zeros(NUM_STEPS, shape.num_heads, device=device)
 
+    def steps(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The steps behind the boundary, as `StepBuffers` takes them."""
+        return self.inputs[self._num_before :], self.keys, self.updates, self.decays
+
+    def addresses(self) -> tuple[int, int, int, int, int]:
+        """Where the kernels find inputs, those in front of the boundary first, steps and state."""
+        buffers = (self.inputs, self.keys, self.updates, self.decays, self.state)
+        inputs, keys, updates, decays, state = (each.data_ptr() for each in buffers)
+        return inputs, keys, updates, decays, state
+
     def convolved(self, steps: Tensor) -> Tensor:
         """The inputs that the convolution of some steps reads: `steps [num_rows, conv_width]`, from -3 on."""
         return self.inputs[steps + self._num_before]
@@ -70,7 +80,7 @@ class RecurrentLayer:
     def keep_path(self, root: int, path: list[int]) -> None:
         """Move the steps of the nodes `path` next to their root's."""
         source, target = [root + 1 + node for node in path], list(range(root + 1, root + 1 + len(path)))
-        for rows in (self.inputs[self._num_before :], self.keys, self.updates, self.decays):
+        for rows in self.steps():
             rows[target] = rows[source]
 
     def move_base(self, num_steps: int) -> None:

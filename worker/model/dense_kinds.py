@@ -7,6 +7,7 @@ from dataclasses import replace
 from swiftbatch.worker.kernels.forms import Activation, NormForm
 from swiftbatch.worker.model.dense_forms import ACTIVATIONS, ALWAYS, AROUND, AROUND_PARTS, BEHIND, Form, WindowAngles
 from swiftbatch.worker.model.expert_kinds import EXPERT_KINDS
+from swiftbatch.worker.model.hybrid_kinds import HYBRID_KINDS
 from swiftbatch.worker.model.layer_windows import (
     TypesOrPattern,
     by_layer_types,
@@ -14,7 +15,13 @@ from swiftbatch.worker.model.layer_windows import (
     in_all_layers_if_said,
     where_switched_on,
 )
-from swiftbatch.worker.model.still_layers import by_no_rope_layers, without_windows, without_windows_if_said
+from swiftbatch.worker.model.mixer_forms import MAMBA
+from swiftbatch.worker.model.still_layers import (
+    by_no_rope_layers,
+    where_no_rope_is_said,
+    without_windows,
+    without_windows_if_said,
+)
 
 FUSED_QUERIES = dict.fromkeys(("query", "key", "value"), "self_attn.qkv_proj")
 FUSED_GATES = dict.fromkeys(("gate", "up"), "mlp.gate_up_proj")
@@ -105,8 +112,10 @@ KINDS: dict[str, Form] = {
         names=SHARED_GATES,
         scales=GRANITE,
         intermediate_key="shared_intermediate_size",
-        one_meaning={"num_local_experts": (0,), "position_embedding_type": ("rope",)},
-        unused=("mamba_", "num_experts_per_tok", "router_aux_loss_coef", "time_step_limit", "layers_block_type"),
+        still=where_no_rope_is_said,
+        mixer=MAMBA,
+        one_meaning={"num_local_experts": (0,), "position_embedding_type": ("rope", "nope")},
+        unused=("num_experts_per_tok", "router_aux_loss_coef", "layers_block_type"),
     ),
     "helium": Form("attention_bias", None, "mlp_bias", is_interleaved=True, norm_form=NormForm.ONCE),
     "hunyuan_v1_dense": Form(
@@ -149,4 +158,5 @@ KINDS: dict[str, Form] = {
     ),
     "smollm3": Form(*IN_ALL, still=by_no_rope_layers),
     "vaultgemma": replace(GEMMA2, norms={"input_norm": "input_layernorm", "mlp_norm": "pre_feedforward_layernorm"}),
-} | EXPERT_KINDS
+}
+KINDS |= EXPERT_KINDS | HYBRID_KINDS

@@ -90,6 +90,11 @@ def behind_the_first(config: Mapping[str, Any]) -> frozenset[int]:
     return frozenset(each for each in in_all_layers(config) if each >= first)
 
 
+def behind_the_dense_ones(config: Mapping[str, Any]) -> frozenset[int]:
+    """The same, under another key."""
+    return behind_the_first(dict(config) | {"first_k_dense_replace": config["num_dense_layers"]})
+
+
 def between(config: Mapping[str, Any]) -> frozenset[int]:
     """Every so-manieth layer from one to another has them; -1, or none, is the last."""
     step, first = _whole(config, "moe_layer_interval"), _whole(config, "moe_layer_start_index", least=0)

@@ -751,7 +751,7 @@ def test_a_window_that_is_left_to_a_default_is_named() -> None:
         ("Granite 4.0 micro, whose layers all attend", {"num_local_experts": 4}, "its num_local_experts is 4"),
         (
             "Granite 4.0 micro, whose layers all attend",
-            {"position_embedding_type": "nope"},
+            {"position_embedding_type": "learned"},
             "its position_embedding_type",
         ),
         ("Phi-4", {"sliding_window": 0}, "its sliding_window is 0"),
