@@ -183,6 +183,10 @@ class FullKVCache:
         self._copy_in(behind, bits.reshape(behind.shape))
         self._grow(end)
 
+    def num_readable(self, most: int) -> int:
+        """How many known tokens, `most` at most, are best read in one call."""
+        return most
+
     def states(self) -> LayerStates | None:
         """The newest states that a checkpoint can hold, of layers that have some; None where none has, or is due."""
         return None

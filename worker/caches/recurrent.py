@@ -19,9 +19,10 @@ from swiftbatch.jobs.checkpoints.state_file import LayerStates
 from swiftbatch.worker.caches.full import CacheShape, CacheSource, FullKVCache
 from swiftbatch.worker.caches.kept_states import KeptStates
 from swiftbatch.worker.caches.recurrent_layer import LayerState, RecurrentLayer
+from swiftbatch.worker.caches.room import FIRST_STEPS
 from swiftbatch.worker.caches.room import NUM_STEPS as NUM_STEPS
 from swiftbatch.worker.kernels.recurrence import StepBuffers, are_known_states, folding_team
-from swiftbatch.worker.kernels.sizes import BLOCK
+from swiftbatch.worker.kernels.sizes import BLOCK, TILE_ROWS
 from swiftbatch.worker.model.recurrent_sizes import RecurrentShape
 
 
@@ -37,17 +38,42 @@ class RecurrentCache(FullKVCache):
         self, shape: CacheShape, recurrent: RecurrentShape, max_length: int, buffer: Tensor | None = None
     ) -> None:
         super().__init__(shape, max_length, buffer)
-        self.boundary, self.num_steps = 0, NUM_STEPS
+        self.boundary, self.num_steps = 0, FIRST_STEPS
         self.recurrent = [RecurrentLayer(recurrent, shape.dtype, shape.device) for _ in range(recurrent.num_layers)]
         self._kept = KeptStates()
-        team = folding_team() if shape.device.type == "cpu" else None
+        self._steps = self._step_buffers(recurrent)
+
+    def _step_buffers(self, recurrent: RecurrentShape) -> StepBuffers | None:
+        """The steps where the kernels move and fold them; None where they do not."""
+        team = folding_team() if self.shape.device.type == "cpu" else None
         has_known = not recurrent.num_heads or are_known_states(recurrent.num_heads, recurrent.value_dim)
-        steps = [layer.steps() for layer in self.recurrent]
-        self._steps = StepBuffers(team, steps) if team is not None and has_known else None
+        return StepBuffers(team, [layer.steps() for layer in self.recurrent]) if team and has_known else None
+
+    def reserve(self, num_steps: int) -> None:
+        """Have room for so many steps behind the boundary. Raises ValueError for more than any sequence has."""
+        if num_steps > NUM_STEPS:
+            raise ValueError(f"found {num_steps} steps behind a boundary, expected {NUM_STEPS} at most")
+        if num_steps <= self.num_steps:
+            return
+        self.num_steps = min(NUM_STEPS, -(-num_steps // TILE_ROWS) * TILE_ROWS)
+        for layer in self.recurrent:
+            layer.grow(self.num_steps)
+        assert self.shape.recurrent is not None
+        self._steps = self._step_buffers(self.shape.recurrent)
+
+    def num_readable(self, most: int) -> int:
+        """As many as there is room for, up to a boundary where that is no short way."""
+        room = min(most, self.num_steps - (self.length - self.boundary))
+        to_boundary = (self.length + room) // BLOCK * BLOCK - self.length
+        return to_boundary if 2 * to_boundary >= room else room
 
     def layer_steps(self) -> np.ndarray:
         """Where the kernels find the steps and the state of each layer, `[num_layers, 5]`."""
         return np.array([layer.addresses() for layer in self.recurrent], dtype=np.int64)
+
+    def held(self) -> list[Tensor]:
+        """What the kernels find there."""
+        return [each for layer in self.recurrent for each in layer.buffers()]
 
     def commit(self, path: list[int]) -> None:
         root = self.length - self.boundary
@@ -59,7 +85,7 @@ class RecurrentCache(FullKVCache):
     def advance(self, num_positions: int) -> None:
         start = self.length - self.boundary
         super().advance(num_positions)
-        if start + num_positions <= NUM_STEPS:
+        if start + num_positions <= self.num_steps:
             self._take_steps(start)
         else:  # positions that nobody has written: a length to measure forwards at
             self.boundary = self.length // BLOCK * BLOCK

@@ -54,10 +54,15 @@ class StateCache(Protocol):
 
     length: int
     boundary: int  # from which on steps are counted
-    num_steps: int  # that it has room for
+
+    def reserve(self, num_steps: int) -> None:
+        """Have room for so many steps. Raises ValueError for too many."""
 
     def layer_steps(self) -> NDArray[np.int64]:
         """`layer_steps` of source/api.h of each layer with a state, `[num_layers, 5]` addresses."""
+
+    def held(self) -> list[Tensor]:
+        """What lies at these addresses."""
 
 
 def load_mixer(library: ctypes.CDLL, handle: int, layer: int, mixer: MixerWeights) -> None:
@@ -86,7 +91,7 @@ class SequenceTable:
     """The rows of a call, sequence by sequence, and what keeps their memory alive."""
 
     sequences: Any  # array of CSequenceSteps
-    arrays: list[NDArray[Any]]  # that `sequences` points into
+    held: list[Any]  # that `sequences` points into
 
     @classmethod
     def of(cls, groups: Sequence[Rows], conv_width: int) -> SequenceTable:
@@ -95,14 +100,14 @@ class SequenceTable:
         Raises ValueError for rows that do not fit in one, or whose path goes through rows that are not of this call.
         """
         parts = [(cache, list(some)) for cache, some in itertools.groupby(groups, lambda group: group.cache)]
-        table, arrays = (CSequenceSteps * len(parts))(), []
+        table, held = (CSequenceSteps * len(parts))(), []
         for entry, (cache, some) in zip(table, parts, strict=True):
             parents, before = _paths(cache, some, conv_width)
             layers = cache.layer_steps()
             entry.layers, entry.parents, entry.before = layers.ctypes.data, parents.ctypes.data, before.ctypes.data
             entry.num_rows, entry.first_step = len(parents), some[0].first_entry - cache.boundary
-            arrays += [layers, parents, before]
-        return cls(table, arrays)
+            held += [layers, parents, before, *cache.held()]
+        return cls(table, held)
 
 
 def _paths(cache: Any, groups: list[Rows], conv_width: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
@@ -114,8 +119,9 @@ def _paths(cache: Any, groups: list[Rows], conv_width: int) -> tuple[NDArray[np.
     entries = np.concatenate(in_front)
     parents = np.where(entries[:, -1] >= first, entries[:, -1] - first, -1)
     before = (entries - cache.boundary)[:, : conv_width - 1]
+    cache.reserve(first + num_rows - cache.boundary)
     rows = np.arange(num_rows)
-    if num_rows > MOST_ROWS or first != cache.length or first + num_rows - cache.boundary > cache.num_steps:
+    if num_rows > MOST_ROWS or first != cache.length:
         raise ValueError(f"found {num_rows} rows from entry {first} on, behind a state at {cache.length}")
     if (parents >= rows).any() or (before >= (first - cache.boundary + rows)[:, None]).any():
         raise ValueError("found a row whose path goes through a later row")

@@ -90,6 +90,8 @@ class DenseConfig:
         }
         if self.experts is None or number not in self.experts.layers:
             return names
+        if self.experts.shared_width and self.experts.names.shared is None:
+            return names
         shared = self.experts.names.shared if self.experts.shared_width else None
         own = {} if shared is None else {role: f"{shared}.{role}_proj" for role in PRODUCTS}
         return {role: name for role, name in names.items() if role not in PRODUCTS} | own
@@ -127,8 +129,13 @@ def refuse_layers_on(device_type: str, config: Mapping[str, Any]) -> None:
         return
     if form.mixer is not None and set(layer_types(config) or ()) & RECURRENT:
         raise OtherDecoderError("its layers have states, which our kernels run on CPUs alone")
-    if form.experts is not None:
+    if has_experts(form, config):
         raise OtherDecoderError("its layers have experts, which our kernels multiply on CPUs alone")
+
+
+def has_experts(form: Form, config: Mapping[str, Any]) -> bool:
+    """Tell whether layers of this kind have experts: some kinds are published with none, too."""
+    return form.experts is not None and config.get("num_local_experts") != 0
 
 
 def read_dense(config: dict[str, Any]) -> DenseConfig:
@@ -174,7 +181,7 @@ def _read(config: dict[str, Any]) -> DenseConfig:
         scales={what: number_of(config, key) for what, key in form.scales.items()},
         caps={what: 0.0 if config[key] is None else number_of(config, key) for what, key in form.caps.items()},
         head_norms=form.head_norms(config),
-        experts=None if form.experts is None else read_experts(config, form.experts),
+        experts=read_experts(config, form.experts) if form.experts and has_experts(form, config) else None,
         mixer=None if form.mixer is None else read_mixers(config, form.mixer),
     )
 

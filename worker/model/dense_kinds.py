@@ -7,7 +7,7 @@ from dataclasses import replace
 from swiftbatch.worker.kernels.forms import Activation, NormForm
 from swiftbatch.worker.model.dense_forms import ACTIVATIONS, ALWAYS, AROUND, AROUND_PARTS, BEHIND, Form, WindowAngles
 from swiftbatch.worker.model.expert_kinds import EXPERT_KINDS
-from swiftbatch.worker.model.hybrid_kinds import HYBRID_KINDS
+from swiftbatch.worker.model.hybrid_kinds import GRANITE, HYBRID_KINDS
 from swiftbatch.worker.model.layer_windows import (
     TypesOrPattern,
     by_layer_types,
@@ -15,19 +15,14 @@ from swiftbatch.worker.model.layer_windows import (
     in_all_layers_if_said,
     where_switched_on,
 )
-from swiftbatch.worker.model.mixer_forms import MAMBA
 from swiftbatch.worker.model.still_layers import (
     by_no_rope_layers,
-    where_no_rope_is_said,
     without_windows,
     without_windows_if_said,
 )
 
 FUSED_QUERIES = dict.fromkeys(("query", "key", "value"), "self_attn.qkv_proj")
 FUSED_GATES = dict.fromkeys(("gate", "up"), "mlp.gate_up_proj")
-SHARED_GATES = {**dict.fromkeys(("gate", "up"), "shared_mlp.input_linear"), "down": "shared_mlp.output_linear"}
-GRANITE = {"scores": "attention_multiplier", "embedding": "embedding_multiplier", "residual": "residual_multiplier"}
-GRANITE |= {"logits": "logits_scaling"}
 IN_ALL = ("attention_bias", "attention_bias", "mlp_bias")
 HUNYUAN_UNUSED = (
     *("anyres_", "attention_head_dim", "cla_share_factor", "class_num", "dense_list", "eod_token_id", "im_"),
@@ -106,17 +101,6 @@ KINDS: dict[str, Form] = {
     "glm": Form("attention_bias", is_interleaved=True, turned_share=0.5, names=FUSED_GATES),
     "glm4": Form("attention_bias", is_interleaved=True, turned_share=0.5, names=FUSED_GATES, norms=AROUND),
     "granite": Form(*IN_ALL, scales=GRANITE),
-    "granitemoehybrid": Form(
-        "attention_bias",
-        "attention_bias",
-        names=SHARED_GATES,
-        scales=GRANITE,
-        intermediate_key="shared_intermediate_size",
-        still=where_no_rope_is_said,
-        mixer=MAMBA,
-        one_meaning={"num_local_experts": (0,), "position_embedding_type": ("rope", "nope")},
-        unused=("num_experts_per_tok", "router_aux_loss_coef", "layers_block_type"),
-    ),
     "helium": Form("attention_bias", None, "mlp_bias", is_interleaved=True, norm_form=NormForm.ONCE),
     "hunyuan_v1_dense": Form(
         "attention_bias",

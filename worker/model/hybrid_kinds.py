@@ -15,8 +15,13 @@ from swiftbatch.worker.model.expert_forms import (
     in_all_layers,
     in_each_so_many,
 )
+from swiftbatch.worker.model.expert_kinds import EXPERT_KINDS
 from swiftbatch.worker.model.mixer_forms import DELTA_NET, JOINT_DELTA_NET, MAMBA, SHORT_CONVOLUTION, lfm2_width
+from swiftbatch.worker.model.still_layers import where_no_rope_is_said
 
+SHARED_GATES = {**dict.fromkeys(("gate", "up"), "shared_mlp.input_linear"), "down": "shared_mlp.output_linear"}
+GRANITE = {"scores": "attention_multiplier", "embedding": "embedding_multiplier", "residual": "residual_multiplier"}
+GRANITE |= {"logits": "logits_scaling"}
 LFM2_PRODUCTS = {"gate": "w1", "up": "w3", "down": "w2"}
 LFM2 = Form(
     has_head_norms=True,
@@ -60,6 +65,18 @@ HYBRID_KINDS: dict[str, Form] = {
         mixer=MAMBA,
         final_norm="model.final_layernorm",
         unused=("attn_layer_indices", "attn_rotary_emb", "num_logits_to_keep", "z_loss_coefficient"),
+    ),
+    "granitemoehybrid": Form(
+        "attention_bias",
+        "attention_bias",
+        names=SHARED_GATES,
+        scales=GRANITE,
+        intermediate_key="shared_intermediate_size",
+        still=where_no_rope_is_said,
+        experts=replace(EXPERT_KINDS["granitemoe"].experts, shared_width="shared_intermediate_size"),
+        mixer=MAMBA,
+        one_meaning={"position_embedding_type": ("rope", "nope")},
+        unused=("layers_block_type",),
     ),
     "lfm2": LFM2,
     "lfm2_moe": replace(

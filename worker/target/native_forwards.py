@@ -57,7 +57,7 @@ class NativeForwards:
         return hidden, logits
 
     def read(self, cache: FullKVCache, token_ids: list[int]) -> torch.Tensor:
-        groups = known_rows(cache, token_ids[: self._most_read])
+        groups = known_rows(cache, token_ids[: cache.num_readable(self._most_read)])
         hidden, _ = self._forward(groups, with_logits=False)
         cache.advance(len(hidden))
         return hidden

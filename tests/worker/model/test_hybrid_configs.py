@@ -256,7 +256,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
 }
 
-IN_KERNELS = ("Bamba", "Granite 4 h micro", "LFM2", "Qwen3-Next", "Qwen3.5")
+IN_KERNELS = ("Bamba", "Granite 4 h", "Granite 4 h micro", "LFM2", "Qwen3-Next", "Qwen3.5")
 
 
 def publish(config: dict[str, Any], folder: Path) -> Any:
