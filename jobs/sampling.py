@@ -13,8 +13,12 @@ from pydantic import BeforeValidator, Field, field_serializer, field_validator, 
 from swiftbatch.jobs.frozen import Strict
 from swiftbatch.jobs.input.reasons import FieldError, list_of, shown
 from swiftbatch.jobs.repetition import RepetitionDetection
-from swiftbatch.jobs.sampling_defaults import ETA, PENALTY_WINDOW, REPETITION_PENALTY, TOP_P
 from swiftbatch.jobs.structure import Structure, structure_of
+
+TOP_P = 1.0
+ETA = 0.0
+REPETITION_PENALTY = 1.0
+PENALTY_WINDOW = 1024  # tokens
 
 MAX_BIASED = 10_000  # tokens
 MAX_BIAS = 100.0

@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from swiftbatch.jobs.run.records import Progress
+    from swiftbatch.jobs.run.run_records import Progress
 
 HOUR = 3600.0
 UNITS = {"d": "days", "h": "hours", "m": "minutes", "s": "seconds"}

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from swiftbatch.jobs.errors import UserError as UserError
-    from swiftbatch.jobs.run.records import Progress as Progress
     from swiftbatch.jobs.run.run import Run as Run
+    from swiftbatch.jobs.run.run_records import Progress as Progress
 
 __version__ = "0.1.0"
 __all__ = ["Progress", "Run", "UserError", "__version__"]
 
-_MODULES = {"Progress": "jobs.run.records", "Run": "jobs.run.run", "UserError": "jobs.errors"}
+_MODULES = {"Progress": "jobs.run.run_records", "Run": "jobs.run.run", "UserError": "jobs.errors"}
 _HERE = Path(__file__).parent
 if not (_HERE / "jobs").is_dir():
     __path__.append(str(_HERE.parent))

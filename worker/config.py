@@ -6,7 +6,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 from swiftbatch.jobs.repetition import LoopAction
-from swiftbatch.jobs.run.dtypes import AttentionName, Device, Dtype, KVDtype, LinearName, LogprobsMode, ThinkingMarkers
+from swiftbatch.jobs.run.option_values import (
+    AttentionName,
+    Device,
+    Dtype,
+    KVDtype,
+    LinearName,
+    LogprobsMode,
+    ThinkingMarkers,
+)
 from swiftbatch.jobs.sampling import ThinkingEnd
 from swiftbatch.worker.drafters.catalogue import DEFAULT_ENGINE
 from swiftbatch.worker.kernels.choice import CudaKernels

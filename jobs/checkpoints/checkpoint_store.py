@@ -44,7 +44,7 @@ from swiftbatch.jobs.checkpoints.files import (
     states_name,
 )
 from swiftbatch.jobs.checkpoints.logprob_files import LogprobFiles, WrittenSpans
-from swiftbatch.jobs.checkpoints.segments import Segment, decode_segment, encode_segment, identity_of_segment
+from swiftbatch.jobs.checkpoints.segment_file import Segment, decode_segment, encode_segment, identity_of_segment
 from swiftbatch.jobs.checkpoints.state_file import LayerStates, State, decode_state, encode_state, identity_of_state
 from swiftbatch.jobs.checkpoints.timeline import Timeline
 from swiftbatch.jobs.checkpoints.token_log import Rewind, TokenIds, TokenLog, decode_log, encode_log

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.input.reasons import reasons
-from swiftbatch.jobs.run.records import RUN_VERSION
+from swiftbatch.jobs.run.run_records import RUN_VERSION
 from swiftbatch.jobs.storage.store import Store
 
 NUM_READERS = 16  # at once: an object store takes its time for each

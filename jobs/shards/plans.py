@@ -19,8 +19,8 @@ from typing import NamedTuple
 from pydantic import Field
 
 from swiftbatch.jobs.frozen import Frozen
-from swiftbatch.jobs.run.records import RUN_VERSION
 from swiftbatch.jobs.run.run_files import NUM_READERS, read_model
+from swiftbatch.jobs.run.run_records import RUN_VERSION
 from swiftbatch.jobs.storage.store import Store
 
 FOLDER = "shard-plans"

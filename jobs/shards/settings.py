@@ -10,8 +10,8 @@ from typing import Literal, Self, get_args
 from pydantic import Field, ValidationError
 
 from swiftbatch.jobs.frozen import Frozen
-from swiftbatch.jobs.run.records import RUN_VERSION
 from swiftbatch.jobs.run.run_files import RunError, pretty, read_model
+from swiftbatch.jobs.run.run_records import RUN_VERSION
 from swiftbatch.jobs.storage.store import Store
 
 FILE = "shards.json"

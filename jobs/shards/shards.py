@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import BinaryIO, NamedTuple, Self
 
-from swiftbatch.jobs.run.lineages import newest_with
+from swiftbatch.jobs.run.job_table import newest_with
 from swiftbatch.jobs.run.output import temporary_file
 from swiftbatch.jobs.run.output_line import plain
 from swiftbatch.jobs.run.run import Run

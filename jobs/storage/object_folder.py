@@ -2,17 +2,71 @@
 
 from __future__ import annotations
 
+import errno
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from io import SEEK_END, UnsupportedOperation
 from mmap import ACCESS_READ, mmap
 from threading import current_thread, main_thread
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from tenacity import Retrying, retry_if_exception_type, stop_after_attempt
 
-from swiftbatch.jobs.storage.object_reader import ObjectReader, ReplacedError
 from swiftbatch.jobs.storage.object_stores import Place, as_os_error
+
+
+class ReplacedError(OSError):
+    """The object is no longer the one that was opened."""
+
+    def __init__(self) -> None:
+        super().__init__(errno.ECANCELED, "it was replaced while it was read; try again")
+
+
+class ObjectReader:
+    """Reads one object in one version, though others may replace it meanwhile.
+
+    Every read is a request of its own, which gets what is there then: the end is checked to be the beginning's.
+    """
+
+    def __init__(self, filesystem: Any, full_path: str) -> None:
+        """Raises `FileNotFoundError` when there is no such object."""
+        self._filesystem = filesystem
+        self._full_path = full_path
+        with as_os_error():
+            self._file = filesystem.open_input_file(full_path)
+            self._version = _version(self._file)
+
+    def read(self, size: int | None = None) -> bytes:
+        """The next `size` bytes, or the rest; b"" at the end. After an error the same bytes can be asked for again.
+
+        Raises `ReplacedError`, with the last bytes at the latest.
+        """
+        try:
+            with as_os_error():
+                data = bytes(self._file.read(size))
+        except OSError:
+            self._check()
+            raise
+        if size is None or not data:
+            self._check()
+        return data
+
+    def _check(self) -> None:
+        try:
+            with as_os_error(), self._filesystem.open_input_file(self._full_path) as now:
+                is_same = _version(now) == self._version
+        except FileNotFoundError:
+            is_same = False
+        if not is_same:
+            raise ReplacedError
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _version(file: Any) -> tuple[int, dict[str, bytes]]:
+    return file.size(), file.metadata()
+
 
 SINGLE_BYTES = 5 * 2**20  # S3 allows no smaller part, so what is shorter goes up in one request
 PIECE_BYTES = 20 * 2**20  # two of pyarrow's parts; it copies what it has not sent yet

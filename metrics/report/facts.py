@@ -10,9 +10,9 @@ from typing import Any, Literal
 from swiftbatch.jobs.checkpoints.checkpoint_store import AttemptRecord, CheckpointStore
 from swiftbatch.jobs.input.reader import Reject
 from swiftbatch.jobs.job import JobRecord
-from swiftbatch.jobs.run.records import DriverClaim, RunManifest
 from swiftbatch.jobs.run.run import Progress, Run
 from swiftbatch.jobs.run.run_files import NUM_READERS
+from swiftbatch.jobs.run.run_records import DriverClaim, RunManifest
 from swiftbatch.metrics.report.attempts import Attempt, Outcome, attempts_of, parsed_history, without_guesses
 
 EXCERPT_CHARACTERS = 280

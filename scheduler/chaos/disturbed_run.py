@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 
 from swiftbatch.jobs.processes import module_command
-from swiftbatch.jobs.run.records import Progress
 from swiftbatch.jobs.run.run import Run, RunError
+from swiftbatch.jobs.run.run_records import Progress
 from swiftbatch.scheduler.chaos.chaos_options import ChaosError
 from swiftbatch.scheduler.chaos.kills import Kind, PlannedKill, Way
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from random import Random
 from typing import Literal, get_args
 
-from swiftbatch.jobs.run.records import WorkerStatus
+from swiftbatch.jobs.run.run_records import WorkerStatus
 from swiftbatch.scheduler.chaos.local_cluster import LocalCluster
 from swiftbatch.scheduler.cluster.cluster import connect
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from swiftbatch.jobs import sampling_defaults
+from swiftbatch.jobs import sampling
 from swiftbatch.scheduler.commands.ablation import ablation
 from swiftbatch.scheduler.commands.model_options import (
     COMPUTING,
@@ -36,7 +36,7 @@ def _split(_context: click.Context, _parameter: click.Parameter, text: str | Non
 
 TEMPERATURE = click.option("--temperature", type=ANY_NUMBER, default=0.0)
 MIN_P = click.option("--min-p", type=ANY_NUMBER, default=0.1)
-REPETITION_PENALTY = click.option("--repetition-penalty", type=ANY_NUMBER, default=sampling_defaults.REPETITION_PENALTY)
+REPETITION_PENALTY = click.option("--repetition-penalty", type=ANY_NUMBER, default=sampling.REPETITION_PENALTY)
 POSITIONS = click.option(
     "--positions", default="4096", callback=_split, help="Numbers of tokens in the cache, comma-separated."
 )
@@ -78,7 +78,7 @@ def decode(**options: Any) -> None:
       swiftbatch bench decode --engines autoregressive,suffix --positions 4096,100000 --tokens 256 --json bench.json
     """
     from swiftbatch.worker.bench.decode.decode import DecodeBenchOptions, run_decode_bench
-    from swiftbatch.worker.bench.decode.records import render
+    from swiftbatch.worker.bench.decode.decode_figures import render
 
     show(render(run_decode_bench(checked(DecodeBenchOptions, options), say)))
 
@@ -112,7 +112,7 @@ def auto(**options: Any) -> None:
       swiftbatch bench auto --positions 2048,16384 --slots 1,8 --temperatures 0.6,1.0 --text book.txt --json auto.json
     """
     from swiftbatch.worker.bench.auto.auto_bench import AutoBenchOptions, run_auto_bench
-    from swiftbatch.worker.bench.auto.records import render
+    from swiftbatch.worker.bench.auto.auto_figures import render
 
     show(render(run_auto_bench(checked(AutoBenchOptions, options), say)))
 
@@ -171,8 +171,8 @@ def kernels(**options: Any) -> None:
     Example:
       swiftbatch bench kernels --rows 1,8 --json kernels.json --plot kernels.png
     """
+    from swiftbatch.worker.bench.kernels.kernel_figures import render
     from swiftbatch.worker.bench.kernels.kernels import KernelBenchOptions, run_kernel_bench
-    from swiftbatch.worker.bench.kernels.records import render
 
     show(render(run_kernel_bench(checked(KernelBenchOptions, options), say)))
 
@@ -241,11 +241,11 @@ def checkpoints(**options: Any) -> None:
     "--plain-every", type=ANY_WHOLE_NUMBER, default=2500, help="Tokens between two measurements of plain decoding."
 )
 @TEMPERATURE
-@click.option("--top-p", type=ANY_NUMBER, default=sampling_defaults.TOP_P)
+@click.option("--top-p", type=ANY_NUMBER, default=sampling.TOP_P)
 @MIN_P
-@click.option("--eta", type=ANY_NUMBER, default=sampling_defaults.ETA)
+@click.option("--eta", type=ANY_NUMBER, default=sampling.ETA)
 @REPETITION_PENALTY
-@click.option("--penalty-window", type=ANY_WHOLE_NUMBER, default=sampling_defaults.PENALTY_WINDOW)
+@click.option("--penalty-window", type=ANY_WHOLE_NUMBER, default=sampling.PENALTY_WINDOW)
 @SEED
 @click.option(
     "--text", type=click.Path(exists=True, path_type=Path), help="Text of the prompt. [default: the model's own]"
@@ -264,10 +264,10 @@ def long(**options: Any) -> None:
     """
     from swiftbatch.jobs.sampling import SamplingParams
     from swiftbatch.worker.bench.long.long import LongBenchOptions, run_long_bench
-    from swiftbatch.worker.bench.long.records import render
+    from swiftbatch.worker.bench.long.long_figures import render
 
-    sampling = {name: options.pop(name) for name in SamplingParams.model_fields.keys() & options.keys()}
-    bench_options = checked(LongBenchOptions, options | {"sampling": sampling | {"ignore_eos": True}})
+    drawn_with = {name: options.pop(name) for name in SamplingParams.model_fields.keys() & options.keys()}
+    bench_options = checked(LongBenchOptions, options | {"sampling": drawn_with | {"ignore_eos": True}})
     show(render(run_long_bench(bench_options, say)))
 
 
@@ -306,8 +306,8 @@ def gpu(**options: Any) -> None:
       swiftbatch bench gpu --model DIR --text book.txt --json gpu.json
     """
     from swiftbatch.worker.bench.gpu.gpu import run_gpu_bench
+    from swiftbatch.worker.bench.gpu.gpu_figures import render
     from swiftbatch.worker.bench.gpu.gpu_options import GPUBenchOptions
-    from swiftbatch.worker.bench.gpu.records import render
 
     show(render(run_gpu_bench(checked(GPUBenchOptions, options), say)))
 

@@ -8,7 +8,7 @@ import click
 
 from swiftbatch.jobs.job import JobUrl
 from swiftbatch.jobs.repetition import LoopAction
-from swiftbatch.jobs.run.dtypes import LogprobsMode
+from swiftbatch.jobs.run.option_values import LogprobsMode
 from swiftbatch.jobs.sampling import ThinkingEnd
 from swiftbatch.scheduler.commands.launch_options import ENGINE, launch_options, make_settings
 from swiftbatch.scheduler.commands.launching import end, launch_shown

@@ -1,8 +1,13 @@
-"""Gives workers jobs, as many as each has room for, and has one hand a job over to an idle one at the end of a run."""
+"""Gives workers jobs, as many as each has room for, and has one hand a job over to an idle one at the end of a run.
+
+A worker gets a job once an attempt at it is claimed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
 from heapq import heapify, heappop, heapreplace
@@ -11,15 +16,62 @@ from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.run.job_index import JobEntry
 from swiftbatch.scheduler.display.job_events import JobStarted
 from swiftbatch.scheduler.driver.balance import Balance
-from swiftbatch.scheduler.driver.claims import Claims
 from swiftbatch.scheduler.driver.context import DriverContext
 from swiftbatch.scheduler.driver.fleet import Worker
 from swiftbatch.scheduler.driver.slots import Slots
 from swiftbatch.worker.session.work import Assignment
 
+NUM_CLAIMERS = 32
+PATIENCE_SECONDS = 0.05  # of the loop: a local disk is done by then, so that a worker need not wait for another turn
+
 SLICE_SECONDS = 0.5  # the work of a worker between two reports
 MIN_MOVE_SECONDS = 10.0  # a job that ends sooner stays where it is
 MIN_SHARE_LEFT = 0.25  # of the tokens so far: to load or replay them costs, and the rest has to make up for it
+
+
+class Claims:
+    """Claims attempts at jobs beside the driver's loop, many at a time: a store takes its time for each.
+
+    An attempt is claimed by a file of its own that no two claims can both have made. The loop goes on meanwhile with
+    reports and heartbeats, and a worker hears of a job once its claim is there.
+    """
+
+    def __init__(self, checkpoints: CheckpointStore) -> None:
+        self._checkpoints = checkpoints
+        self._pool = ThreadPoolExecutor(NUM_CLAIMERS, "claims")
+        self._asked: defaultdict[str, dict[str, Future[int]]] = defaultdict(dict)  # by worker and job
+        self._under_way: dict[str, Future[int]] = {}  # the newest of each job
+
+    def ask(self, job_id: str, worker_id: str, numerics: str) -> None:
+        """Begin to claim the next attempt at a job for a worker."""
+        claim = self._pool.submit(self._claim, self._under_way.get(job_id), job_id, worker_id, numerics)
+        self._asked[worker_id][job_id] = self._under_way[job_id] = claim
+
+    def wait(self) -> None:
+        """Wait a moment for what is under way."""
+        if self._under_way:
+            wait(self._under_way.values(), PATIENCE_SECONDS)
+            self._under_way = {job_id: claim for job_id, claim in self._under_way.items() if not claim.done()}
+
+    def under_way(self, worker_id: str) -> Collection[str]:
+        """The ids of the jobs whose attempts are still to be claimed for a worker."""
+        return self._asked.get(worker_id, {}).keys()
+
+    def made(self, worker_id: str) -> dict[str, int]:
+        """The attempts at jobs that were claimed for a worker since the last call. Raises StoreError."""
+        asked = self._asked.pop(worker_id, {})
+        if waiting := {job_id: claim for job_id, claim in asked.items() if not claim.done()}:
+            self._asked[worker_id] = waiting
+        return {job_id: claim.result() for job_id, claim in asked.items() if job_id not in waiting}
+
+    def stop(self) -> None:
+        """Claim nothing more; what is under way is not waited for."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _claim(self, before: Future[int] | None, job_id: str, worker_id: str, numerics: str) -> int:
+        if before is not None:  # of a worker that was lost: an object store may give two at once the same number
+            wait([before])
+        return self._checkpoints.claim(job_id, worker_id, numerics)
 
 
 class Dispatcher:

@@ -9,8 +9,8 @@ import contextlib
 import time
 
 from swiftbatch.jobs.errors import ModelError, UserError
-from swiftbatch.jobs.run.records import RunState
 from swiftbatch.jobs.run.run import Run, RunError
+from swiftbatch.jobs.run.run_records import RunState
 from swiftbatch.jobs.storage.store import Store, StoreError
 from swiftbatch.scheduler.cluster.remote import NO_MEMORY, OTHER_CODE, OTHER_MODEL
 from swiftbatch.scheduler.cluster.watch import ClusterLostError

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from swiftbatch.jobs.run.records import WorkerStatus
+from swiftbatch.jobs.run.run_records import WorkerStatus
 from swiftbatch.metrics import discovery
 from swiftbatch.metrics.endpoint import METRICS_PATH, serve
 from swiftbatch.metrics.exporter import DriverCollector, Labels, registry_of

@@ -13,8 +13,7 @@ from swiftbatch.scheduler.cluster import remote
 from swiftbatch.scheduler.cluster.actors import WorkerInfo, WorkerSpec
 from swiftbatch.scheduler.cluster.bootstrap import Code, own_code
 from swiftbatch.scheduler.cluster.remote import last_words
-from swiftbatch.scheduler.driver.speed import Speed, monotonic
-from swiftbatch.scheduler.driver.step_pace import StepPace
+from swiftbatch.scheduler.driver.speed import Speed, StepPace, monotonic
 from swiftbatch.scheduler.process.awake_clock import AwakeClock
 from swiftbatch.worker.session.work import Orders, WorkReport
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any, Literal
 
-from swiftbatch.jobs.run.records import ProcessKey, RunState
 from swiftbatch.jobs.run.run import Progress, Run
+from swiftbatch.jobs.run.run_records import ProcessKey, RunState
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.driver.backlog import count_jobs, num_completion_tokens
 from swiftbatch.scheduler.process.identity import is_gone

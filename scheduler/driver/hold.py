@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, Self
 
-from swiftbatch.jobs.run.records import Progress, RunState
 from swiftbatch.jobs.run.run import Run, RunError
+from swiftbatch.jobs.run.run_records import Progress, RunState
 from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.scheduler.driver.backlog import count_jobs
 from swiftbatch.scheduler.driver.heartbeat import AT_REST, beat_seconds, stopped

@@ -12,9 +12,9 @@ import secrets
 import socket
 import time
 
-from swiftbatch.jobs.run.records import DriverClaim
 from swiftbatch.jobs.run.run import Progress, Run, RunError
 from swiftbatch.jobs.run.run_files import pretty, read_model
+from swiftbatch.jobs.run.run_records import DriverClaim
 from swiftbatch.metrics.report.clock import date
 from swiftbatch.scheduler.driver.heartbeat import Liveness, liveness, process_liveness
 from swiftbatch.scheduler.process.identity import own_key

@@ -7,7 +7,7 @@ import os
 import socket
 from pathlib import Path
 
-from swiftbatch.jobs.run.records import ProcessKey
+from swiftbatch.jobs.run.run_records import ProcessKey
 
 START_FIELD = 19  # of /proc/PID/stat, counted after the name, which may hold anything
 STATE_FIELD = 0

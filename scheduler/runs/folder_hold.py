@@ -20,8 +20,8 @@ from collections.abc import Iterator
 from pydantic import BaseModel, ConfigDict
 
 from swiftbatch.jobs.checkpoints.timeline import Moment
-from swiftbatch.jobs.run.records import ProcessKey
 from swiftbatch.jobs.run.run_files import RunError, pretty, read_model
+from swiftbatch.jobs.run.run_records import ProcessKey
 from swiftbatch.jobs.storage.store import Store, StoreError
 from swiftbatch.metrics.report.clock import date
 from swiftbatch.scheduler.driver.heartbeat import BEAT_SECONDS_OBJECT_STORE, process_liveness

@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
-from swiftbatch.jobs.run.records import RunState
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_files import NUM_READERS
+from swiftbatch.jobs.run.run_records import RunState
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.display.summary import counted
 from swiftbatch.scheduler.driver.backlog import count_jobs

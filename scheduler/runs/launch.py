@@ -7,8 +7,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
-from swiftbatch.jobs.run.records import RunState
 from swiftbatch.jobs.run.run import Run, RunManifest
+from swiftbatch.jobs.run.run_records import RunState
 from swiftbatch.jobs.storage.retries import Retries
 from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.jobs.storage.uris import local_path

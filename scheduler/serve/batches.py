@@ -15,8 +15,7 @@ from swiftbatch.jobs.run.line_files import DAMAGED
 from swiftbatch.jobs.run.run_files import NUM_READERS, DamagedError, RunError, pretty, read_model
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.process.streams import Lines
-from swiftbatch.scheduler.serve.pages import Catalogue, Order
-from swiftbatch.scheduler.serve.records import (
+from swiftbatch.scheduler.serve.batch_records import (
     BATCH,
     BATCHES,
     CANCEL,
@@ -28,6 +27,7 @@ from swiftbatch.scheduler.serve.records import (
     new_batch_id,
     read_record,
 )
+from swiftbatch.scheduler.serve.listed_records import Catalogue, Order
 from swiftbatch.scheduler.serve.refusals import no_such_batch
 
 

@@ -12,8 +12,7 @@ from swiftbatch.jobs.input.places import joined
 from swiftbatch.jobs.run.run_files import NUM_READERS, RunError, pretty
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.process.streams import Lines
-from swiftbatch.scheduler.serve.pages import Catalogue, Order
-from swiftbatch.scheduler.serve.records import (
+from swiftbatch.scheduler.serve.batch_records import (
     CONTENT,
     FILE,
     FILES,
@@ -23,6 +22,7 @@ from swiftbatch.scheduler.serve.records import (
     new_file_id,
     read_record,
 )
+from swiftbatch.scheduler.serve.listed_records import Catalogue, Order
 from swiftbatch.scheduler.serve.refusals import RefusedError, no_such_file
 
 

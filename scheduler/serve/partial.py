@@ -7,7 +7,7 @@ from collections.abc import Container
 from typing import TYPE_CHECKING, Any
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
-from swiftbatch.jobs.run.job_names import JobName, job_names
+from swiftbatch.jobs.run.job_index import JobName, job_names
 from swiftbatch.jobs.run.job_table import paths
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.store import Store

@@ -11,6 +11,7 @@ from swiftbatch.jobs.run.run_files import RunError
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.metrics.server_counters import ServerCounters
 from swiftbatch.scheduler.process.streams import Lines
+from swiftbatch.scheduler.serve.batch_records import FileRecord
 from swiftbatch.scheduler.serve.batch_status import Status, Watcher, unread_status
 from swiftbatch.scheduler.serve.batches import Batch, Batches
 from swiftbatch.scheduler.serve.driving.course import Stage
@@ -23,7 +24,6 @@ from swiftbatch.scheduler.serve.hooks.receivers import Receivers
 from swiftbatch.scheduler.serve.keyring import Keyring, Rights
 from swiftbatch.scheduler.serve.new_batch import NewBatch
 from swiftbatch.scheduler.serve.options import ServeOptions
-from swiftbatch.scheduler.serve.records import FileRecord
 from swiftbatch.scheduler.serve.refusals import Places, RefusedError
 
 STAGES: dict[Stage, str] = {"to_settle": "ending", "settling": "ending", "waiting": "waiting", "running": "running"}

@@ -16,7 +16,7 @@ from typing import Any
 from tenacity import RetryCallState, Retrying, retry_if_exception
 
 from swiftbatch.jobs.backoff import Backoff
-from swiftbatch.jobs.run.records import Progress
+from swiftbatch.jobs.run.run_records import Progress
 from swiftbatch.scheduler.display.display import Display
 from swiftbatch.scheduler.display.end_events import RunEnded, WebhookFailed
 from swiftbatch.scheduler.display.events import Event, RunOpened

@@ -21,9 +21,8 @@ from tests import ROOT
 
 Object = dict[str, Any]
 
-OVERLAYS = ("cpu-demo", "gpu-spot", "s3")
 SCHEMAS = Path(os.environ.get("SWIFTBATCH_SCHEMAS", ROOT.parent / "shared" / "schemas"))
-CORE = ("v1", "apps/v1", "batch/v1", "networking.k8s.io/v1")
+CORE = ("v1", "apps/v1", "batch/v1", "networking.k8s.io/v1", "policy/v1")
 RAY = "ray.io/v1"
 OPERATOR = ("monitoring.coreos.com/v1", "monitoring.coreos.com/v1alpha1")
 # their definitions are in nobody's hands here: what may stand in the two objects that we have

@@ -8,8 +8,8 @@ import jsonschema
 import kubernetes_validate
 import pytest
 
+from tests.k8s.chart import OVERLAYS
 from tests.k8s.kubernetes_parts import (
-    OVERLAYS,
     RAY,
     ROOT,
     Object,
@@ -31,8 +31,8 @@ def objects(request: pytest.FixtureRequest) -> list[Object]:
 
 
 def test_every_object_has_all_its_fields_and_no_other(objects: list[Object]) -> None:
-    kinds = {"RayCluster", "RayJob", "RayCronJob", "CronJob", "NetworkPolicy", "ServiceAccount", "ConfigMap"}
-    assert kinds <= {each["kind"] for each in objects}
+    kinds = "RayCluster RayJob RayCronJob CronJob NetworkPolicy ServiceAccount ConfigMap PodDisruptionBudget"
+    assert set(kinds.split()) <= {each["kind"] for each in objects}
     for each in sorted(objects, key=lambda each: each["apiVersion"] == RAY):  # last, what may be skipped
         validate(each)
 
@@ -45,6 +45,7 @@ def test_every_object_has_all_its_fields_and_no_other(objects: list[Object]) -> 
         ("CronJob", "spec/jobTemplate/spec/template/spec/containers/0", "enviroment"),
         ("NetworkPolicy", "spec/ingress/0", "form"),
         ("ServiceAccount", "", "automountToken"),
+        ("PodDisruptionBudget", "spec", "maxAvailable"),
         ("RayCluster", "spec", "enableInTreeAutoScaling"),
         ("RayCluster", "spec/autoscalerOptions", "idleTimeout"),
         ("RayCluster", "spec/headGroupSpec/template/spec/containers/0/livenessProbe/httpGet", "prot"),

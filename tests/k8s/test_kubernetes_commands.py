@@ -9,12 +9,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import yaml
 
 from swiftbatch.jobs.input.reader import read_jobs
 from swiftbatch.metrics import discovery
 from swiftbatch.worker.config import CheckpointSettings
-from tests.k8s.kubernetes_parts import OVERLAYS, RAY, ROOT, Object, commands, one, pods, ray_containers, render
+from tests.k8s.chart import OVERLAYS
+from tests.k8s.kubernetes_parts import RAY, ROOT, Object, commands, one, pods, ray_containers, render
 from tests.readme.command_lines import options
 
 
@@ -106,7 +106,7 @@ sys.exit(bool(subprocess.call(subprocess.list2cmdline(words), shell=True)))
 
 @pytest.mark.parametrize(("code", "told"), [(0, 0), (1, 1), (2, 1), (3, 0), (130, 1)])
 def test_a_night_that_stops_at_a_limit_is_not_tried_again_and_others_are(code: int, told: int, tmp_path: Path) -> None:
-    job = yaml.safe_load((ROOT / "k8s/base/cronjob.yaml").read_text())["spec"]["jobTemplate"]["spec"]
+    job = one(render("gpu-spot"), "CronJob")["spec"]["jobTemplate"]["spec"]
     (container,) = job["template"]["spec"]["containers"]
     for name, text in (("ray", RAY_JOB_SUBMIT), ("swiftbatch", '#!/bin/sh\n[ "$2" = /in ] && exit $CODE\n')):
         (tmp_path / name).write_text(text)
@@ -128,7 +128,7 @@ def test_the_metrics_are_where_prometheus_looks_for_them(overlay: str) -> None:
     open_ports = {port["port"] for rule in policy["spec"]["ingress"] for port in rule.get("ports", ())}
     assert {ports["driver-metrics"], ports["metrics"]} <= open_ports
     if overlay == "cpu-demo":
-        assert {each["apiVersion"] for each in objects} <= {"v1", "batch/v1", "networking.k8s.io/v1", RAY}
+        assert {each["apiVersion"] for each in objects} <= {"v1", "batch/v1", "networking.k8s.io/v1", "policy/v1", RAY}
         return
     (found,) = one(objects, "ScrapeConfig")["spec"]["httpSDConfigs"]
     service = one(objects, "Service")["metadata"]
@@ -149,6 +149,6 @@ def test_the_commands_and_folders_of_its_readme_are_there() -> None:
     assert found
     for command in found:
         options(command.split())
-    folders = set(re.findall(r"`((?:overlays|components|base)/[\w./-]+)`", readme))
+    folders = set(re.findall(r"`((?:overlays|components|chart)/[\w./-]+)`", readme))
     assert {f"overlays/{name}" for name in OVERLAYS} <= folders
     assert all((ROOT / "k8s" / folder).exists() for folder in folders)

@@ -12,7 +12,8 @@ from packaging.requirements import Requirement
 
 from swiftbatch.worker.bench.gpu.sizing import MODELS
 from swiftbatch.worker.caches.memory.memory_plan import slot_capacity
-from tests.k8s.kubernetes_parts import OVERLAYS, ROOT, Object, one, pods, render
+from tests.k8s.chart import OVERLAYS, values_file
+from tests.k8s.kubernetes_parts import ROOT, Object, one, pods, render
 
 WRITABLE = {"/tmp", "/home/swiftbatch"}
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
@@ -123,7 +124,8 @@ def test_all_workers_of_a_run_have_gpus_of_one_product_named_in_one_place(overla
     (product,) = selectors[0].values()
     assert list(selectors[0]) == ["nvidia.com/gpu.product"]
     files = [path for path in (ROOT / "k8s").rglob("*.yaml") if product in path.read_text(encoding="utf-8")]
-    assert [str(path.relative_to(ROOT)) for path in files] == ["k8s/components/gpu-product/kustomization.yaml"]
+    written = {path for path in files if path.name != "objects.yaml"}  # those are made of the others
+    assert written == {values_file(name) for name in ("gpu-spot", "s3")}
     assert not any("nodeSelector" in spec for spec in worker_pods("cpu-demo"))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from swiftbatch.jobs.run.records import WorkerStatus
+from swiftbatch.jobs.run.run_records import WorkerStatus
 from swiftbatch.metrics.driver_counters import DRIVER_METRICS
 from tests.metrics.dashboard_files import as_shown, panel_expressions, variable_queries
 from tests.metrics.prometheus_server import Prometheus, binary, free_port, running_prometheus, until

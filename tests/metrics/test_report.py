@@ -12,9 +12,9 @@ from swiftbatch.jobs.chat import Message
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.input.reader import Reject
 from swiftbatch.jobs.job import Job, JobRecord
-from swiftbatch.jobs.run.records import DriverClaim
 from swiftbatch.jobs.run.results import Reasoning, error_line, success_line
 from swiftbatch.jobs.run.run import Run, WorkerStatus
+from swiftbatch.jobs.run.run_records import DriverClaim
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.metrics.report.clock import clock, ticks
 from swiftbatch.metrics.report.curves import acceptance_by_length, ms_per_token_by_length, throughput

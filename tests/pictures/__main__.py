@@ -17,8 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from swiftbatch.jobs.processes import environment_of_code
-from swiftbatch.jobs.run.records import Progress
 from swiftbatch.jobs.run.run import Run, RunError
+from swiftbatch.jobs.run.run_records import Progress
 from swiftbatch.scheduler.demo.__main__ import SAMPLING, prepare
 from swiftbatch.scheduler.demo.prompts import PROMPTS
 from tests import ROOT

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
-from swiftbatch.jobs.checkpoints.segments import HEADERS_SIZE, Segment, encode_segment
+from swiftbatch.jobs.checkpoints.segment_file import HEADERS_SIZE, Segment, encode_segment
 from swiftbatch.jobs.checkpoints.state_file import encode_state
 from swiftbatch.jobs.checkpoints.token_log import TokenLog, encode_log
 from swiftbatch.jobs.checkpoints.writer import CheckpointWriter

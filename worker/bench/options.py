@@ -13,7 +13,7 @@ import transformers
 from pydantic import AfterValidator, ConfigDict, Field, field_validator
 
 from swiftbatch.jobs.frozen import Frozen
-from swiftbatch.jobs.run.dtypes import Device, Dtype
+from swiftbatch.jobs.run.option_values import Device, Dtype
 from swiftbatch.worker.bench.bench_engine import BenchError
 from swiftbatch.worker.caches.memory.memory_plan import SlotsWanted
 from swiftbatch.worker.caches.room import check_folder

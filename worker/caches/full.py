@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from swiftbatch.jobs.checkpoints.state_file import LayerStates
-from swiftbatch.jobs.run.dtypes import KVDtype
+from swiftbatch.jobs.run.option_values import KVDtype
 from swiftbatch.worker.caches.huge_pages import FilledPages
 from swiftbatch.worker.caches.room import MAX_TREE_NODES as MAX_TREE_NODES
 from swiftbatch.worker.caches.room import state_bytes_of

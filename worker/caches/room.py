@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from swiftbatch.jobs.errors import UserError
-from swiftbatch.jobs.run.dtypes import KVDtype
+from swiftbatch.jobs.run.option_values import KVDtype
 from swiftbatch.worker.kernels.sizes import BLOCK, KV_SCALE_BYTES
 from swiftbatch.worker.model.recurrent_sizes import RecurrentShape, num_attending_layers, recurrent_shape
 

@@ -12,12 +12,11 @@ import numpy as np
 import torch
 
 from swiftbatch.jobs.logprobs import TokenLogprobs
-from swiftbatch.jobs.run.dtypes import LogprobsMode
+from swiftbatch.jobs.run.option_values import LogprobsMode
 from swiftbatch.worker.drawing import native_drawing as native
 from swiftbatch.worker.drawing.adjustments import Context, adjusted, only_allowed
-from swiftbatch.worker.drawing.finite import is_drawable
 from swiftbatch.worker.drawing.logprobs import path_logprobs
-from swiftbatch.worker.drawing.sampling import TokenSampler, process
+from swiftbatch.worker.drawing.sampling import TokenSampler, is_drawable, process
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.drawing.verification import TOP_K, Walk, walk

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from swiftbatch.jobs.run.dtypes import LogprobsMode
+from swiftbatch.jobs.run.option_values import LogprobsMode
 from swiftbatch.metrics.counters import EngineCounters, timed
 from swiftbatch.worker.caches.full import MAX_TREE_NODES, FullKVCache
 from swiftbatch.worker.caches.room import KVRoomError
 from swiftbatch.worker.constraints.constrained_tree import NOTHING_LEFT, ConstrainedTree, Constraints
 from swiftbatch.worker.drafters.base import Drafter, DraftRequest
-from swiftbatch.worker.drawing.finite import NOT_FINITE, NotFiniteError, check_finite
 from swiftbatch.worker.drawing.rules import ConstraintError
+from swiftbatch.worker.drawing.sampling import NOT_FINITE, NotFiniteError, check_finite
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.verification import Verification, Walk
 from swiftbatch.worker.engine.prefixes import KeptPrefixes, Sharing

@@ -8,8 +8,8 @@ import torch
 import transformers
 
 from swiftbatch.jobs.frozen import Frozen
-from swiftbatch.jobs.run.dtypes import KVDtype
-from swiftbatch.jobs.run.records import Exactness
+from swiftbatch.jobs.run.option_values import KVDtype
+from swiftbatch.jobs.run.run_records import Exactness
 from swiftbatch.worker.caches.memory.memory_plan import SlotsWanted
 from swiftbatch.worker.config import Computation
 from swiftbatch.worker.exactness.probe import MAX_LENGTH, NUM_CACHES, probe_rows

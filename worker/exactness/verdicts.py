@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from swiftbatch.jobs.run.records import Exactness
+from swiftbatch.jobs.run.run_records import Exactness
 
 
 def verdict_key(

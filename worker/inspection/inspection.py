@@ -16,6 +16,7 @@ from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.inspection.sources import Source, source_of
 from swiftbatch.worker.kernels.sizes import MOST_SLOTS
 from swiftbatch.worker.model.compute_path import path_on
+from swiftbatch.worker.model.config_faults import config_fault, keys_fault
 from swiftbatch.worker.model.digests import has_tekken_alone
 from swiftbatch.worker.model.faults import adapter_fault, folder_fault
 from swiftbatch.worker.model.files import PARTS_FOLDER, read_whole_config, what_refuses
@@ -70,8 +71,9 @@ def inspect_model(model: str) -> Inspection:
         raise ModelError(f"model {model}: {fault}")
     whole = read_whole_config(model, source.path)
     config = text_view(whole)
-    layout, fault = _layout(source, whole)
-    refusal = _refusal(source, whole) or fault
+    has_numbers = config_fault(config) is None
+    layout, fault = _layout(source, whole) if has_numbers else (None, None)
+    refusal = _refusal(source, whole) or fault or (keys_fault(config, layout.heads) if layout else None)
     heads = {name: each for name, each in layout.heads.items() if is_of_text(name, config)} if layout else {}
     number = sum(each.num_numbers for each in heads.values()) or None
     sizes = sizes_of_stored(config, heads, DTYPE) if number and refusal is None else None
@@ -90,7 +92,7 @@ def inspect_model(model: str) -> Inspection:
         formats=_formats(source, layout),
         quantization=layout.format.words if layout and layout.format else None,
         num_bytes=_num_bytes(source),
-        max_positions=config.get("max_position_embeddings"),
+        max_positions=config["max_position_embeddings"] if has_numbers else None,
         bytes_per_position=bytes_per_position(config, DTYPE) if refusal is None else None,
         state_bytes=state_bytes_of(shape, ITEM_SIZES[DTYPE]) if shape else 0,
         checkpointed_state_bytes=shape.checkpoint_bytes(ITEM_SIZES[DTYPE]) if shape else 0,

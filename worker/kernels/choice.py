@@ -6,7 +6,7 @@ import importlib.metadata
 from dataclasses import dataclass, fields, replace
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.jobs.run.dtypes import AttentionName, LinearName
+from swiftbatch.jobs.run.option_values import AttentionName, LinearName
 
 FLASH_PACKAGE = "flash-attn"
 MOST_FLASH_DIM = 256  # of a head

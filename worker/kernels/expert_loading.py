@@ -20,7 +20,7 @@ class CExpertSizes(ctypes.Structure):
 
     COUNTS = ("num_experts", "num_chosen", "intermediate", "shared_intermediate")
     FORMS = ("score", "num_groups", "num_chosen_groups", "is_normalised", "rounds_logits", "rounds_weights")
-    SCALES = ("least_sum", "scale", "gate_limit", "gate_slope")
+    SCALES = ("least_sum", "scale", "jitter", "gate_limit", "gate_slope")
     _fields_ = (
         *((name, ctypes.c_int32) for name in (*COUNTS, *FORMS)),
         *((name, ctypes.c_float) for name in SCALES),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swiftbatch.jobs.errors import UserError
-from swiftbatch.jobs.run.dtypes import KVDtype
+from swiftbatch.jobs.run.option_values import KVDtype
 from swiftbatch.worker.kernels import build
 from swiftbatch.worker.kernels.build import is_whole, library_path, variants
 from swiftbatch.worker.kernels.kv_dtypes import with_kv

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.jobs.run.dtypes import KVDtype
+from swiftbatch.jobs.run.option_values import KVDtype
 
 
 def with_kv(numerics: str, kv_dtype: KVDtype | None) -> str:

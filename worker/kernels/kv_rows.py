@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from swiftbatch.jobs.run.dtypes import KVDtype
+from swiftbatch.jobs.run.option_values import KVDtype
 from swiftbatch.worker.kernels.sizes import KV_SCALE_BYTES
 
 CODES: dict[KVDtype, torch.dtype] = {"int8": torch.int8, "fp8": torch.uint8}  # numpy and copies know no dtype of e4m3

@@ -15,6 +15,8 @@ class Score(IntEnum):
     SOFTMAX = 0  # of the logits of all experts
     SIGMOID = 1
     SOFTMAX_OF_CHOSEN = 2  # experts are chosen by their logits
+    SIGMOID_OF_CHOSEN = 3  # likewise
+    SPARSE_MIXER = 4  # likewise; each weight is a softmax over the experts that are left and near enough, by `jitter`
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Routing:
     num_chosen_groups: int = 1
     rounds_logits: bool = True  # to the model's dtype
     rounds_weights: bool = True
+    jitter: float = 0.0  # of the sparse mixer
 
     def __post_init__(self) -> None:
         if not 0 < self.num_chosen <= min(self.num_experts, MOST_CHOSEN) or self.num_experts > MOST_EXPERTS:

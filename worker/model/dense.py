@@ -18,15 +18,15 @@ from swiftbatch.worker.model.dense_config import (
     DenseConfig,
     OtherDecoderError,
     read_dense,
-    refuse_layers_on,
     refuse_other_tensors,
+    refuse_states_on,
 )
 from swiftbatch.worker.model.dense_forms import ATTENTION
 from swiftbatch.worker.model.expert_layers import expert_weights
 from swiftbatch.worker.model.files import ModelFiles, read_config, stored_layout
 from swiftbatch.worker.model.mixer_layers import mixer_weights, of_rows
 from swiftbatch.worker.model.tensors import read_tensors
-from swiftbatch.worker.model.text_view import EMBEDDING, HEAD, is_of_text
+from swiftbatch.worker.model.text_view import EMBEDDING, HEAD, HEAD_BIAS, is_of_text
 
 CPU = torch.device("cpu")
 
@@ -38,7 +38,7 @@ def dense_weights(files: ModelFiles, dtype: torch.dtype, device: torch.device = 
     """
     config = read_config(files.name, files.path)
     try:
-        refuse_layers_on(device.type, config)
+        refuse_states_on(device.type, config)
         dense = read_dense(config)
         refuse_other_tensors(dense, stored_names(files, config))
     except OtherDecoderError:
@@ -46,7 +46,8 @@ def dense_weights(files: ModelFiles, dtype: torch.dtype, device: torch.device = 
     place = functools.partial(_placed, device=device, dtype=dtype)
     tensors = read_tensors(files, dtype, place, _floats_of(dense))
     layers = [_layer(tensors, number, dense, dtype) for number in range(dense.num_layers)]
-    head = linear_from(tensors[EMBEDDING if dense.is_tied else HEAD])
+    head_bias = plain(tensors[HEAD_BIAS]) if dense.has_head_bias else None
+    head = linear_from(tensors[EMBEDDING if dense.is_tied else HEAD], head_bias)
     final_norm = _norm(tensors, dense.form.final_norm, dense)
     return DecoderWeights(_sizes(dense, dtype), tensors[EMBEDDING], layers, final_norm, head, dense.rotary)
 
@@ -111,8 +112,8 @@ def _floats_of(dense: DenseConfig) -> frozenset[str]:
 
 def _layer(tensors: Mapping[str, Weight], number: int, dense: DenseConfig, dtype: torch.dtype) -> LayerWeights:
     prefix = f"model.layers.{number}."
-    parts = _parts(dense.linears(number))
-    linears = {role: each for part in parts.items() for role, each in _linears(tensors, prefix, part, dense)}
+    parts, widths = _parts(dense.linears(number)), dense.widths(number)
+    linears = {role: each for part in parts.items() for role, each in _linears(tensors, prefix, part, widths)}
     norms: dict[str, Any] = {role: _norm(tensors, prefix + part, dense) for role, part in dense.form.norms.items()}
     if dense.attends(number):
         norms |= {role: _head_norm(tensors, prefix + part, dense) for role, part in dense.head_norms.items()}
@@ -174,7 +175,7 @@ def _parts(names: Mapping[str, str]) -> dict[str, list[str]]:
 
 
 def _linears(
-    tensors: Mapping[str, Weight], prefix: str, part: tuple[str, list[str]], dense: DenseConfig
+    tensors: Mapping[str, Weight], prefix: str, part: tuple[str, list[str]], rows: Mapping[str, int]
 ) -> Iterator[tuple[str, AnyLinear]]:
     """The roles of a stored linear layer, each with its rows."""
     name, roles = part
@@ -183,7 +184,7 @@ def _linears(
     if len(roles) == 1:
         yield roles[0], linear_from(weight, bias)
         return
-    widths = [dense.widths[role] for role in roles]
+    widths = [rows[role] for role in roles]
     biases = [None] * len(roles) if bias is None else bias.split(widths)
     yield from zip(roles, map(linear_from, weight.split(widths), biases), strict=True)
 

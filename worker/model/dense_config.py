@@ -23,7 +23,7 @@ from swiftbatch.worker.model.layer_angles import num_turned_of, own_rotary, wind
 from swiftbatch.worker.model.layer_windows import Windows
 from swiftbatch.worker.model.mixer_forms import MixerConfig, read_mixers
 from swiftbatch.worker.model.recurrent_sizes import RECURRENT, layer_types
-from swiftbatch.worker.model.text_view import EMBEDDING, HEAD
+from swiftbatch.worker.model.text_view import EMBEDDING, HEAD, HEAD_BIAS
 
 SINKS = "self_attn.sinks"
 PRODUCTS = ("gate", "up", "down")  # the roles of a layer's products behind its attention
@@ -56,6 +56,7 @@ class DenseConfig:
     head_norms: Mapping[str, str]  # their names by their roles
     experts: ExpertConfig | None
     mixer: MixerConfig | None
+    has_head_bias: bool
 
     @property
     def head_order(self) -> list[int] | None:
@@ -72,12 +73,12 @@ class DenseConfig:
         still = list(range(turned, self.head_dim))
         return [*firsts, *still[: rest // 2], *seconds, *still[rest // 2 :]]
 
-    @property
-    def widths(self) -> dict[str, int]:
-        """Rows of the linear layers that some kinds store as one."""
-        keys = self.num_kv_heads * self.head_dim
-        heads = {"query": self.num_heads * self.head_dim, "key": keys, "value": keys}
-        return heads | {"gate": self.intermediate, "up": self.intermediate}
+    def widths(self, number: int) -> dict[str, int]:
+        """Rows of a layer's linear layers that some kinds store as one."""
+        keys, width = self.num_kv_heads * self.head_dim, self.intermediate
+        if self.experts is not None and number in self.experts.layers:
+            width = self.experts.shared_width
+        return {"query": self.num_heads * self.head_dim, "key": keys, "value": keys, "gate": width, "up": width}
 
     def attends(self, number: int) -> bool:
         """Tell whether a layer has keys and values."""
@@ -90,16 +91,15 @@ class DenseConfig:
         }
         if self.experts is None or number not in self.experts.layers:
             return names
-        if self.experts.shared_width and self.experts.names.shared is None:
-            return names
-        shared = self.experts.names.shared if self.experts.shared_width else None
-        own = {} if shared is None else {role: f"{shared}.{role}_proj" for role in PRODUCTS}
-        return {role: name for role, name in names.items() if role not in PRODUCTS} | own
+        shared = (self.experts.names.shared or {}) if self.experts.shared_width else {}
+        return {role: name for role, name in names.items() if role not in PRODUCTS} | dict(shared)
 
     def tensor_names(self, stored: set[str]) -> set[str]:
         """The names of all tensors, where some of them may be stored in more than one way."""
         names = {name for number in range(self.num_layers) for name in self._layer_names(number, stored)}
-        return names | {EMBEDDING, *self.form.norm_tensors(self.form.final_norm), *(() if self.is_tied else (HEAD,))}
+        of_the_model = {EMBEDDING, *self.form.norm_tensors(self.form.final_norm)}
+        of_the_model |= (set() if self.is_tied else {HEAD}) | ({HEAD_BIAS} if self.has_head_bias else set())
+        return names | of_the_model
 
     def _layer_names(self, number: int, stored: set[str]) -> Iterator[str]:
         prefix, linears, own = f"model.layers.{number}.", self.form.linears, self.linears(number)
@@ -122,15 +122,12 @@ class OtherDecoderError(ValueError):
     """A decoder that the kernels do not take; its text says why, in words for the user."""
 
 
-def refuse_layers_on(device_type: str, config: Mapping[str, Any]) -> None:
-    """Raise OtherDecoderError for a kind with experts or states on a device whose kernels have none."""
+def refuse_states_on(device_type: str, config: Mapping[str, Any]) -> None:
+    """Raise OtherDecoderError for a model whose layers have states on a device whose kernels have none."""
     form = KINDS.get(str(config.get("model_type")))
-    if form is None or device_type == "cpu":
-        return
-    if form.mixer is not None and set(layer_types(config) or ()) & RECURRENT:
+    has_states = form is not None and form.mixer is not None and bool(set(layer_types(config) or ()) & RECURRENT)
+    if has_states and device_type != "cpu":
         raise OtherDecoderError("its layers have states, which our kernels run on CPUs alone")
-    if has_experts(form, config):
-        raise OtherDecoderError("its layers have experts, which our kernels multiply on CPUs alone")
 
 
 def has_experts(form: Form, config: Mapping[str, Any]) -> bool:
@@ -183,6 +180,7 @@ def _read(config: dict[str, Any]) -> DenseConfig:
         head_norms=form.head_norms(config),
         experts=read_experts(config, form.experts) if form.experts and has_experts(form, config) else None,
         mixer=None if form.mixer is None else read_mixers(config, form.mixer),
+        has_head_bias=form.head_bias is not None and bool(config.get(form.head_bias, False)),
     )
 
 

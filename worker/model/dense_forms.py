@@ -74,6 +74,8 @@ class Form:
     curve: tuple[str, ...] = ()  # tensors of XIELU: as `LayerWeights.curve`, the first two as they are trained
     still: StillForm | None = None  # None: all layers turn heads
     has_long_angles: bool = False  # longrope was tried on it
+    has_fixed_alpha: bool = False  # angles of the type `dynamic` with an `alpha` are those of another base
+    head_bias: str | None = None
     windows: WindowForm | None = None  # None: all layers see all positions
     window_angles: WindowAngles | None = None  # layers with windows turn heads by angles of their own
     growth_key: str | None = None  # among the angles: how queries grow with their positions
@@ -111,3 +113,41 @@ class Form:
         """The names of norms of queries and keys by their roles. Raises KeyError where the config does not say them."""
         has_norms = config[self.head_norms_key] if self.head_norms_key else self.has_head_norms
         return {role: self.names.get(role, part) for role, part in HEAD_NORMS.items() if has_norms}
+
+
+SHARED_GATES = {**dict.fromkeys(("gate", "up"), "shared_mlp.input_linear"), "down": "shared_mlp.output_linear"}
+GRANITE = {"scores": "attention_multiplier", "embedding": "embedding_multiplier", "residual": "residual_multiplier"}
+GRANITE |= {"logits": "logits_scaling"}
+OLMO2 = Form(
+    "attention_bias",
+    "attention_bias",
+    has_head_norms=True,
+    joins_heads=True,
+    norms=BEHIND,
+    norm_form=NormForm.ONCE,
+    rounds_angles=False,
+)
+COHERE = Form(
+    "attention_bias",
+    "attention_bias",
+    is_interleaved=True,
+    norms={"input_norm": "input_layernorm"},
+    norm_form=NormForm.CENTRED,
+    is_parallel=True,
+    epsilon_key="layer_norm_eps",
+    scales={"logits_factor": "logit_scale"},
+)
+HUNYUAN_UNUSED = (
+    *("anyres_", "attention_head_dim", "cla_share_factor", "class_num", "dense_list", "eod_token_id", "im_"),
+    *("mask_init_id", "moe_", "num_experts", "num_media_embeds", "num_shared_expert", "org_vocab_size", "pad_id"),
+    *("routed_scaling_factor", "sep_id", "text_", "video_", "vit_"),
+)
+HUNYUAN = Form(
+    "attention_bias",
+    "attention_bias",
+    has_head_norms=True,
+    norms_turned=True,
+    names={"query_norm": "self_attn.query_layernorm", "key_norm": "self_attn.key_layernorm"},
+    has_fixed_alpha=True,
+    unused=HUNYUAN_UNUSED,
+)

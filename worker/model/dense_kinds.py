@@ -5,9 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 
 from swiftbatch.worker.kernels.forms import Activation, NormForm
-from swiftbatch.worker.model.dense_forms import ACTIVATIONS, ALWAYS, AROUND, AROUND_PARTS, BEHIND, Form, WindowAngles
+from swiftbatch.worker.model.dense_forms import (
+    ACTIVATIONS,
+    ALWAYS,
+    AROUND,
+    AROUND_PARTS,
+    BEHIND,
+    COHERE,
+    GRANITE,
+    HUNYUAN,
+    OLMO2,
+    Form,
+    WindowAngles,
+)
 from swiftbatch.worker.model.expert_kinds import EXPERT_KINDS
-from swiftbatch.worker.model.hybrid_kinds import GRANITE, HYBRID_KINDS
+from swiftbatch.worker.model.hybrid_kinds import HYBRID_KINDS
 from swiftbatch.worker.model.layer_windows import (
     TypesOrPattern,
     by_layer_types,
@@ -24,31 +36,7 @@ from swiftbatch.worker.model.still_layers import (
 FUSED_QUERIES = dict.fromkeys(("query", "key", "value"), "self_attn.qkv_proj")
 FUSED_GATES = dict.fromkeys(("gate", "up"), "mlp.gate_up_proj")
 IN_ALL = ("attention_bias", "attention_bias", "mlp_bias")
-HUNYUAN_UNUSED = (
-    *("anyres_", "attention_head_dim", "cla_share_factor", "class_num", "dense_list", "eod_token_id", "im_"),
-    *("mask_init_id", "moe_", "num_experts", "num_media_embeds", "num_shared_expert", "org_vocab_size", "pad_id"),
-    *("routed_scaling_factor", "sep_id", "text_", "video_", "vit_"),
-)
 GEMMA_CAPS = {"scores": "attn_logit_softcapping", "logits": "final_logit_softcapping"}
-OLMO2 = Form(
-    "attention_bias",
-    "attention_bias",
-    has_head_norms=True,
-    joins_heads=True,
-    norms=BEHIND,
-    norm_form=NormForm.ONCE,
-    rounds_angles=False,
-)
-COHERE = Form(
-    "attention_bias",
-    "attention_bias",
-    is_interleaved=True,
-    norms={"input_norm": "input_layernorm"},
-    norm_form=NormForm.CENTRED,
-    is_parallel=True,
-    epsilon_key="layer_norm_eps",
-    scales={"logits_factor": "logit_scale"},
-)
 GEMMA2 = Form(
     "attention_bias",
     "attention_bias",
@@ -102,14 +90,7 @@ KINDS: dict[str, Form] = {
     "glm4": Form("attention_bias", is_interleaved=True, turned_share=0.5, names=FUSED_GATES, norms=AROUND),
     "granite": Form(*IN_ALL, scales=GRANITE),
     "helium": Form("attention_bias", None, "mlp_bias", is_interleaved=True, norm_form=NormForm.ONCE),
-    "hunyuan_v1_dense": Form(
-        "attention_bias",
-        "attention_bias",
-        has_head_norms=True,
-        norms_turned=True,
-        names={"query_norm": "self_attn.query_layernorm", "key_norm": "self_attn.key_layernorm"},
-        unused=HUNYUAN_UNUSED,
-    ),
+    "hunyuan_v1_dense": HUNYUAN,
     "internlm3": Form("qkv_bias", "bias", "bias"),
     "iquestcoder": Form(*IN_ALL),
     "jais2": Form(*IN_ALL, norm_form=NormForm.SHIFTED, has_gates=False, epsilon_key="layer_norm_eps"),

@@ -67,6 +67,7 @@ def read_experts(config: Config, form: ExpertForm) -> ExpertConfig:
         num_chosen_groups=groups[1],
         rounds_logits=form.rounds_logits,
         rounds_weights=form.rounds_weights,
+        jitter=_number(config, form.jitter),
     )
     return ExpertConfig(
         form,
@@ -82,7 +83,7 @@ def read_experts(config: Config, form: ExpertForm) -> ExpertConfig:
 
 def _agreed(config: Config, keys: tuple[str, ...]) -> int:
     """The number that all of these keys say that are there."""
-    said = {key: config[key] for key in keys if config.get(key) is not None}
+    said = {key: _of_all_layers(config[key]) for key in keys if config.get(key) is not None}
     if not said:
         raise KeyError(keys[0])
     found = set(map(repr, said.values()))
@@ -92,9 +93,14 @@ def _agreed(config: Config, keys: tuple[str, ...]) -> int:
     return number
 
 
+def _of_all_layers(said: Any) -> Any:
+    """The number that a list has for every layer; what is none, as it is."""
+    return said[0] if isinstance(said, list) and said and all(each == said[0] for each in said) else said
+
+
 def _shared_width(config: Config, form: ExpertForm, width: int) -> int:
     if form.shared_width is not None:
-        return _width(config, form.shared_width)
+        return _width(config, form.shared_width) if config[form.shared_width] != 0 else 0
     if form.num_shared is None or not config[form.num_shared]:
         return 0
     return width * int(number_of(config, form.num_shared))

@@ -12,8 +12,13 @@ LayerForm = Callable[[Mapping[str, Any]], frozenset[int]]
 """Reads which layers have experts. Raises KeyError for what is left to a default, ValueError for no such numbers."""
 
 COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-CHOSEN_KEYS = ("num_experts_per_tok", "moe_k", "experts_per_token")
+CHOSEN_KEYS = ("num_experts_per_tok", "moe_k", "moe_topk", "experts_per_token")
 ROLES = ("gate", "up", "down")
+
+
+def products_of(part: str) -> dict[str, str]:
+    """The names of the products of such a part, by their roles."""
+    return {role: f"{part}.{role}_proj" for role in ROLES}
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,7 @@ class ExpertNames:
     fused: FusedNames | None = None
     choice_bias: str | None = None
     shared_gate: str | None = None
-    shared: str | None = None  # what stands before the names of the products that all rows meet
+    shared: Mapping[str, str] | None = None  # of the products that all rows meet, by their roles
 
 
 @dataclass(frozen=True)
@@ -61,13 +66,22 @@ class ExpertForm:
     num_shared: str | None = None  # so many widths of an expert
     gate_limit: str | None = None
     gate_slope: str | None = None
+    jitter: str | None = None
     keys: tuple[str, ...] = ()  # more numbers that are read here, or that change no forward
-    one_meaning: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # of keys that may be left away
+    one_meaning: dict[str, tuple[Any, ...]] = field(default_factory=dict)  # of keys that may be left away
 
     def known_keys(self) -> set[str]:
         """All keys whose numbers are understood."""
         said = (self.width, self.normalises, self.least_sum, self.scale, self.shared_width, self.num_shared)
-        said = (*said, self.gate_limit, self.gate_slope, *(self.groups or ()), *self.keys, *self.one_meaning)
+        said = (
+            *said,
+            self.gate_limit,
+            self.gate_slope,
+            self.jitter,
+            *(self.groups or ()),
+            *self.keys,
+            *self.one_meaning,
+        )
         return {each for each in said if isinstance(each, str)} | {*COUNT_KEYS, *CHOSEN_KEYS, "router_aux_loss_coef"}
 
 
@@ -93,6 +107,25 @@ def behind_the_first(config: Mapping[str, Any]) -> frozenset[int]:
 def behind_the_dense_ones(config: Mapping[str, Any]) -> frozenset[int]:
     """The same, under another key."""
     return behind_the_first(dict(config) | {"first_k_dense_replace": config["num_dense_layers"]})
+
+
+def all_but_the_first(config: Mapping[str, Any]) -> frozenset[int]:
+    """Every layer but the first one has experts."""
+    return in_all_layers(config) - {0}
+
+
+@dataclass(frozen=True)
+class SparseOr:
+    """Those have them that `mlp_layer_types` call sparse; where it is not said, it is as `otherwise`."""
+
+    otherwise: LayerForm
+
+    def __call__(self, config: Mapping[str, Any]) -> frozenset[int]:
+        if (types := config.get("mlp_layer_types")) is None:
+            return self.otherwise(config)
+        if not isinstance(types, list) or len(types) != config["num_hidden_layers"] or set(types) - {"dense", "sparse"}:
+            raise ValueError("its mlp_layer_types do not tell of each layer")
+        return frozenset(number for number, each in enumerate(types) if each == "sparse")
 
 
 def between(config: Mapping[str, Any]) -> frozenset[int]:

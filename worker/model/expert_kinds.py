@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from swiftbatch.worker.kernels.forms import NormForm
 from swiftbatch.worker.kernels.routing import Score
-from swiftbatch.worker.model.dense_forms import Form
+from swiftbatch.worker.model.dense_forms import (
+    COHERE,
+    GRANITE,
+    HUNYUAN,
+    OLMO2,
+    SHARED_GATES,
+    Form,
+    WindowAngles,
+)
 from swiftbatch.worker.model.expert_forms import (
     ROLES,
     ExpertForm,
     ExpertNames,
     FusedNames,
+    SparseOr,
+    all_but_the_first,
     behind_the_first,
     between,
     in_all_layers,
     in_each_so_many,
+    products_of,
 )
 from swiftbatch.worker.model.layer_windows import by_layer_types, by_layer_types_if_said, in_all_layers_if_said, never
+from swiftbatch.worker.model.still_layers import without_windows_but_dense, without_windows_if_said
 
 MIXTRAL = "block_sparse_moe"
 OF_MIXTRAL = {role: f"{MIXTRAL}.experts.{{}}.w{number}.weight" for role, number in zip(ROLES, (1, 3, 2), strict=True)}
-SHARED = "mlp.shared_experts"
+SHARED = products_of("mlp.shared_experts")
 CORRECTED = ExpertNames(choice_bias="mlp.gate.e_score_correction_bias", shared=SHARED)
-GRANITE = {"scores": "attention_multiplier", "embedding": "embedding_multiplier", "residual": "residual_multiplier"}
 SPARSE_KEYS = ("decoder_sparse_step", "mlp_only_layers")
 SCORED_BY_SIGMOID = ExpertForm(  # as DeepSeek V3
     Score.SIGMOID,
@@ -37,7 +50,41 @@ SCORED_BY_SIGMOID = ExpertForm(  # as DeepSeek V3
     keys=("first_k_dense_replace",),
     one_meaning={"moe_layer_freq": (1,), "ep_size": (1,)},
 )
+GRANITE_EXPERTS = ExpertForm(
+    Score.SOFTMAX_OF_CHOSEN,
+    in_all_layers,
+    "intermediate_size",
+    ExpertNames(
+        router=f"{MIXTRAL}.router.layer.weight",
+        each=None,
+        fused=FusedNames(f"{MIXTRAL}.input_linear.weight", f"{MIXTRAL}.output_linear.weight"),
+        shared=SHARED_GATES,
+    ),
+    normalises=False,
+)
+GRANITE_MOE = Form("attention_bias", "attention_bias", scales=GRANITE, experts=GRANITE_EXPERTS)
 EXPERT_KINDS = {
+    "cohere2_moe": replace(
+        COHERE,
+        windows=by_layer_types,
+        still=without_windows_but_dense,
+        intermediate_key="prefix_dense_intermediate_size",
+        one_meaning={
+            "expert_selection_fn": ("sigmoid",),
+            "rms_norm_eps": (None,),
+            "shared_expert_combination_strategy": ("sum",),
+        },
+        unused=("sliding_window_pattern",),
+        experts=ExpertForm(
+            Score.SIGMOID_OF_CHOSEN,
+            SparseOr(behind_the_first),
+            "intermediate_size",
+            ExpertNames(shared=SHARED),
+            normalises="norm_topk_prob",
+            num_shared="num_shared_experts",
+            keys=("first_k_dense_replace", "prefix_dense_sliding_window_pattern"),
+        ),
+    ),
     "dots1": Form(
         "attention_bias",
         "attention_bias",
@@ -61,6 +108,22 @@ EXPERT_KINDS = {
             keys=("moe_layer_interval", "moe_layer_start_index", "moe_layer_end_index", "moe_capacity"),
             one_meaning={"compression_ratio": (1, 1.0)},
         ),
+    ),
+    "exaone_moe": Form(
+        has_head_norms=True,
+        windows=by_layer_types,
+        still=without_windows_if_said,
+        unused=("sliding_window_pattern",),
+        experts=replace(
+            SCORED_BY_SIGMOID,
+            layers=SparseOr(behind_the_first),
+            names=replace(CORRECTED, choice_bias="mlp.e_score_correction_bias"),
+            num_shared="num_shared_experts",
+        ),
+    ),
+    "flex_olmo": replace(
+        OLMO2,
+        experts=ExpertForm(Score.SOFTMAX, in_all_layers, "intermediate_size", normalises="norm_topk_prob"),
     ),
     "glm4_moe": Form(
         "attention_bias",
@@ -90,21 +153,43 @@ EXPERT_KINDS = {
             keys=("initial_context_length",),  # that of the angles once more
         ),
     ),
-    "granitemoe": Form(
-        "attention_bias",
-        "attention_bias",
-        scales=GRANITE | {"logits": "logits_scaling"},
+    "granitemoe": GRANITE_MOE,
+    "granitemoeshared": replace(GRANITE_MOE, experts=replace(GRANITE_EXPERTS, shared_width="shared_intermediate_size")),
+    "hunyuan_v1_moe": replace(
+        HUNYUAN,
         experts=ExpertForm(
-            Score.SOFTMAX_OF_CHOSEN,
+            Score.SOFTMAX,
             in_all_layers,
             "intermediate_size",
-            ExpertNames(
-                router=f"{MIXTRAL}.router.layer.weight",
-                each=None,
-                fused=FusedNames(f"{MIXTRAL}.input_linear.weight", f"{MIXTRAL}.output_linear.weight"),
-            ),
-            normalises=False,
+            ExpertNames(router="mlp.gate.wg.weight", shared=products_of("mlp.shared_mlp")),
+            shared_width="intermediate_size",
         ),
+    ),
+    "hy_v3": Form(
+        "attention_bias",
+        "attention_bias",
+        "mlp_bias",
+        has_head_norms=True,
+        experts=ExpertForm(
+            Score.SIGMOID,
+            SparseOr(all_but_the_first),
+            names=ExpertNames(
+                router="mlp.router.gate.weight", choice_bias="mlp.expert_bias", shared=products_of("mlp.shared_mlp")
+            ),
+            least_sum=1e-20,
+            scale="router_scaling_factor",
+            rounds_logits=False,
+            rounds_weights=False,
+            num_shared="num_shared_experts",
+        ),
+    ),
+    "mellum": Form(
+        "attention_bias",
+        "attention_bias",
+        has_head_norms=True,
+        windows=by_layer_types,
+        window_angles=WindowAngles(5e5, 1e4),
+        experts=ExpertForm(Score.SOFTMAX, SparseOr(in_all_layers), normalises="norm_topk_prob"),
     ),
     "minimax_m2": Form(
         has_head_norms=True,
@@ -152,13 +237,31 @@ EXPERT_KINDS = {
             one_meaning={"clip_qkv": (None,)},
         ),
     ),
+    "phimoe": Form(
+        "attention_bias",
+        "attention_bias",
+        norm_form=NormForm.SHIFTED,
+        windows=in_all_layers_if_said,
+        has_long_angles=True,
+        head_bias="lm_head_bias",
+        experts=ExpertForm(
+            Score.SPARSE_MIXER,
+            in_all_layers,
+            "intermediate_size",
+            ExpertNames(router=f"{MIXTRAL}.gate.weight", each=OF_MIXTRAL),
+            normalises=False,
+            jitter="router_jitter_noise",
+            keys=("input_jitter_noise",),
+            one_meaning={"num_experts_per_tok": (2,)},
+        ),
+    ),
     "qwen2_moe": Form(
         "qkv_bias",
         windows=never,
         experts=ExpertForm(
             Score.SOFTMAX,
             in_each_so_many,
-            names=ExpertNames(shared="mlp.shared_expert", shared_gate="mlp.shared_expert_gate.weight"),
+            names=ExpertNames(shared=products_of("mlp.shared_expert"), shared_gate="mlp.shared_expert_gate.weight"),
             normalises="norm_topk_prob",
             shared_width="shared_expert_intermediate_size",
             keys=SPARSE_KEYS,
@@ -176,5 +279,15 @@ EXPERT_KINDS = {
             normalises="norm_topk_prob",
             keys=SPARSE_KEYS,
         ),
+    ),
+    "solar_open": Form(
+        "attention_bias",
+        intermediate_key="moe_intermediate_size",  # no layer is without experts
+        experts=replace(
+            SCORED_BY_SIGMOID,
+            layers=in_all_layers,
+            one_meaning=SCORED_BY_SIGMOID.one_meaning | {"first_k_dense_replace": (0,), "use_qk_norm": (False,)},
+        ),
+        unused=("intermediate_size",),
     ),
 }

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +16,6 @@ ADAPTER_FILE = "adapter_config.json"
 GENERATION_FILE = "generation_config.json"
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-NEEDED_SIZES = ("max_position_embeddings", "vocab_size")
-OTHER_SIZES = (
-    "num_hidden_layers",
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-)
-MOST = 2**53  # what JSON's readers agree on
-
-
-def config_fault(config: dict[str, Any]) -> str | None:
-    """Say what keeps a `config.json` from running; None where nothing does."""
-    for key in (*NEEDED_SIZES, *(key for key in OTHER_SIZES if config.get(key) is not None)):
-        size = config.get(key)
-        if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= MOST:
-            return f"config.json has {key} = {size!r}; expected a positive integer, at most {MOST:,}"
-    return _eos_fault("config.json", config)
 
 
 def adapter_fault(path: Path) -> str | None:
@@ -54,10 +36,11 @@ def _generation_fault(path: Path) -> str | None:
     if not file.exists():
         return None
     settings, fault = _json_object(file)
-    return fault or _eos_fault(str(file), settings)
+    return fault or eos_fault(str(file), settings)
 
 
-def _eos_fault(source: str, settings: dict[str, Any]) -> str | None:
+def eos_fault(source: str, settings: Mapping[str, Any]) -> str | None:
+    """Say that the tokens which end a text are none."""
     eos = settings.get("eos_token_id")
     if eos is None or all(type(each) is int for each in (eos if isinstance(eos, list) else [eos])):
         return None

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from swiftbatch.jobs.errors import ModelError
+from swiftbatch.worker.model.config_faults import config_fault, keys_fault
 from swiftbatch.worker.model.digests import TEXT_FILES, Digests, digests_of, weight_files
 from swiftbatch.worker.model.faults import (
     ADAPTER_FILE,
     GENERATION_FILE,
     adapter_fault,
-    config_fault,
     folder_fault,
 )
 from swiftbatch.worker.model.formats.catalogue import QUANTIZATION_FILE, format_of
@@ -99,7 +99,8 @@ def locate_model(model: str, known_weights: Mapping[str, str] | None = None) -> 
         raise ModelError(f"model {model}: {fault}")
     if not weight_files(path):
         raise ModelError(f"model {model}: no model.safetensors in {path}, nor an index; other weights are not loaded")
-    stored_layout(model, path)
+    if fault := keys_fault(config, stored_layout(model, path).heads):
+        raise ModelError(f"model {model}: {fault}")
     digests = digests_of(path, known_weights)
     return ModelFiles(model, path, digests, config["max_position_embeddings"], config["vocab_size"])
 
@@ -129,10 +130,13 @@ def what_refuses(config: dict[str, Any], path: Path) -> str | None:
     Both are said where both are missing. ModelOpt says the format in a file of its own, in the same folder.
     """
     view, whole = text_view(config), config.get("model_type")
-    lack = what_it_lacks(view) or shifting_rotary(view)
-    if lack is None and nested_config(config) and whole not in NESTING:
-        lack = f"its kind {whole!r} was not compared with transformers' own forward"
-    fault = config_fault(view) or _format_fault(view, path)
+    fault = config_fault(view)
+    is_strange = bool(nested_config(config)) and whole not in NESTING
+    if fault and not is_strange and view["model_type"] in SUPPORTED_KINDS:
+        return fault  # what else is said of such numbers may make no sense
+    lack = f"its kind {whole!r} was not compared with transformers' own forward" if is_strange else None
+    lack = lack or what_it_lacks(view) or shifting_rotary(view)
+    fault = fault or _format_fault(view, path)
     if lack is None:
         return fault
     return f"{lack}{f'; {fault}' if fault else ''}; kinds that run here: {', '.join(SUPPORTED_KINDS)}"

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from swiftbatch.worker.kernels.forms import NormForm
 from swiftbatch.worker.kernels.routing import Score
-from swiftbatch.worker.model.dense_forms import Form
+from swiftbatch.worker.model.dense_forms import GRANITE, SHARED_GATES, Form
 from swiftbatch.worker.model.expert_forms import (
     ExpertForm,
     ExpertNames,
@@ -14,14 +14,12 @@ from swiftbatch.worker.model.expert_forms import (
     behind_the_dense_ones,
     in_all_layers,
     in_each_so_many,
+    products_of,
 )
-from swiftbatch.worker.model.expert_kinds import EXPERT_KINDS
+from swiftbatch.worker.model.expert_kinds import GRANITE_EXPERTS
 from swiftbatch.worker.model.mixer_forms import DELTA_NET, JOINT_DELTA_NET, MAMBA, SHORT_CONVOLUTION, lfm2_width
 from swiftbatch.worker.model.still_layers import where_no_rope_is_said
 
-SHARED_GATES = {**dict.fromkeys(("gate", "up"), "shared_mlp.input_linear"), "down": "shared_mlp.output_linear"}
-GRANITE = {"scores": "attention_multiplier", "embedding": "embedding_multiplier", "residual": "residual_multiplier"}
-GRANITE |= {"logits": "logits_scaling"}
 LFM2_PRODUCTS = {"gate": "w1", "up": "w3", "down": "w2"}
 LFM2 = Form(
     has_head_norms=True,
@@ -48,7 +46,7 @@ SHARED_EXPERT = ExpertForm(
     Score.SOFTMAX,
     in_all_layers,
     names=ExpertNames(
-        shared="mlp.shared_expert",
+        shared=products_of("mlp.shared_expert"),
         shared_gate="mlp.shared_expert_gate.weight",
         fused=FusedNames("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
     ),
@@ -73,7 +71,7 @@ HYBRID_KINDS: dict[str, Form] = {
         scales=GRANITE,
         intermediate_key="shared_intermediate_size",
         still=where_no_rope_is_said,
-        experts=replace(EXPERT_KINDS["granitemoe"].experts, shared_width="shared_intermediate_size"),
+        experts=replace(GRANITE_EXPERTS, shared_width="shared_intermediate_size"),
         mixer=MAMBA,
         one_meaning={"position_embedding_type": ("rope", "nope")},
         unused=("layers_block_type",),

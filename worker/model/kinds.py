@@ -91,7 +91,6 @@ SUPPORTED_KINDS = (
 
 KERNELS_LACK = {  # what keeps kinds that run here from our kernels, which then attend at most
     "afmoe": "its attention has gates",
-    "cohere2_moe": "its experts read what its attention reads",
     "deepseek_v2": "its layers have experts, and latent keys and values",
     "deepseek_v3": "its layers have experts, and latent keys and values",
     "glm4_moe_lite": "its layers have experts, and latent keys and values",
@@ -101,11 +100,8 @@ KERNELS_LACK = {  # what keeps kinds that run here from our kernels, which then 
     "laguna": "its attention has gates, and its layers different numbers of heads",
     "llama4_text": "its layers have experts and chunks",
     "olmo": "its norms have no weights, and subtract means",
-    "phimoe": "its router is a sparse mixer, and its norms subtract means",
     "phi": "its norms subtract means, and its layers attend and feed forward side by side",
 }
-UNTRIED = ("exaone_moe", "flex_olmo", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "mellum", "solar_open")
-KERNELS_LACK |= dict.fromkeys(UNTRIED, "its experts were not tried there")
 RECURRENT_KINDS = {  # that have layers with states, and the form of these
     "bamba": "Mamba-2",
     "falcon_h1": "Mamba-2",

@@ -57,8 +57,11 @@ def own_rotary(config: dict[str, Any], form: Form, head_dim: int, num_turned: in
     """Read the angles. Raises KeyError, TypeError or ValueError for those left to a default, or none of ours."""
     beside = {"partial_rotary_factor", form.growth_key, "max_position_embeddings" if form.growth_key else None}
     said = {name: value for name, value in _angles(config).items() if name not in beside}
-    if "longrope" in (said.get("rope_type"), said.get("type")):
+    kinds = (said.get("rope_type"), said.get("type"))
+    if "longrope" in kinds:
         said = _long_angles(said, config)
+    if "dynamic" in kinds and form.has_fixed_alpha:
+        said = _fixed_angles(said, head_dim)
     rotary = rotary_of(said, num_turned, is_strict=True)
     rotary = replace(rotary, is_rounded=form.rounds_angles, growth=_growth(config, form))
     return rotary if num_turned == head_dim else rotary.beside_still(head_dim // 2)
@@ -75,11 +78,21 @@ def _growth(config: dict[str, Any], form: Form) -> QueryGrowth | None:
     return QueryGrowth(number_of(said, form.growth_key), int(length))
 
 
+def _fixed_angles(said: dict[str, Any], head_dim: int) -> dict[str, Any]:
+    """The words about another base in place of those about an `alpha`. Raises KeyError or ValueError."""
+    base = number_of(said, "rope_theta") * number_of(said, "alpha") ** (head_dim / (head_dim - 2))
+    return {"rope_type": "default", "rope_theta": base}
+
+
 def _long_angles(said: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     """The config's words about longrope, with those beside it. Raises KeyError, TypeError or ValueError."""
     if not KINDS[config["model_type"]].has_long_angles:
         raise ValueError("its kind was not tried with longrope")
     most, original = (number_of(config, f"{which}max_position_embeddings") for which in ("", "original_"))
     said = {"factor": most / original} | {name: value for name, value in said.items() if name != "type"}
+    scales = [said.pop(key) for key in ("short_mscale", "long_mscale") if key in said]
+    if len(set(scales)) > 1:
+        raise ValueError(f"its short_mscale and long_mscale are {scales[0]!r} and {scales[1]!r}")
+    said |= {"attention_factor": scales[0]} if scales else {}
     # what stands beside the angles counts before what stands among them
     return said | {"rope_type": "longrope", "original_max_position_embeddings": original}

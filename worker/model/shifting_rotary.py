@@ -10,12 +10,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from swiftbatch.worker.model.dense_config import OtherDecoderError, read_dense
+from swiftbatch.worker.model.dense_kinds import KINDS
 
 SHIFTING = {"dynamic", "longrope", "su"}
-FIXED_BY_ALPHA = (
-    "hunyuan_v1_dense",
-    "hunyuan_v1_moe",
-)  # kinds whose `dynamic` angles are those of one base where an `alpha` is said
 
 
 def shifting_rotary(config: dict[str, Any]) -> str | None:
@@ -39,7 +36,8 @@ def short_length(config: dict[str, Any]) -> int | None:
 
 def shifting_types(config: dict[str, Any]) -> set[str]:
     """The types of angles that change with the length of a text."""
-    is_fixed_by_alpha = config.get("model_type") in FIXED_BY_ALPHA
+    form = KINDS.get(str(config.get("model_type")))
+    is_fixed_by_alpha = form is not None and form.has_fixed_alpha
     return {
         kind
         for said in _rotary_parameters(config)

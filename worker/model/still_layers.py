@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from swiftbatch.worker.model.expert_forms import SparseOr, behind_the_first, in_all_layers
 from swiftbatch.worker.model.layer_windows import Windows
 
 StillForm = Callable[[dict[str, Any], Windows], frozenset[int]]
@@ -22,6 +23,13 @@ def by_no_rope_layers(config: dict[str, Any], windows: Windows) -> frozenset[int
 def without_windows(config: dict[str, Any], windows: Windows) -> frozenset[int]:
     """Layers without a window are still."""
     return frozenset(number for number, size in enumerate(windows) if size is None)
+
+
+def without_windows_but_dense(config: dict[str, Any], windows: Windows) -> frozenset[int]:
+    """As above, among layers with experts; a pattern other than 1 says the same of those without."""
+    with_experts = SparseOr(behind_the_first)({"first_k_dense_replace": 0} | config)
+    is_turned = config.get("prefix_dense_sliding_window_pattern", 1) == 1
+    return without_windows(config, windows) & (with_experts if is_turned else in_all_layers(config))
 
 
 def without_windows_if_said(config: dict[str, Any], windows: Windows) -> frozenset[int]:

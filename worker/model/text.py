@@ -11,9 +11,9 @@ from typing import Any
 from swiftbatch.jobs.chat import Message, TemplateOptions
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.job import Job
-from swiftbatch.jobs.run.dtypes import ThinkingMarkers
+from swiftbatch.jobs.run.option_values import ThinkingMarkers
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.constraints.grammar_tokenizer import GrammarTokenizer
+from swiftbatch.worker.constraints.grammar import GrammarTokenizer
 from swiftbatch.worker.constraints.thinking import ThinkingRule
 from swiftbatch.worker.constraints.thought import Markers, Opening, Thinking
 from swiftbatch.worker.drawing.rules import ConstraintError, Rule

@@ -63,7 +63,7 @@ OTHER_TOWERS = re.compile(
 PREDICTORS = re.compile(r"^(?:model\.)?(?:mtp|mtp_layers|nextn_predict_layers)\.")
 TURNED_EXPERTS = re.compile(r"\.mlp\.experts\.(gate_up|down)_proj$")
 WHOLE_DECODER, LAYER = re.compile(r"^model\.language_model\."), re.compile(r"^model\.layers\.(\d+)\.")
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+HEAD, HEAD_BIAS, EMBEDDING = "lm_head.weight", "lm_head.bias", "model.embed_tokens.weight"
 
 
 def text_view(config: Config) -> dict[str, Any]:

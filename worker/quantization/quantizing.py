@@ -7,11 +7,12 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
@@ -19,12 +20,11 @@ from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.model.digests import text_files, weight_files
 from swiftbatch.worker.model.faults import INDEX_FILE, SINGLE_FILE
 from swiftbatch.worker.model.files import ModelFiles, let_others_read, read_whole_config, stored_layout
-from swiftbatch.worker.model.formats.contract import StoredTensor
+from swiftbatch.worker.model.formats.contract import ITEM_BITS, StoredTensor
 from swiftbatch.worker.model.formats.layout import heads_in
 from swiftbatch.worker.model.gguf.links import link_names
 from swiftbatch.worker.model.text_view import text_name, text_view
 from swiftbatch.worker.quantization.nearest import Rounding, rounding_of
-from swiftbatch.worker.quantization.tensor_file import write_tensors
 
 OF_LAYERS = re.compile(r"^model\.layers\.\d+\..*\.weight$")
 ROUTERS = re.compile(r"\.(?:gate|router|router\.layer|shared_expert_gate|block_sparse_moe\.gate|wg)\.weight$")
@@ -173,3 +173,29 @@ def _weight_bytes(folder: Path) -> int:
 def _umask() -> int:
     os.umask(umask := os.umask(0))
     return umask
+
+
+def write_tensors(file: Path, heads: Mapping[str, StoredTensor], tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Write tensors as they come, each at its place. Raises ValueError for one that is not as its head says."""
+    header, places, end = dict[str, Any]({"__metadata__": {"format": "pt"}}), dict[str, int](), 0
+    for name, head in sorted(heads.items(), key=_alignment):
+        header[name] = {"dtype": head.dtype, "shape": list(head.shape), "data_offsets": [end, end + head.num_bytes]}
+        places[name], end = end, end + head.num_bytes
+    words = json.dumps(header).encode()
+    words += b" " * (-len(words) % 8)
+    with file.open("xb") as stream:
+        stream.write(len(words).to_bytes(8, "little") + words)
+        start = stream.tell()
+        for name, tensor in tensors:
+            head = heads[name]
+            if (tuple(tensor.shape), tensor.nbytes) != (head.shape, head.num_bytes):
+                raise ValueError(f"found {name} {list(tensor.shape)}, expected {list(head.shape)}")
+            stream.seek(start + places.pop(name))
+            stream.write(memoryview(cast(Any, tensor.contiguous().view(-1).view(torch.uint8).numpy())))
+    if places:
+        raise ValueError(f"found no {min(places)}")
+
+
+def _alignment(head: tuple[str, StoredTensor]) -> tuple[int, str]:
+    """Wide numbers first, as the library has it: each then begins at a multiple of its size."""
+    return -ITEM_BITS.get(head[1].dtype, 8), head[0]

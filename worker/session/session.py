@@ -27,12 +27,11 @@ from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.constraints.thought import reasoning_of
 from swiftbatch.worker.drafters.catalogue import create_drafter
 from swiftbatch.worker.drafters.gpu_room import slots_wanted
-from swiftbatch.worker.drawing.finite import NOT_FINITE
 from swiftbatch.worker.drawing.rules import CONSTRAINT_REFUSED, ConstraintError
+from swiftbatch.worker.drawing.sampling import NOT_FINITE
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.engine.closing import closed
 from swiftbatch.worker.engine.engine import Engine
-from swiftbatch.worker.engine.stopping import LENGTH, may_rewind, rewound, text_of
+from swiftbatch.worker.engine.stopping import LENGTH, closed, may_rewind, rewound, text_of
 from swiftbatch.worker.exactness.verdicts import exactness_of
 from swiftbatch.worker.model.files import ModelFiles
 from swiftbatch.worker.model.text import TextCodec

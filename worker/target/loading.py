@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.jobs.run.dtypes import KVDtype
+from swiftbatch.jobs.run.option_values import KVDtype
 from swiftbatch.worker.kernels.choice import DEFAULT_KERNELS, CudaKernels
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights, decoder_weights
 from swiftbatch.worker.kernels.instruction_sets import chosen_variant

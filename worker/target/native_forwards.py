@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from swiftbatch.jobs.run.dtypes import KVDtype
+from swiftbatch.jobs.run.option_values import KVDtype
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
 from swiftbatch.worker.caches.partial import Entries, NewEntries, PartialCacheFactory
 from swiftbatch.worker.drawing.drawing import Drawing, NativeDrawing, create_drawing

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.jobs.run.dtypes import KVDtype
+from swiftbatch.jobs.run.option_values import KVDtype
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.caches.offloaded import OffloadedKVCache
 from swiftbatch.worker.caches.recurrent import new_cache_of

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from swiftbatch.jobs.run.dtypes import KVDtype
+from swiftbatch.jobs.run.option_values import KVDtype
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
 from swiftbatch.worker.caches.partial import Entries, NewEntries, PartialCacheFactory
 from swiftbatch.worker.drawing.drawing import Drawing, create_drawing

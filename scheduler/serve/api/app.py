@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import re
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -13,20 +15,67 @@ from swiftbatch.jobs.errors import UserError
 from swiftbatch.metrics.server_counters import ServerCounters
 from swiftbatch.scheduler.serve.api import batch_routes, file_routes, server_routes, watching_routes
 from swiftbatch.scheduler.serve.api.access import service_of
+from swiftbatch.scheduler.serve.api.batch_routes import PAGE
 from swiftbatch.scheduler.serve.api.bounds import BodyLimit, Crowd
 from swiftbatch.scheduler.serve.api.connection import Shutdown
 from swiftbatch.scheduler.serve.api.gate import Gate
-from swiftbatch.scheduler.serve.api.objects import error_response
-from swiftbatch.scheduler.serve.api.polls import Polls
-from swiftbatch.scheduler.serve.page import login_routes, page_routes
-from swiftbatch.scheduler.serve.page.page_route import UPLOAD_PATH
+from swiftbatch.scheduler.serve.api.objects import Object, batch_object, error_response, page_object
+from swiftbatch.scheduler.serve.api.watching_routes import progress_object
+from swiftbatch.scheduler.serve.batches import Batch
+from swiftbatch.scheduler.serve.page import page_routes
+from swiftbatch.scheduler.serve.page.page_security import UPLOAD_PATH
 from swiftbatch.scheduler.serve.page.sessions import Sessions
 from swiftbatch.scheduler.serve.refusals import RefusedError
 from swiftbatch.scheduler.serve.service import Service
 
+LIST = "/v1/batches"
+BATCH = re.compile(rf"{LIST}/([^/]+)(/progress)?")
+
 UPLOAD_PATHS = frozenset({file_routes.PATH, UPLOAD_PATH})
 
 NO_JSON = "the body of the request could not be read as JSON"
+
+
+class Polls:
+    """Answers the requests that clients repeat again and again in front of FastAPI, where they would cost most.
+
+    It answers as the routes do, and no older, if nothing has to be read; all else is left to the routes. It stands
+    behind the gate, which knows whose a request is.
+    """
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app = app
+        self._service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_poll = scope["type"] == "http" and scope["method"] == "GET" and not scope["query_string"]
+        found = self._found(scope["path"], scope["state"]["owner"]) if is_poll else None
+        await (self._app if found is None else JSONResponse(found))(scope, receive, send)
+
+    def _found(self, path: str, owner: str | None) -> Object | None:
+        """The answer to a poll; None if the routes have to answer it."""
+        if path == LIST:
+            batches, has_more = self._service.batches.page(owner, None, PAGE, "desc")
+            objects = [self._batch(batch) for batch in batches]
+            return None if None in objects else page_object([each for each in objects if each], has_more)
+        if (names := BATCH.fullmatch(path)) is None:
+            return None
+        try:
+            batch = self._service.batches.get(names[1], owner)
+        except RefusedError:
+            return None
+        return self._progress(batch) if names[2] else self._batch(batch)
+
+    def _batch(self, batch: Batch) -> Object | None:
+        status = self._service.remembered_status(batch)
+        return None if status is None else batch_object(batch, status)
+
+    def _progress(self, batch: Batch) -> Object | None:
+        """The progress of a batch, or None if it has ended: then the routes read its newest heartbeat."""
+        status = self._service.remembered_status(batch)
+        if status is None or status.ended is not None:
+            return None
+        return progress_object(self._service, batch, status, status.progress)
 
 
 class Counting:
@@ -51,7 +100,7 @@ def make_app(service: Service, only_loopback: bool) -> FastAPI:
     app = FastAPI(title="swiftbatch", openapi_url=None, redirect_slashes=False)
     app.state.service = service
     app.state.sessions = Sessions()
-    for routes in (file_routes, batch_routes, watching_routes, server_routes, page_routes, login_routes):
+    for routes in (file_routes, batch_routes, watching_routes, server_routes, page_routes):
         app.include_router(routes.router)
     app.add_exception_handler(RefusedError, _refused)
     app.add_exception_handler(UserError, _failed)

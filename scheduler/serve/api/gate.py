@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from swiftbatch.metrics import discovery
 from swiftbatch.scheduler.serve.api.objects import refuse
 from swiftbatch.scheduler.serve.keyring import ApiKey, Keyring
-from swiftbatch.scheduler.serve.page.page_route import is_of_page
+from swiftbatch.scheduler.serve.page.page_security import is_of_page
 from swiftbatch.scheduler.serve.page.sessions import Sessions
 from swiftbatch.scheduler.serve.refusals import RefusedError
 

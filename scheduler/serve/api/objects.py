@@ -14,9 +14,9 @@ from typing import Any
 from fastapi.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
+from swiftbatch.scheduler.serve.batch_records import FileRecord, LineProblem
 from swiftbatch.scheduler.serve.batch_status import Status
 from swiftbatch.scheduler.serve.batches import Batch
-from swiftbatch.scheduler.serve.records import FileRecord, LineProblem
 from swiftbatch.scheduler.serve.refusals import RefusedError
 
 Object = dict[str, Any]

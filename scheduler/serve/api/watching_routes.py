@@ -11,9 +11,9 @@ from contextlib import suppress
 from fastapi import APIRouter
 from fastapi.responses import HTMLResponse, StreamingResponse
 
-from swiftbatch.jobs.run.records import Progress
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_files import RunError
+from swiftbatch.jobs.run.run_records import Progress
 from swiftbatch.metrics.report.facts import gather
 from swiftbatch.metrics.report.page import render
 from swiftbatch.scheduler.driver.heartbeat import current_progress

@@ -9,8 +9,8 @@ from typing import Any
 from fastapi import Response
 
 from swiftbatch.jobs.errors import UserError
-from swiftbatch.jobs.run.records import Progress
 from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.run_records import Progress
 from swiftbatch.scheduler.serve.batch_status import is_submitted
 from swiftbatch.scheduler.serve.batches import Batch
 from swiftbatch.scheduler.serve.page.figures import figures_of

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from swiftbatch.jobs.errors import UserError
-from swiftbatch.jobs.run.records import Progress
+from swiftbatch.jobs.run.run_records import Progress
+from swiftbatch.scheduler.serve.batch_records import EndState, State
 from swiftbatch.scheduler.serve.batch_status import unread_status
 from swiftbatch.scheduler.serve.batches import Batch
-from swiftbatch.scheduler.serve.records import EndState, State
 from swiftbatch.scheduler.serve.refusals import RefusedError
 from swiftbatch.scheduler.serve.service import Service
 

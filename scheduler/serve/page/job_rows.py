@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from swiftbatch.jobs.run.job_names import JobName
-from swiftbatch.jobs.run.records import Progress
+from swiftbatch.jobs.run.job_index import JobName
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_files import NUM_READERS
+from swiftbatch.jobs.run.run_records import Progress
 from swiftbatch.scheduler.driver.backlog import CANCELLED, num_completion_tokens
 from swiftbatch.scheduler.runs.cancellation import EXPIRED
 from swiftbatch.scheduler.serve.partial import names_of

@@ -1,6 +1,6 @@
 """The page's batches: all, one, its files and its report; forms that make one, and cancel one.
 
-Then the files that the pages load: one style, one script, one icon.
+Then the files that the pages load: one style, one script, one icon. Then who has a key logs in, and out again.
 """
 
 from __future__ import annotations
@@ -19,15 +19,24 @@ from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.scheduler.serve.api import batch_routes, file_routes
 from swiftbatch.scheduler.serve.api.access import Served
 from swiftbatch.scheduler.serve.api.watching_routes import report_response
+from swiftbatch.scheduler.serve.batch_records import Delivery, delivered_file_id
 from swiftbatch.scheduler.serve.page.batch_pages import batch_page, list_page
-from swiftbatch.scheduler.serve.page.page_route import ASSETS, PageRoute
-from swiftbatch.scheduler.serve.page.rendering import FOLDER
-from swiftbatch.scheduler.serve.page.sessions import KnownVisitor, Visitor, check_form
-from swiftbatch.scheduler.serve.records import Delivery, delivered_file_id
+from swiftbatch.scheduler.serve.page.page_security import ASSETS, PageRoute
+from swiftbatch.scheduler.serve.page.rendering import FOLDER, page_response
+from swiftbatch.scheduler.serve.page.sessions import (
+    AnyVisitor,
+    KnownVisitor,
+    Visitor,
+    check_form,
+    new_session_id,
+    sessions_of,
+)
 from swiftbatch.scheduler.serve.refusals import RefusedError
 from swiftbatch.scheduler.serve.service import Service
 
 MOST_FIELDS, MOST_FIELD_BYTES = 10, 2**14  # of a form
+MOST_LOGIN_FIELDS, MOST_LOGIN_FIELD_BYTES = 4, 2**12
+WRONG_KEY = "this key is not known here: it may have been replaced"
 SAID = ("endpoint", "window", "metadata", "priority", "webhook")
 WHOLE_NUMBER = re.compile(r"-?[0-9]{1,10}")
 
@@ -128,3 +137,40 @@ def asset(request: Request) -> FileResponse:
 
 for path in ASSETS:
     router.add_api_route(path, asset, methods=["GET"])
+
+
+@router.get("/login")
+def login_page(service: Served, visitor: AnyVisitor) -> Response:
+    if service.keyring is None or visitor.name is not None:
+        return RedirectResponse("/", 303)
+    return _login_page(visitor)
+
+
+@router.post("/login")
+async def login(request: Request, service: Served, visitor: AnyVisitor) -> Response:
+    """Log in with a new session: one that somebody else may have put into this browser is worth nothing."""
+    if service.keyring is None:
+        return RedirectResponse("/", 303)
+    async with request.form(max_files=0, max_fields=MOST_LOGIN_FIELDS, max_part_size=MOST_LOGIN_FIELD_BYTES) as form:
+        check_form(request, visitor, form)
+        secret = str(form.get("key", "")).strip()
+    key = await run_in_threadpool(service.keyring.find, secret)
+    if key is None:
+        return _login_page(visitor, WRONG_KEY, 401)
+    sessions = sessions_of(request)
+    sessions.end(visitor.session_id)
+    request.state.new_session_id = sessions.begin(key.digest)
+    return RedirectResponse("/", 303)
+
+
+@router.post("/logout")
+async def logout(request: Request, visitor: AnyVisitor) -> Response:
+    async with request.form(max_files=0, max_fields=MOST_LOGIN_FIELDS, max_part_size=MOST_LOGIN_FIELD_BYTES) as form:
+        check_form(request, visitor, form)
+    sessions_of(request).end(visitor.session_id)
+    request.state.new_session_id = new_session_id()
+    return RedirectResponse("/login", 303)
+
+
+def _login_page(visitor: Visitor, problem: str = "", status: int = 200) -> Response:
+    return page_response("login", {"visitor": visitor, "problem": problem}, status)

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from swiftbatch.jobs.checkpoints.segments import Segment, decode_segment, encode_segment
+from swiftbatch.jobs.checkpoints.segment_file import Segment, decode_segment, encode_segment
 from swiftbatch.jobs.identity import DamagedFileError
 from tests import ROOT
 from tests.jobs.checkpoints.checkpoint_parts import IDENTITY, segment_of

@@ -13,8 +13,8 @@ from click.testing import CliRunner, Result
 
 from swiftbatch.jobs.input.reader import Reject
 from swiftbatch.jobs.job import JobRecord
-from swiftbatch.jobs.run.records import DriverClaim
 from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.run_records import DriverClaim
 from swiftbatch.scheduler.cli import main
 from swiftbatch.scheduler.driver.backlog import load_queue
 from swiftbatch.scheduler.driver.heartbeat import current_progress

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from swiftbatch.jobs.job import JobRecord
-from swiftbatch.jobs.run.job_names import job_names
+from swiftbatch.jobs.run.job_index import job_names
 from swiftbatch.jobs.run.run import Run
 from tests.jobs.run.run_parts import MANIFEST, make_record
 

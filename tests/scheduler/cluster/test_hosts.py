@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from swiftbatch.jobs.run.records import WorkerStatus
+from swiftbatch.jobs.run.run_records import WorkerStatus
 from swiftbatch.scheduler.chaos.local_cluster import Node, cluster_environment
 from swiftbatch.scheduler.demo.prompts import PROMPTS
 from tests.scheduler.driving import DEADLINE_SECONDS, Driver, is_alive, outputs, swiftbatch

@@ -13,8 +13,8 @@ from click.testing import CliRunner
 
 import tests.worker.interpreter  # noqa: F401
 from swiftbatch.jobs.errors import UserError
-from swiftbatch.jobs.run.dtypes import LinearName
-from swiftbatch.jobs.run.records import Exactness
+from swiftbatch.jobs.run.option_values import LinearName
+from swiftbatch.jobs.run.run_records import Exactness
 from swiftbatch.scheduler.cli import main
 from swiftbatch.worker.config import Computation
 from swiftbatch.worker.exactness.first_run import first_run

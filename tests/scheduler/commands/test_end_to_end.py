@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from swiftbatch.jobs.run.records import WorkerStatus
 from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.run_records import WorkerStatus
 from swiftbatch.scheduler.cli import main
 
 pytestmark = pytest.mark.ray

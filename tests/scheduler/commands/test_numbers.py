@@ -7,8 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from swiftbatch.scheduler.cli import main
-from swiftbatch.scheduler.commands.launch_options import CountOrAuto
-from swiftbatch.scheduler.commands.options.limit_options import Deadline
+from swiftbatch.scheduler.commands.launch_options import CountOrAuto, Deadline
 from swiftbatch.scheduler.commands.options.numbers import InOurDigits
 from tests.scheduler.commands.command_parts import COMMANDS
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from swiftbatch.jobs.run.records import Progress
+from swiftbatch.jobs.run.run_records import Progress
 from swiftbatch.scheduler.cli import main
 from swiftbatch.scheduler.display import event_reference
 from tests.scheduler.driving import DEADLINE_SECONDS, swiftbatch

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from swiftbatch.jobs.run.records import Progress
 from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.run_records import Progress
 from tests.scheduler.display.terminal_parts import Terminal
 from tests.scheduler.driving import DEADLINE_SECONDS, swiftbatch
 

@@ -18,14 +18,13 @@ from swiftbatch.jobs.run.results import success_line
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.metrics.driver_counters import DriverCounters
 from swiftbatch.scheduler.cluster.actors import WorkerInfo
-from swiftbatch.scheduler.driver import claims
+from swiftbatch.scheduler.driver import dispatch
 from swiftbatch.scheduler.driver.backlog import load_queue
 from swiftbatch.scheduler.driver.dispatch import Dispatcher
 from swiftbatch.scheduler.driver.fleet import Reported, Worker
 from swiftbatch.scheduler.driver.settlement import Intake, Settlement
 from swiftbatch.scheduler.driver.slots import MEMORY_SHARE
-from swiftbatch.scheduler.driver.speed import Speed
-from swiftbatch.scheduler.driver.step_pace import StepPace
+from swiftbatch.scheduler.driver.speed import Speed, StepPace
 from swiftbatch.worker.caches.memory.pages import PAGE
 from swiftbatch.worker.session.room_for_steps import num_pages_in_use, without_room
 from swiftbatch.worker.session.work import Assignment, JobProgress, Orders, WorkReport
@@ -157,7 +156,7 @@ class SimulatedRun:
         """Run all jobs; returns the seconds that it took."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(os, "fsync", lambda descriptor: None)  # the disk's time
-            patch.setattr(claims, "PATIENCE_SECONDS", 600.0)  # claims take no time here
+            patch.setattr(dispatch, "PATIENCE_SECONDS", 600.0)  # claims take no time here
             return self._to_the_end()
 
     def _to_the_end(self) -> float:

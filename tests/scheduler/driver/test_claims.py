@@ -10,7 +10,7 @@ import pytest
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.storage.store import StoreError
-from swiftbatch.scheduler.driver.claims import Claims
+from swiftbatch.scheduler.driver.dispatch import Claims
 from tests.scheduler.driver.dispatch_parts import with_driver
 
 SECONDS = 60  # until a test gives up

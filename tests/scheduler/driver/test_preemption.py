@@ -100,6 +100,36 @@ def test_workers_on_a_draining_node_stop_and_others_take_their_jobs(
     assert any("its node is about to go" in note for note in display.notes)
 
 
+class ClusterSuspendedError(BaseException):
+    """Ends a driver as the head's pod does, once its workers have drained."""
+
+
+def test_a_run_whose_cluster_is_suspended_goes_on_at_the_next_admission_with_the_same_tokens(
+    tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kueue suspends a cluster that it preempts: every pod is told to end at the same time."""
+    jobs = {"unlogged-a": 300, "unlogged-b": 300}
+    calm = make_run(tmp_path / "calm", jobs)
+    make_driver(calm, cluster, RecordingDisplay()).run()
+    run, display, counters = make_run(tmp_path / "run", jobs), RecordingDisplay(), DriverCounters()
+
+    def suspend(progress: Progress) -> None:
+        if progress.num_generated_tokens > 50:
+            nodes = {worker.node_id: 30.0 for worker in progress.workers if worker.node_id}
+            monkeypatch.setattr(cluster.watch, "draining", lambda: nodes)
+        if sum(counters.num_preemptions.values()) >= len(jobs):
+            raise ClusterSuspendedError
+
+    display.on_update = suspend
+    with pytest.raises(ClusterSuspendedError):
+        make_driver(run, cluster, display, attempts=1, counters=counters).run()
+    assert set(counters.num_preemptions) == {"node_drained"}
+    monkeypatch.undo()
+    assert make_driver(run, cluster, RecordingDisplay(), attempts=1).run() == "finished"
+    assert {name: token_hash(run, name) for name in jobs} == {name: token_hash(calm, name) for name in jobs}
+    assert all(result_metrics(run, name)["num_recovered_tokens"] > 0 for name in jobs)
+
+
 def test_a_worker_that_dies_while_it_drains_is_no_fault_of_its_job(
     tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

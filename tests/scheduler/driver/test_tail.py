@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from swiftbatch.scheduler.driver.balance import Balance
-from swiftbatch.scheduler.driver.step_pace import StepPace
+from swiftbatch.scheduler.driver.speed import StepPace
 from swiftbatch.worker.kernels.sizes import MOST_SLOTS
 from tests.scheduler.driver.simulated_fleet import SimulatedRun, StepModel
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from swiftbatch.jobs.run.records import DriverClaim
 from swiftbatch.jobs.run.run import Progress, Run
 from swiftbatch.jobs.run.run_files import read_model
+from swiftbatch.jobs.run.run_records import DriverClaim
 from swiftbatch.metrics.driver_counters import DriverCounters
 from swiftbatch.scheduler.cluster.cluster import Cluster
 from swiftbatch.scheduler.driver.heartbeat import current_progress

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from swiftbatch.jobs.run.records import ProcessKey
 from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.run_records import ProcessKey
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.driver.heartbeat import process_liveness
 from swiftbatch.scheduler.driver.takeover import Epoch, RunTakenError, refuse_if_taken

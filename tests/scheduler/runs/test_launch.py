@@ -92,12 +92,12 @@ def test_an_interruption_before_the_driver_is_at_work_tells_how_to_go_on(
 
 
 def test_a_model_that_no_kernels_compute_on_a_gpu_is_told_of_before_workers_start(tmp_path: Path) -> None:
-    sizes = {"max_position_embeddings": 1024, "vocab_size": 97, "num_experts": 4}
+    sizes = {"max_position_embeddings": 1024, "vocab_size": 97, "num_experts": 4, "expert_shift": 2}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", **sizes}))
     told = launch.slow_on_gpu(str(tmp_path), num_gpus_per_worker=1)
     assert str(told) == (
-        "the model runs through the layers of transformers on a GPU, which is slow: its layers have "
-        "experts, which our kernels multiply on CPUs alone; "
+        "the model runs through the layers of transformers on a GPU, which is slow: its hidden_act is left to a "
+        "default; "
         "`swiftbatch inspect` shows it beforehand"
     )
     assert launch.slow_on_gpu(str(tmp_path), num_gpus_per_worker=0) is None, "on CPUs nothing is said"

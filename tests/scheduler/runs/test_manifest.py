@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.jobs.run.records import Exactness
 from swiftbatch.jobs.run.run import Run, RunError
+from swiftbatch.jobs.run.run_records import Exactness
 from swiftbatch.scheduler.runs.manifest import computation_of, kept_or_new_manifest, with_model
 from swiftbatch.scheduler.runs.settings import Settings
 from swiftbatch.worker.config import Computation

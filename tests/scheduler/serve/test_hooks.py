@@ -14,12 +14,12 @@ import pytest
 
 from swiftbatch.jobs.backoff import Backoff
 from swiftbatch.jobs.storage.store import Store
+from swiftbatch.scheduler.serve.batch_records import Counts, Ended
 from swiftbatch.scheduler.serve.batches import Batch, Batches
 from swiftbatch.scheduler.serve.files import Files
 from swiftbatch.scheduler.serve.hooks import hooks, receivers
 from swiftbatch.scheduler.serve.hooks.hooks import Hooks
 from swiftbatch.scheduler.serve.hooks.receivers import Receivers, WebhookHosts, WebhookHostsError, reach
-from swiftbatch.scheduler.serve.records import Counts, Ended
 from swiftbatch.scheduler.serve.refusals import RefusedError
 from swiftbatch.scheduler.webhooks.receiver import SECRET_VARIABLE, Receiver
 from tests.scheduler.serve.server_parts import wait_until

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from swiftbatch.jobs.storage.store import Store
+from swiftbatch.scheduler.serve.batch_records import BatchRecord, Counts, Ended
 from swiftbatch.scheduler.serve.batches import Batch
 from swiftbatch.scheduler.serve.driving.queue import (
     BEGUN_TOKENS,
@@ -20,7 +21,6 @@ from swiftbatch.scheduler.serve.driving.queue import (
 )
 from swiftbatch.scheduler.serve.driving.standings import Standings
 from swiftbatch.scheduler.serve.keyring import Rights
-from swiftbatch.scheduler.serve.records import BatchRecord, Counts, Ended
 from tests.work_counts import num_lines
 
 NOW = 1_000_000.0

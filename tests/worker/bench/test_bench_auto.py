@@ -11,7 +11,7 @@ from rich.console import Group
 
 from swiftbatch.worker.bench.auto import auto_bench as bench_auto
 from swiftbatch.worker.bench.auto.auto_bench import AutoBenchOptions, run_auto_bench
-from swiftbatch.worker.bench.auto.records import AutoRecord, render
+from swiftbatch.worker.bench.auto.auto_figures import AutoRecord, render
 from swiftbatch.worker.bench.bench_engine import BenchError
 from swiftbatch.worker.caches.full import CacheShape
 from swiftbatch.worker.caches.offloaded import OffloadedKVCache

@@ -20,8 +20,8 @@ from swiftbatch.worker.bench.bench_engine import BenchError
 from swiftbatch.worker.bench.bench_text import text_tokens
 from swiftbatch.worker.bench.decode.decode import read_tokens
 from swiftbatch.worker.bench.long.long import LongBenchOptions, generate_long, run_long_bench
+from swiftbatch.worker.bench.long.long_figures import LongResult, render
 from swiftbatch.worker.bench.long.plain_windows import PlainWindows, integral
-from swiftbatch.worker.bench.long.records import LongResult, render
 from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
 from swiftbatch.worker.drafters.base import Drafter, DraftRequest
 from swiftbatch.worker.drawing.sequence import Sequence

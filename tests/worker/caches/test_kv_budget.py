@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from swiftbatch.jobs.job import JobRecord
-from swiftbatch.jobs.run.dtypes import KVDtype
+from swiftbatch.jobs.run.option_values import KVDtype
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.scheduler.cli import main

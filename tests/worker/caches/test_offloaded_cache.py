@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import math
 import mmap
 import os
 from pathlib import Path
@@ -24,12 +23,23 @@ from swiftbatch.worker.drafters.catalogue import create_drafter
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.model.text import TextCodec
-from swiftbatch.worker.target.step_costs import StepCosts, measure_step_costs
+from swiftbatch.worker.target.step_costs import measure_step_costs
 from swiftbatch.worker.target.target import TargetModel
 from tests.simulated_clock import SimulatedClock
 from tests.worker.caches.cache_parts import MAX_LENGTH, held, shape, use_small_blocks, write
 from tests.worker.drafters.drafter_parts import free_rows
-from tests.worker.session.session_parts import body, claimed, digest, make_run, record, session, to_the_end, until
+from tests.worker.session.session_parts import (
+    body,
+    claimed,
+    digest,
+    have_caches_loaded,
+    make_run,
+    preempted,
+    record,
+    session,
+    to_the_end,
+    undisturbed_digest,
+)
 
 SETTINGS = {"greedy": {"temperature": 0.0}, "sampled": {"temperature": 1.0, "min_p": 0.1, "repetition_penalty": 1.1}}
 ENGINES = ["autoregressive", "token-recycling", "tokenswift"]
@@ -81,18 +91,12 @@ def test_every_engine_gives_the_same_tokens(
 def test_a_lost_worker_s_job_goes_on_with_the_same_tokens(
     tmp_path: Path, tiny_model: Path, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        StepCosts, "replay_seconds", lambda *_: math.inf
-    )  # so small a model replays as fast as it loads
+    have_caches_loaded(monkeypatch)
     job, kv = record("fox"), tmp_path / "kv"
     kv.mkdir()
-    run = make_run(tmp_path / "undisturbed")
-    to_the_end(session(run, tiny_model, engine="autoregressive"), claimed(run, job))
-    undisturbed = digest(run, job)
+    undisturbed = undisturbed_digest(tmp_path / "undisturbed", tiny_model, job)
     run = make_run(tmp_path / "run")
-    worker = session(run, tiny_model, engine=engine, kv_offload=str(kv))
-    until(worker, job, 150, claimed(run, job))
-    worker.drain(30.0)
+    preempted(run, tiny_model, job, 150, engine=engine, kv_offload=str(kv))
     successor = session(run, tiny_model, engine=engine, kv_offload=str(kv))
     to_the_end(successor, claimed(run, job))
     assert digest(run, job) == undisturbed

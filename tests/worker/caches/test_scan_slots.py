@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tests.worker.interpreter  # noqa: F401
-from swiftbatch.jobs.run.dtypes import AttentionName
+from swiftbatch.jobs.run.option_values import AttentionName
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.caches.arena import ArenaKVCache, KVArena
 from swiftbatch.worker.caches.full import CacheShape

@@ -14,8 +14,7 @@ import pytest
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.drafters import shared_budget
 from swiftbatch.worker.drafters.base import Drafter, DraftRequest
-from swiftbatch.worker.drafters.budget import LOOK_EVERY, NODE_CHOICES, NodeBudget
-from swiftbatch.worker.drafters.looks import PROMISING, LookRhythm
+from swiftbatch.worker.drafters.budget import LOOK_EVERY, NODE_CHOICES, PROMISING, LookRhythm, NodeBudget
 from swiftbatch.worker.drafters.shared_budget import BudgetedDrafter, best_shares
 from swiftbatch.worker.drafters.step_clock import StepClock
 from swiftbatch.worker.drawing.sequence import Sequence

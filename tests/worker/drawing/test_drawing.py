@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from swiftbatch.jobs.run.dtypes import LogprobsMode
+from swiftbatch.jobs.run.option_values import LogprobsMode
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.drawing.cuda.cuda_drawing import CudaDrawing
 from swiftbatch.worker.drawing.drawing import Drawing, NativeDrawing, Sampler, TorchDrawing, penalised

@@ -23,7 +23,7 @@ from swiftbatch.worker.bench.decode.decode import DecodeBenchOptions, run_decode
 from swiftbatch.worker.bench.long.long import LongBenchOptions, run_long_bench
 from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
 from swiftbatch.worker.drafters.base import Drafter, DraftRequest
-from swiftbatch.worker.drawing.finite import NotFiniteError, check_finite
+from swiftbatch.worker.drawing.sampling import NotFiniteError, check_finite
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 from swiftbatch.worker.engine.engine import Engine

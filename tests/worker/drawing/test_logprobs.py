@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from swiftbatch.jobs.logprobs import NO_TOKEN, TokenLogprobs
-from swiftbatch.jobs.run.dtypes import LogprobsMode
+from swiftbatch.jobs.run.option_values import LogprobsMode
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.drafters.catalogue import ENGINES, create_drafter
 from swiftbatch.worker.drawing.drawing import TorchDrawing

@@ -10,7 +10,7 @@ from transformers.generation import logits_process as reference
 
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.drawing.adjustments import PenaltyWindow, penalise
-from swiftbatch.worker.drawing.filters.torch_filters import (
+from swiftbatch.worker.drawing.filters.filter_list import (
     keep_eta,
     keep_min_p,
     keep_top_k,

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from swiftbatch.jobs.run.dtypes import KVDtype
+from swiftbatch.jobs.run.option_values import KVDtype
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
 from swiftbatch.worker.caches.scan_cache import ScannedKeys
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree

@@ -23,12 +23,15 @@ def reference_choice(
     scores = {
         Score.SOFTMAX: lambda: logits.double().softmax(-1).float(),
         Score.SIGMOID: lambda: logits.double().sigmoid().float(),
-        Score.SOFTMAX_OF_CHOSEN: lambda: logits,
-    }[routing.score]()
+    }.get(routing.score, lambda: logits)()
     choices = _chosen(routing, scores if choice_bias is None else scores + choice_bias)
     weights = scores.gather(1, choices)
     if routing.score == Score.SOFTMAX_OF_CHOSEN:
         weights = weights.double().softmax(-1).float()
+    if routing.score == Score.SIGMOID_OF_CHOSEN:
+        weights = weights.double().sigmoid().float()
+    if routing.score == Score.SPARSE_MIXER:
+        weights = _mixed(routing, logits, choices)
     if routing.is_normalised:
         sums = torch.zeros(len(weights))
         for each in weights.unbind(1):
@@ -36,6 +39,18 @@ def reference_choice(
         weights = weights / sums.clamp(min=routing.least_sum)[:, None]
     weights = weights * torch.tensor(routing.scale)
     return choices, rounded(weights) if routing.rounds_weights else weights
+
+
+def _mixed(routing: Routing, logits: Tensor, choices: Tensor) -> Tensor:
+    """The weights of a sparse mixer: of each choice its share among those that are left and near enough."""
+    left, weights = logits.clone(), []
+    for choice in choices.unbind(1):
+        most = logits.gather(1, choice[:, None])
+        far = (most - logits) / torch.maximum(logits.abs(), most) > 2 * torch.tensor(routing.jitter)
+        near = left.masked_fill(far, float("-inf")).double()
+        weights.append(near.softmax(-1).gather(1, choice[:, None]).float())
+        left = left.scatter(1, choice[:, None], float("-inf"))
+    return torch.cat(weights, dim=1)
 
 
 def _chosen(routing: Routing, scores: Tensor) -> Tensor:

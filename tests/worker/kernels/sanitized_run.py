@@ -17,7 +17,7 @@ from typing import get_args
 import numpy as np
 import torch
 
-from swiftbatch.jobs.run.dtypes import LogprobsMode
+from swiftbatch.jobs.run.option_values import LogprobsMode
 from swiftbatch.jobs.sampling import MAX_TOP_LOGPROBS
 from swiftbatch.worker.caches import scan_cache
 from swiftbatch.worker.caches.full import MAX_TREE_NODES

@@ -40,6 +40,8 @@ ROUTINGS = {
     ),
     "sigmoid, no rounding": Routing(24, 1, Score.SIGMOID, rounds_logits=False, rounds_weights=False),
     "softmax of the chosen": Routing(7, 3, Score.SOFTMAX_OF_CHOSEN, is_normalised=False),
+    "sigmoid of the chosen": Routing(20, 4, Score.SIGMOID_OF_CHOSEN),
+    "sparse mixer": Routing(16, 3, Score.SPARSE_MIXER, is_normalised=False, jitter=0.2),
 }
 
 

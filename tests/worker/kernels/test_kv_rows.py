@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from swiftbatch.jobs.run.dtypes import KVDtype
+from swiftbatch.jobs.run.option_values import KVDtype
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
 from swiftbatch.worker.kernels.instruction_sets import load_library
 from swiftbatch.worker.kernels.kv_rows import CODES, coded, numbers_of

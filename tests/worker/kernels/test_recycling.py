@@ -8,10 +8,15 @@ import numpy as np
 import pytest
 
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.drafters.recycling import recycler
+from swiftbatch.worker.drafters.recycling import token_recycling
 from swiftbatch.worker.drafters.recycling.native_recycler import MOST_NODES, NativeRecycling
-from swiftbatch.worker.drafters.recycling.recycler import NativeRecycler, PythonRecycler, Recycler, create_recycler
 from swiftbatch.worker.drafters.recycling.recycling_tables import RecyclingTables
+from swiftbatch.worker.drafters.recycling.token_recycling import (
+    NativeRecycler,
+    PythonRecycler,
+    Recycler,
+    create_recycler,
+)
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 from swiftbatch.worker.drawing.verification import TOP_K
@@ -244,5 +249,5 @@ def test_arrays_that_do_not_fit_are_refused(arrays: list[np.ndarray]) -> None:
 def test_kernels_are_used_where_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
     tables = RecyclingTables(VOCAB)
     assert isinstance(create_recycler(tables, with_noise=True), NativeRecycler)
-    monkeypatch.setattr(recycler, "chosen_variant", lambda: None)
+    monkeypatch.setattr(token_recycling, "chosen_variant", lambda: None)
     assert isinstance(create_recycler(tables, with_noise=True), PythonRecycler)

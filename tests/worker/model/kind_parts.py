@@ -14,7 +14,6 @@ from swiftbatch.worker.exactness.row_agreement import Agreement, compare
 from swiftbatch.worker.model.compute_path import path_on
 from swiftbatch.worker.model.dense_kinds import KINDS as DENSE_KINDS
 from swiftbatch.worker.model.digests import Digests
-from swiftbatch.worker.model.expert_kinds import EXPERT_KINDS
 from swiftbatch.worker.model.files import ModelFiles, locate_model
 from swiftbatch.worker.model.gguf.architectures import ARCHITECTURES
 from swiftbatch.worker.model.gguf.tensor_types import READABLE
@@ -187,7 +186,7 @@ def where_it_runs(kind: str) -> tuple[str, str]:
     if kind in HYBRID_KINDS:
         return "kernels", "transformers"
     if kind in DENSE_KINDS and kind not in RECURRENT_KINDS:
-        return "kernels", "transformers" if kind in EXPERT_KINDS else "kernels"
+        return "kernels", "kernels"
     config = text_view(tiny_config(kind, has_wide_heads=True).to_dict())
     return path_on("cpu", config).name, path_on("cuda", config).name
 
@@ -238,7 +237,7 @@ AVX-512, with attention in torch. On a CPU, all layers but those with chunks use
 [kernels](kernels.md), which is tested with every kind.
 
 Rotary positions that transformers chooses by the length of a text would let a row's result depend on other texts in the
-batch. Of the type `longrope` (Phi-4-mini, Phi-3.5-mini) they run where our kernels run all of a model: prompt and
+batch. Of the type `longrope` (Phi-4-mini, Phi-3.5) they run where our kernels run all of a model: prompt and
 `max_tokens` together choose the short or the long factors, once for all of a job, and `swiftbatch extend` refuses a
 job that would need the other ones. Of the type `dynamic` only Hunyuan's form runs: a fixed `alpha` stretches its
 positions. All others of these two types are refused.

@@ -19,8 +19,7 @@ from swiftbatch.worker.model.tensors import read_tensors
 from swiftbatch.worker.model.text import TextCodec
 from swiftbatch.worker.quantization import quantizing, text_loss
 from swiftbatch.worker.quantization.nearest import FORMATS, FloatRounding, rounding_of
-from swiftbatch.worker.quantization.quantizing import quantize_model
-from swiftbatch.worker.quantization.tensor_file import write_tensors
+from swiftbatch.worker.quantization.quantizing import quantize_model, write_tensors
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.model.formats.twins import LLAMA, llama_tensors, load, logits_of, written
 from tests.worker.model.gguf.tiny_gguf import write_tiny

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+
+import pytest
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.job import Job, JobRecord
@@ -16,6 +20,7 @@ from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.session.session import WorkerSession
 from swiftbatch.worker.session.work import Assignment, Orders, WorkReport
+from swiftbatch.worker.target.step_costs import StepCosts
 from tests.jobs.run.run_parts import MANIFEST
 
 NUM_TOKENS = 240
@@ -82,6 +87,26 @@ def until(worker: WorkerSession, job: JobRecord, num_tokens: int, *assignments: 
         report = worker.work(Orders(), 1e-5)  # one step: a fast machine does many in a millisecond
 
 
+def preempted(run: Run, model: Path, job: JobRecord, num_tokens: int, **changes: Any) -> int:
+    """Have a worker of its own run a job until it has that many tokens and hand it back; returns how many it has."""
+    worker = session(run, model, **changes)
+    num_generated_tokens = until(worker, job, num_tokens, claimed(run, job))
+    worker.drain(30.0)
+    return num_generated_tokens
+
+
+def have_caches_loaded(patch: pytest.MonkeyPatch, is_worth_it: bool = True) -> None:
+    """Have jobs resume by loading, or by replay. The measured costs do not tell: a tiny model replays as fast."""
+    patch.setattr(StepCosts, "replay_seconds", lambda *_: math.inf if is_worth_it else 0.0)
+
+
+def run_at(moment: Path, folder: Path) -> Run:
+    """A run in a new folder, with the checkpoints that another one had at a moment."""
+    run = make_run(folder)
+    shutil.copytree(moment, folder / "checkpoints", dirs_exist_ok=True)
+    return run
+
+
 def body(run: Run, job: JobRecord) -> dict[str, Any]:
     line = run.result(job.job_id)
     assert line is not None
@@ -92,8 +117,13 @@ def digest(run: Run, job: JobRecord) -> str:
     return str(body(run, job)["choices"][0]["token_ids_sha256"])
 
 
-def undisturbed_digest(folder: Path, model: Path, job: JobRecord) -> str:
+def undisturbed_digest(folder: Path, model: Path, job: JobRecord, **changes: Any) -> str:
     """The digest of a job's tokens by plain decoding, in a run of its own that nothing disturbs."""
+    return str(undisturbed_body(folder, model, job, **changes)["choices"][0]["token_ids_sha256"])
+
+
+def undisturbed_body(folder: Path, model: Path, job: JobRecord, **changes: Any) -> dict[str, Any]:
+    """The result of a job by plain decoding, in a run of its own that nothing disturbs."""
     run = make_run(folder)
-    to_the_end(session(run, model, engine="autoregressive"), claimed(run, job))
-    return digest(run, job)
+    to_the_end(session(run, model, engine="autoregressive", **changes), claimed(run, job))
+    return body(run, job)

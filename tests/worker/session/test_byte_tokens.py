@@ -12,7 +12,7 @@ from swiftbatch.jobs.chat import Message
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.model.text import TextCodec
-from tests.worker.session.session_parts import body, claimed, make_run, record, session, to_the_end, until
+from tests.worker.session.session_parts import body, claimed, make_run, preempted, record, session, to_the_end
 from tests.worker.texts.text_parts import KINDS
 
 LLAMA = KINDS["byte fallback, a space in front"]
@@ -71,9 +71,7 @@ def test_a_stop_string_ends_a_job_with_its_last_byte_also_behind_a_kill(tmp_path
     assert (choice["finish_reason"], num_tokens) == ("stop", expected)
     assert choice["text"] == whole["text"][: whole["text"].index(stop)]
     run = make_run(tmp_path / "killed")
-    worker = session(run, model, engine="autoregressive")
-    until(worker, asked, expected - 1, claimed(run, asked))
-    worker.drain(30.0)
+    preempted(run, model, asked, expected - 1, engine="autoregressive")
     to_the_end(session(run, model), claimed(run, asked))
     assert body(run, asked)["choices"] == [choice]
 

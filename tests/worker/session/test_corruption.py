@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,16 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.worker.target.step_costs import StepCosts
 from tests.worker.session.session_parts import (
     claimed,
     digest,
+    have_caches_loaded,
     make_run,
+    preempted,
     record,
     session,
     to_the_end,
     undisturbed_digest,
-    until,
 )
 
 pytestmark = pytest.mark.long
@@ -40,9 +39,7 @@ def damaged_run(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> P
     folder = tmp_path_factory.mktemp("preempted") / "run"
     run = make_run(folder)
     for num_tokens in (60, 120):
-        worker = session(run, tiny_model)
-        until(worker, JOB, num_tokens, claimed(run, JOB))
-        worker.drain(30.0)
+        preempted(run, tiny_model, JOB, num_tokens)
     return folder
 
 
@@ -58,9 +55,9 @@ def files(damaged_run: Path) -> list[str]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _loading_is_worth_it() -> Iterator[None]:
-    """So small a model replays as fast as it loads; where it replays, segments are neither read nor named."""
+    """Where a job replays its tokens, segments are neither read nor named."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StepCosts, "replay_seconds", lambda *_: math.inf)
+        have_caches_loaded(patch)
         yield
 
 

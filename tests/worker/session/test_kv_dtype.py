@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import pytest
 import torch
 
-from swiftbatch.jobs.run.dtypes import KVDtype
+from swiftbatch.jobs.run.option_values import KVDtype
 from swiftbatch.worker.drafters.catalogue import ENGINES, create_drafter
 from swiftbatch.worker.model.files import locate_model
-from swiftbatch.worker.target.step_costs import StepCosts
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.drafters.test_drafter_contract import PARAMS, PROMPT, Generation
@@ -20,11 +18,13 @@ from tests.worker.session.session_parts import (
     body,
     claimed,
     digest,
+    have_caches_loaded,
     make_run,
+    preempted,
     record,
     session,
     to_the_end,
-    until,
+    undisturbed_digest,
 )
 
 NUM_DRAWN = 40
@@ -34,18 +34,16 @@ NUM_DRAWN = 40
 def test_a_preempted_job_goes_on_with_the_tokens_of_an_undisturbed_one(
     tiny_model: Path, tmp_path: Path, kv_dtype: KVDtype, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(StepCosts, "replay_seconds", lambda *_: math.inf)  # so small a model replays as fast
-    job, run, alone = record("fox"), make_run(tmp_path / "run"), make_run(tmp_path / "alone")
-    to_the_end(session(alone, tiny_model, engine="autoregressive", kv_dtype=kv_dtype), claimed(alone, job))
+    have_caches_loaded(monkeypatch)
+    job, run = record("fox"), make_run(tmp_path / "run")
+    undisturbed = undisturbed_digest(tmp_path / "undisturbed", tiny_model, job, kv_dtype=kv_dtype)
     changes = {"kv_dtype": kv_dtype, "checkpoint": "tokens" if kind == "replay" else "state"}
     if kind == "offloaded":
         changes["kv_offload"] = str(tmp_path)
-    worker = session(run, tiny_model, **changes)
-    until(worker, job, 100, claimed(run, job))
-    worker.drain(30.0)
+    preempted(run, tiny_model, job, 100, **changes)
     successor = session(run, tiny_model, engine="auto", **changes)
     to_the_end(successor, claimed(run, job, num_reported_tokens=NUM_TOKENS))
-    assert digest(run, job) == digest(alone, job)
+    assert digest(run, job) == undisturbed
     assert body(run, job)["metrics"]["attempts"][1]["resume"]["kind"] == ("replay" if kind == "replay" else "kv")
     assert successor.numerics.endswith(f"{kv_dtype} keys and values")
 

@@ -11,8 +11,17 @@ import pytest
 
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.store import Store
-from swiftbatch.worker.target.step_costs import StepCosts
-from tests.worker.session.session_parts import body, claimed, make_run, record, session, to_the_end, until
+from tests.worker.session.session_parts import (
+    body,
+    claimed,
+    have_caches_loaded,
+    make_run,
+    preempted,
+    record,
+    run_at,
+    session,
+    to_the_end,
+)
 from tests.worker.session.test_rewind_resume import OFTEN, REWINDING, moments, wait_for_files
 
 pytestmark = pytest.mark.long
@@ -66,10 +75,9 @@ def test_a_kill_at_any_moment_changes_no_bit(
     to_the_end(session(run, tiny_model, engine=engine, logprobs_mode=MODE, **often), claimed(run, JOB))
     assert choice(run) == undisturbed
     monkeypatch.undo()
-    monkeypatch.setattr(StepCosts, "replay_seconds", lambda *_: 1e9 if loads else 0.0)
+    have_caches_loaded(monkeypatch, loads)
     for number, moment in enumerate(moments[::stride]):
-        again = make_run(tmp_path / f"again-{number}")
-        shutil.copytree(moment, Path(again.store.uri) / "checkpoints", dirs_exist_ok=True)
+        again = run_at(moment, tmp_path / f"again-{number}")
         to_the_end(session(again, tiny_model, engine=engine, logprobs_mode=MODE), claimed(again, JOB))
         assert choice(again) == undisturbed, moment
 
@@ -84,21 +92,19 @@ def logprob_files(run: Run) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def preempted(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+def preempted_twice(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     """The folder of a run whose job was preempted twice, with the checkpoints of both attempts."""
     run = make_run(tmp_path_factory.mktemp("preempted") / "run")
     for num_tokens in (12, 24):
-        worker = session(run, tiny_model, logprobs_mode=MODE)
-        until(worker, JOB, num_tokens, claimed(run, JOB))
-        worker.drain(30.0)
+        preempted(run, tiny_model, JOB, num_tokens, logprobs_mode=MODE)
     assert len({Path(path).parent for path in logprob_files(run)}) == 2
     return Path(run.store.uri)
 
 
 def test_a_second_attempt_writes_what_the_first_has_not(
-    tmp_path: Path, tiny_model: Path, preempted: Path, undisturbed: dict[str, Any]
+    tmp_path: Path, tiny_model: Path, preempted_twice: Path, undisturbed: dict[str, Any]
 ) -> None:
-    run = Run.open(str(shutil.copytree(preempted, tmp_path / "run")))
+    run = Run.open(str(shutil.copytree(preempted_twice, tmp_path / "run")))
     starts = {Path(path).parent.name: int(path.split("-")[-3]) for path in sorted(logprob_files(run), reverse=True)}
     assert starts["0001"] == 0
     assert starts["0002"] > 0
@@ -110,10 +116,10 @@ def test_a_second_attempt_writes_what_the_first_has_not(
 
 @pytest.mark.parametrize("harm", ["delete", "cut", "flip", "swap"])
 def test_files_that_are_torn_or_gone_cost_time_alone(
-    tmp_path: Path, tiny_model: Path, preempted: Path, undisturbed: dict[str, Any], harm: str
+    tmp_path: Path, tiny_model: Path, preempted_twice: Path, undisturbed: dict[str, Any], harm: str
 ) -> None:
-    for number, path in enumerate(logprob_files(Run.open(str(preempted)))):
-        run = Run.open(str(shutil.copytree(preempted, tmp_path / f"{number}")))
+    for number, path in enumerate(logprob_files(Run.open(str(preempted_twice)))):
+        run = Run.open(str(shutil.copytree(preempted_twice, tmp_path / f"{number}")))
         data = run.store.read(path) or b""
         harmed = {"cut": data[:-3], "flip": data[:-9] + bytes([data[-9] ^ 4]) + data[-8:]}
         if harm == "delete":

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,21 +10,22 @@ import pytest
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.job import JobRecord
+from swiftbatch.jobs.run.run import Run
 from swiftbatch.worker.kernels.sizes import BLOCK
 from swiftbatch.worker.session.session import WorkerSession
-from swiftbatch.worker.target.step_costs import StepCosts
 from tests.worker.session.recurrent_parts import save_recurrent_model
 from tests.worker.session.session_parts import (
     body,
     claimed,
     digest,
-    made_with,
+    have_caches_loaded,
     make_run,
+    preempted,
     record,
+    run_at,
     session,
     to_the_end,
     undisturbed_digest,
-    until,
 )
 from tests.worker.session.test_rewind_resume import moments as moments
 from tests.worker.session.test_rewind_resume import wait_for_files
@@ -55,22 +54,20 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, model: Path) -> str:
 
 @pytest.fixture(autouse=True)
 def _loading_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StepCosts, "replay_seconds", lambda *_: math.inf)
+    have_caches_loaded(monkeypatch)
 
 
-def preempted(folder: Path, model: Path, num_tokens: int = 30) -> Any:
-    """A run whose job was handed back."""
+def handed_back(folder: Path, model: Path) -> Run:
+    """A run whose job was preempted."""
     run = make_run(folder)
-    worker = session(run, model, checkpoint="state")
-    until(worker, JOB, num_tokens, claimed(run, JOB))
-    worker.drain(30.0)
+    preempted(run, model, JOB, 30, checkpoint="state")
     return run
 
 
 def test_a_job_goes_on_from_the_states_at_a_boundary_and_reads_only_what_lies_behind(
     tmp_path: Path, model: Path, undisturbed: str
 ) -> None:
-    run = preempted(tmp_path / "run", model)
+    run = handed_back(tmp_path / "run", model)
     worker = session(run, model)
     to_the_end(worker, claimed(run, JOB))
     assert digest(run, JOB) == undisturbed
@@ -85,7 +82,7 @@ def test_a_job_goes_on_from_the_states_at_a_boundary_and_reads_only_what_lies_be
 def test_states_of_other_forms_are_loaded_as_well(tmp_path: Path, kind: str) -> None:
     model = save_recurrent_model(tmp_path / "model", kind)
     undisturbed = undisturbed_digest(tmp_path / "undisturbed", model, JOB)
-    run = preempted(tmp_path / "run", model)
+    run = handed_back(tmp_path / "run", model)
     worker = session(run, model)
     to_the_end(worker, claimed(run, JOB))
     assert digest(run, JOB) == undisturbed
@@ -96,7 +93,7 @@ def test_states_of_other_forms_are_loaded_as_well(tmp_path: Path, kind: str) -> 
 def test_without_whole_states_or_the_positions_in_front_of_them_a_job_reads_all_its_tokens(
     tmp_path: Path, model: Path, undisturbed: str, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = preempted(tmp_path / "run", model)
+    run = handed_back(tmp_path / "run", model)
     [path, *_] = sorted((Path(run.store.uri) / "checkpoints" / JOB.job_id / "0001").glob(name))
     data = path.read_bytes()
     path.write_bytes(data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 1]) + data[len(data) // 2 + 1 :])
@@ -119,9 +116,8 @@ def test_a_kill_at_any_moment_costs_no_token(
     monkeypatch.undo()
     kinds = set()
     for number, moment in enumerate(moments[1::6]):
-        monkeypatch.setattr(StepCosts, "replay_seconds", lambda *_, loads=number % 3: math.inf if loads else 0.0)
-        again = made_with(make_run(tmp_path / f"again-{number}"), model)
-        shutil.copytree(moment, Path(again.store.uri) / "checkpoints", dirs_exist_ok=True)
+        have_caches_loaded(monkeypatch, is_worth_it=number % 3 > 0)
+        again = run_at(moment, tmp_path / f"again-{number}")
         worker = session(again, model, engine=engine)
         to_the_end(worker, claimed(again, JOB))
         assert digest(again, JOB) == undisturbed, moment
@@ -151,11 +147,10 @@ def test_a_loop_is_taken_back_exactly_behind_every_kill(
         to_the_end(session(run, model, checkpoint="state", **often), claimed(run, job))
     monkeypatch.undo()
     assert looping_outcome(run, job) == undisturbed
-    monkeypatch.setattr(StepCosts, "replay_seconds", lambda *_: math.inf)
+    have_caches_loaded(monkeypatch)
     later = moments[num_before:]
     for number, moment in enumerate(later[:: max(1, len(later) // 4)]):
-        again = made_with(make_run(tmp_path / f"again-{number}"), model)
-        shutil.copytree(moment, Path(again.store.uri) / "checkpoints", dirs_exist_ok=True)
+        again = run_at(moment, tmp_path / f"again-{number}")
         to_the_end(session(again, model), claimed(again, job))
         assert looping_outcome(again, job) == undisturbed, moment
 
@@ -184,7 +179,7 @@ def test_jobs_copy_the_states_of_a_shared_prompt_that_ends_anywhere(tmp_path: Pa
 
 
 def test_a_model_whose_layers_all_attend_has_manifests_as_before(tmp_path: Path, tiny_model: Path) -> None:
-    run = preempted(tmp_path / "run", tiny_model)
+    run = handed_back(tmp_path / "run", tiny_model)
     manifest = (Path(run.store.uri) / "checkpoints" / JOB.job_id / "0001" / "manifest.json").read_text()
     assert '"segments"' in manifest
     assert "states" not in manifest

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -22,10 +21,14 @@ from tests.worker.session.session_parts import (
     body,
     claimed,
     digest,
+    have_caches_loaded,
     make_run,
+    preempted,
     record,
     session,
     to_the_end,
+    undisturbed_body,
+    undisturbed_digest,
     until,
 )
 
@@ -41,26 +44,12 @@ def run(tmp_path: Path) -> Run:
 
 @pytest.fixture
 def undisturbed(tmp_path: Path, tiny_model: Path) -> str:
-    run, job = make_run(tmp_path / "undisturbed"), record("fox")
-    to_the_end(session(run, tiny_model, engine="autoregressive"), claimed(run, job))
-    return digest(run, job)
+    return undisturbed_digest(tmp_path / "undisturbed", tiny_model, record("fox"))
 
 
 @pytest.fixture(autouse=True)
 def _loading_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So small a model replays as fast as it loads."""
-    monkeypatch.setattr(StepCosts, "replay_seconds", lambda *_: math.inf)
-
-
-def lose_a_worker(
-    run: Run, tiny_model: Path, num_tokens: int, engine: str = "token-recycling", **changes: object
-) -> int:
-    """Let a worker write checkpoints of job fox and vanish; returns how many tokens it had."""
-    job = record("fox")
-    worker = session(run, tiny_model, engine=engine, **changes)
-    had = until(worker, job, num_tokens, claimed(run, job))
-    worker.drain(30.0)
-    return had
+    have_caches_loaded(monkeypatch)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -68,7 +57,9 @@ def lose_a_worker(
 def test_a_lost_worker_s_job_goes_on_elsewhere_with_the_same_tokens(
     run: Run, tiny_model: Path, undisturbed: str, engine: str, kind: str
 ) -> None:
-    had = lose_a_worker(run, tiny_model, 100, engine, checkpoint="state" if kind == "kv" else "tokens")
+    had = preempted(
+        run, tiny_model, record("fox"), 100, engine=engine, checkpoint="state" if kind == "kv" else "tokens"
+    )
     job, successor = record("fox"), session(run, tiny_model, engine=engine)
     to_the_end(successor, claimed(run, job, num_reported_tokens=NUM_TOKENS))
     assert digest(run, job) == undisturbed
@@ -106,7 +97,7 @@ def test_a_cache_that_was_computed_with_other_numerics_is_computed_again(
 
 def test_a_cache_whose_claim_is_damaged_is_computed_again(run: Run, tiny_model: Path, undisturbed: str) -> None:
     job = record("fox")
-    had = lose_a_worker(run, tiny_model, 100, checkpoint="state")
+    had = preempted(run, tiny_model, record("fox"), 100, checkpoint="state")
     (Path(run.store.uri) / "checkpoints" / job.job_id / "0001" / "claim.json").write_bytes(b"{")
     successor = session(run, tiny_model, checkpoint="state")
     to_the_end(successor, claimed(run, job, num_reported_tokens=had))
@@ -144,16 +135,13 @@ STRUCTURED = {
 def test_a_grammar_goes_on_where_it_stood_in_another_worker(
     run: Run, tmp_path: Path, tiny_model: Path, engine: str, kind: str
 ) -> None:
-    job, other = record("fox", drawn=STRUCTURED), make_run(tmp_path / "undisturbed")
-    to_the_end(session(other, tiny_model, engine="autoregressive"), claimed(other, job))
-    worker = session(run, tiny_model, engine=engine, checkpoint=kind)
-    until(worker, job, 60, claimed(run, job))
-    worker.drain(30.0)
+    job = record("fox", drawn=STRUCTURED)
+    [undisturbed] = undisturbed_body(tmp_path / "undisturbed", tiny_model, job)["choices"]
+    preempted(run, tiny_model, job, 60, engine=engine, checkpoint=kind)
     to_the_end(session(run, tiny_model, engine=engine), claimed(run, job))
-    choices = [body(each, job)["choices"][0] for each in (run, other)]
-    assert choices[0] == choices[1]
-    assert choices[0]["finish_reason"] == "stop"
-    assert re.fullmatch(STRUCTURED["structured_outputs"]["regex"], choices[0]["text"])
+    assert body(run, job)["choices"] == [undisturbed]
+    assert undisturbed["finish_reason"] == "stop"
+    assert re.fullmatch(STRUCTURED["structured_outputs"]["regex"], undisturbed["text"])
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -161,16 +149,12 @@ def test_a_grammar_goes_on_where_it_stood_in_another_worker(
 def test_counts_masks_and_bias_are_the_same_in_another_worker(
     run: Run, tmp_path: Path, tiny_model: Path, engine: str, kind: str
 ) -> None:
-    job, other = record("fox", drawn=ADJUSTED), make_run(tmp_path / "undisturbed")
-    to_the_end(session(other, tiny_model, engine="autoregressive"), claimed(other, job))
-    worker = session(run, tiny_model, engine=engine, checkpoint=kind)
-    had = until(worker, job, 100, claimed(run, job))
-    worker.drain(30.0)
-    assert had < 130
+    job = record("fox", drawn=ADJUSTED)
+    [undisturbed] = undisturbed_body(tmp_path / "undisturbed", tiny_model, job)["choices"]
+    assert preempted(run, tiny_model, job, 100, engine=engine, checkpoint=kind) < 130
     to_the_end(session(run, tiny_model, engine=engine), claimed(run, job))
-    choices = [body(each, job)["choices"][0] for each in (run, other)]
-    assert choices[0] == choices[1]
-    assert (choices[0]["finish_reason"], body(run, job)["usage"]["completion_tokens"] > 130) == ("stop", True)
+    assert body(run, job)["choices"] == [undisturbed]
+    assert (undisturbed["finish_reason"], body(run, job)["usage"]["completion_tokens"] > 130) == ("stop", True)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -179,9 +163,8 @@ def test_a_loop_is_found_at_the_same_token_after_a_resume(
     run: Run, tmp_path: Path, tiny_model: Path, engine: str, num_tokens: int
 ) -> None:
     """With `num_tokens` 1000 all is logged but the result."""
-    job, other = record("fox", drawn=LOOPING), make_run(tmp_path / "undisturbed")
-    to_the_end(session(other, tiny_model, engine="autoregressive"), claimed(other, job))
-    whole = body(other, job)
+    job = record("fox", drawn=LOOPING)
+    whole = undisturbed_body(tmp_path / "undisturbed", tiny_model, job)
     length = whole["usage"]["completion_tokens"]
     assert (whole["choices"][0]["finish_reason"], 100 < length < NUM_TOKENS) == ("repetition", True)
     worker, assignment = session(run, tiny_model, engine=engine), claimed(run, job)
@@ -197,9 +180,9 @@ def test_a_loop_is_found_at_the_same_token_after_a_resume(
 def test_a_third_attempt_goes_on_from_the_segments_of_the_first_two(
     run: Run, tiny_model: Path, undisturbed: str
 ) -> None:
-    lose_a_worker(run, tiny_model, 70)
+    preempted(run, tiny_model, record("fox"), 70)
     first = {entry.file for entry in CheckpointStore.of(run).read_manifests(record("fox").job_id)[0].segments}
-    lose_a_worker(run, tiny_model, 140)
+    preempted(run, tiny_model, record("fox"), 140)
     manifest = CheckpointStore.of(run).read_manifests(record("fox").job_id)[0]
     files = {entry.file for entry in manifest.segments}
     assert first < files
@@ -213,16 +196,16 @@ def test_a_third_attempt_goes_on_from_the_segments_of_the_first_two(
 def test_replay_is_taken_where_loading_would_take_longer(
     run: Run, tiny_model: Path, undisturbed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lose_a_worker(run, tiny_model, 100)
+    preempted(run, tiny_model, record("fox"), 100)
     segments = CheckpointStore.of(run).read_manifests(record("fox").job_id)[0].segments
-    monkeypatch.setattr(StepCosts, "replay_seconds", lambda *_: 0.0)  # a target that is faster than any store
+    have_caches_loaded(monkeypatch, is_worth_it=False)  # a target that is faster than any store
     worker = session(run, tiny_model)
     until(worker, record("fox"), 180, claimed(run, record("fox")))
     worker.drain(30.0)
     assert worker.engine.counters.num_resumes == {"replay": 1}
     kept = CheckpointStore.of(run).read_manifests(record("fox").job_id)[0].segments
     assert set(kept) >= set(segments[:-1])  # nothing whole is written twice
-    monkeypatch.setattr(StepCosts, "replay_seconds", lambda *_: math.inf)
+    have_caches_loaded(monkeypatch)
     to_the_end(session(run, tiny_model), claimed(run, record("fox")))
     assert digest(run, record("fox")) == undisturbed
 
@@ -239,14 +222,14 @@ def test_step_costs_are_measured_once_and_only_where_somebody_asks(
     monkeypatch.setattr(step_costs, "measure_step_costs", measure_and_tell)
     to_the_end(session(run, tiny_model, engine="autoregressive"), claimed(run, record("dog", 8)))
     assert targets == []  # nothing is drafted, and nothing was resumed
-    lose_a_worker(run, tiny_model, 40)
+    preempted(run, tiny_model, record("fox"), 40)
     assert len(targets) == 1  # for the drafter
     to_the_end(session(run, tiny_model), claimed(run, record("fox")))
     assert len(targets) == 2  # for the drafter and the resume
 
 
 def test_tokens_are_taken_from_segments_where_the_log_is_gone(run: Run, tiny_model: Path, undisturbed: str) -> None:
-    had = lose_a_worker(run, tiny_model, 100)
+    had = preempted(run, tiny_model, record("fox"), 100)
     job = record("fox")
     run.store.delete(f"checkpoints/{job.job_id}/0001/tokens.bin")
     worker = session(run, tiny_model)
@@ -258,7 +241,7 @@ def test_tokens_are_taken_from_segments_where_the_log_is_gone(run: Run, tiny_mod
 def test_segments_of_other_tokens_are_named_and_left_out(
     run: Run, tiny_model: Path, undisturbed: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    lose_a_worker(run, tiny_model, 100)
+    preempted(run, tiny_model, record("fox"), 100)
     job, checkpoints = record("fox"), CheckpointStore.of(run)
     token_ids = checkpoints.read_tokens(job.job_id)
     token_ids[50] += 1  # as another machine might draw where two candidates tie
@@ -273,7 +256,7 @@ def test_segments_of_other_tokens_are_named_and_left_out(
 def test_a_segment_of_another_prompt_is_not_said_to_be_of_other_hardware(
     run: Run, tiny_model: Path, undisturbed: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    lose_a_worker(run, tiny_model, 100)
+    preempted(run, tiny_model, record("fox"), 100)
     job, checkpoints = record("fox"), CheckpointStore.of(run)
     [manifest] = checkpoints.read_manifests(job.job_id)
     first = checkpoints.read_segment(job.job_id, manifest.segments[0])
@@ -291,7 +274,7 @@ def test_a_segment_of_another_prompt_is_not_said_to_be_of_other_hardware(
 def test_a_log_of_tokens_that_no_vocabulary_has_is_named_and_left_out(
     run: Run, tiny_model: Path, undisturbed: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    lose_a_worker(run, tiny_model, 100, checkpoint="tokens")
+    preempted(run, tiny_model, record("fox"), 100, checkpoint="tokens")
     job = record("fox")
     CheckpointStore.of(run).write_tokens(job.job_id, 1, np.full(120, 10**9, dtype=np.uint32))
     to_the_end(session(run, tiny_model), claimed(run, job))
@@ -302,7 +285,7 @@ def test_a_log_of_tokens_that_no_vocabulary_has_is_named_and_left_out(
 def test_another_engine_goes_on_and_leaves_the_drafter_state_alone(
     run: Run, tiny_model: Path, undisturbed: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    lose_a_worker(run, tiny_model, 100, "token-recycling")
+    preempted(run, tiny_model, record("fox"), 100, engine="token-recycling")
     to_the_end(session(run, tiny_model, engine="suffix"), claimed(run, record("fox")))
     assert digest(run, record("fox")) == undisturbed
     assert "drafter" not in caplog.text

@@ -19,8 +19,17 @@ from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.session.checkpointing import Checkpointing
 from swiftbatch.worker.session.resume import _still_valid
 from swiftbatch.worker.session.running_job import RunningJob
-from swiftbatch.worker.target.step_costs import StepCosts
-from tests.worker.session.session_parts import body, claimed, made_with, make_run, record, session, to_the_end
+from tests.worker.session.session_parts import (
+    body,
+    claimed,
+    have_caches_loaded,
+    made_with,
+    make_run,
+    record,
+    run_at,
+    session,
+    to_the_end,
+)
 from tests.worker.session.test_thinking import MARKERS
 
 pytestmark = pytest.mark.long
@@ -106,11 +115,10 @@ def test_a_kill_at_any_moment_costs_no_token_and_no_rewind(
     assert outcome(run) == undisturbed
     assert undisturbed["num_rewinds"] == 3
     monkeypatch.undo()
-    monkeypatch.setattr(StepCosts, "replay_seconds", lambda *_: 1e9 if loads else 0.0)
+    have_caches_loaded(monkeypatch, loads)
     ranks = set()
     for number, moment in enumerate(moments, ENGINES.index(engine)):
-        again = made_with(make_run(tmp_path / f"again-{number}"), tiny_model)
-        shutil.copytree(moment, Path(again.store.uri) / "checkpoints", dirs_exist_ok=True)
+        again = made_with(run_at(moment, tmp_path / f"again-{number}"), tiny_model)
         num_rewinds, _ = CheckpointStore.of(again).read_log(JOB.job_id).progress
         if number % stride and num_rewinds in ranks:
             continue
@@ -154,9 +162,8 @@ def test_a_loop_within_a_thought_is_taken_back_there_and_the_budget_is_kept_behi
     monkeypatch.undo()
     later = moments[num_before:]
     for number, moment in enumerate(later[:: len(later) // 5]):
-        monkeypatch.setattr(StepCosts, "replay_seconds", lambda *_, loads=number % 2: 1e9 if loads else 0.0)
-        again = made_with(make_run(tmp_path / f"again-{number}"), tiny_model)
-        shutil.copytree(moment, Path(again.store.uri) / "checkpoints", dirs_exist_ok=True)
+        have_caches_loaded(monkeypatch, is_worth_it=number % 2 > 0)
+        again = run_at(moment, tmp_path / f"again-{number}")
         assert result(again, engine) == undisturbed, moment
 
 

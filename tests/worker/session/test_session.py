@@ -27,6 +27,7 @@ from tests.worker.session.session_parts import (
     record,
     session,
     to_the_end,
+    undisturbed_digest,
     until,
 )
 
@@ -41,9 +42,7 @@ def run(tmp_path: Path) -> Run:
 @pytest.fixture
 def undisturbed(tmp_path: Path, tiny_model: Path) -> str:
     """The digest of job fox, decoded plainly in one go."""
-    run, job = make_run(tmp_path / "undisturbed"), record("fox")
-    to_the_end(session(run, tiny_model, engine="autoregressive"), claimed(run, job))
-    return digest(run, job)
+    return undisturbed_digest(tmp_path / "undisturbed", tiny_model, record("fox"))
 
 
 def test_finished_jobs_have_results_and_no_checkpoints(run: Run, tiny_model: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,8 +13,15 @@ from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.worker.session.session import WorkerSession
 from swiftbatch.worker.session.work import Assignment, Orders
-from swiftbatch.worker.target.step_costs import StepCosts
-from tests.worker.session.session_parts import claimed, digest, make_run, record, session, to_the_end
+from tests.worker.session.session_parts import (
+    claimed,
+    digest,
+    have_caches_loaded,
+    make_run,
+    record,
+    session,
+    to_the_end,
+)
 
 BOOK = "the quick brown fox jumps over the lazy dog, and then " * 30
 NUM_TOKENS = 2
@@ -82,7 +88,7 @@ def test_workers_that_are_lost_while_a_shared_prompt_is_read_cost_no_bit(
     run: Run, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, loads: bool
 ) -> None:
     monkeypatch.setattr("swiftbatch.worker.engine.reading.READ_SECONDS", 1e-4)
-    monkeypatch.setattr(StepCosts, "replay_seconds", lambda *_: math.inf if loads else 0.0)
+    have_caches_loaded(monkeypatch, loads)
     jobs = jobs_of(4, "number ")
     first = session(run, tiny_model, checkpoint="state")
     report = first.work(Orders(tuple(assigned(run, first, job) for job in jobs)), 0.0)

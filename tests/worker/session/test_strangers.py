@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,16 +12,16 @@ from safetensors.torch import load_file, save_file
 
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.worker.target.step_costs import StepCosts
 from tests.jobs.run.run_parts import MANIFEST as BFLOAT16_MANIFEST
 from tests.worker.session.session_parts import (
     claimed,
     digest,
+    have_caches_loaded,
+    preempted,
     record,
     session,
     to_the_end,
     undisturbed_digest,
-    until,
 )
 
 pytestmark = pytest.mark.long
@@ -53,7 +52,7 @@ MANIFEST = BFLOAT16_MANIFEST.model_copy(update={"dtype": "float32"})
 @pytest.fixture(autouse=True, scope="module")
 def _loading_is_worth_it() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StepCosts, "replay_seconds", lambda *_: math.inf)
+        have_caches_loaded(patch)
         yield
 
 
@@ -72,19 +71,17 @@ def other_model(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> P
     return folder
 
 
-def preempted(folder: Path, model: Path, job: JobRecord, changes: dict[str, Any]) -> Path:
+def preempted_twice(folder: Path, model: Path, job: JobRecord, changes: dict[str, Any]) -> Path:
     """The checkpoints of a job that was preempted twice, in a run of its own."""
     run = Run.create_or_open(str(folder), MANIFEST.model_copy(update=changes))
     for num_tokens in (60, 120):
-        worker = session(run, model, dtype=run.manifest.dtype)
-        until(worker, job, num_tokens, claimed(run, job))
-        worker.drain(30.0)
+        preempted(run, model, job, num_tokens, dtype=run.manifest.dtype)
     return folder / "checkpoints" / job.job_id
 
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
-    return preempted(tmp_path_factory.mktemp("own"), tiny_model, JOB, {})
+    return preempted_twice(tmp_path_factory.mktemp("own"), tiny_model, JOB, {})
 
 
 @pytest.fixture(scope="module", params=STRANGERS)
@@ -93,7 +90,7 @@ def stranger(
 ) -> Path:
     job, changes = STRANGERS[request.param]
     model = other_model if "model_fingerprint" in changes else tiny_model
-    return preempted(tmp_path_factory.mktemp("stranger"), model, job, changes)
+    return preempted_twice(tmp_path_factory.mktemp("stranger"), model, job, changes)
 
 
 def resumed_digest(folder: Path, tiny_model: Path) -> str:

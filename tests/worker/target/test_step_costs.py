@@ -16,6 +16,7 @@ from swiftbatch.worker.drafters.shared_budget import NUM_ROWS, best_shares
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.target import step_costs
 from swiftbatch.worker.target.step_costs import ROW_COUNTS, StepCosts, measure_step_costs
+from swiftbatch.worker.target.target import TargetModel
 from tests.worker.target.cuda.cuda_parts import cuda_target
 
 FORWARD, ROW_AND_POSITION = 0.01, 1e-7
@@ -115,3 +116,13 @@ def test_a_clock_that_sees_nothing_leaves_every_choice_open() -> None:
     assert NodeBudget(nothing).best(64, 2, 0.0).num_nodes in NODE_CHOICES
     shares = best_shares(nothing, np.ones((2, len(NODE_CHOICES))), np.array([64, 64]), 0.0, 0.0)
     assert len(shares) == 2
+
+
+def test_where_caches_have_little_memory_costs_are_probed_in_that_of_one_layer(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = TargetModel.load(locate_model(str(tiny_model)), "float32", "cpu")
+    lengths = step_costs._probe_cache(target)[1]
+    monkeypatch.setattr(target, "num_free_positions", lambda: 2 * lengths[-1] - 1)
+    monkeypatch.setattr(target, "new_cache", lambda *_: pytest.fail("a cache of all layers was asked for"))
+    assert step_costs._probe_cache(target)[1] == lengths

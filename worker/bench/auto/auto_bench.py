@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import AfterValidator, Field, field_validator
 
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.bench.auto.records import BASELINE, CHOOSER, AutoRecord
+from swiftbatch.worker.bench.auto.auto_figures import BASELINE, CHOOSER, AutoRecord
 from swiftbatch.worker.bench.bench_text import text_tokens
 from swiftbatch.worker.bench.bench_variants import bench_slots, create_bench_drafter
 from swiftbatch.worker.bench.decode.contestants import EngineContestant

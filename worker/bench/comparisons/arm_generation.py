@@ -12,7 +12,7 @@ from swiftbatch.jobs.frozen import Frozen
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.bench_engine import BenchEngine, OwnPositions, digest
 from swiftbatch.worker.bench.comparisons.prompts import ReadPrompt
-from swiftbatch.worker.bench.long.records import per_step
+from swiftbatch.worker.bench.long.long_figures import per_step
 from swiftbatch.worker.drafters.base import DraftCounters, Drafter
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.target.target import TargetModel

@@ -14,7 +14,7 @@ from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.bench_text import own_tokens, text_tokens
 from swiftbatch.worker.bench.bench_variants import BENCH_ENGINES, bench_slots, create_bench_drafter
 from swiftbatch.worker.bench.decode.contestants import Contestant, EngineContestant, TransformersContestant
-from swiftbatch.worker.bench.decode.records import DecodeRecord, make_records
+from swiftbatch.worker.bench.decode.decode_figures import DecodeRecord, make_records
 from swiftbatch.worker.bench.options import BenchOptions, Positions, check_length
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.drafters.base import Drafter

@@ -13,7 +13,7 @@ from swiftbatch.worker.kernels.choice import CudaKernels
 from swiftbatch.worker.model.files import locate_model
 
 if TYPE_CHECKING:
-    from swiftbatch.worker.bench.gpu.records import GPUBenchResult
+    from swiftbatch.worker.bench.gpu.gpu_figures import GPUBenchResult
 
 
 def run_gpu_bench(options: GPUBenchOptions, report: Callable[[str], None] = lambda line: None) -> GPUBenchResult:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field, field_validator
 
-from swiftbatch.jobs.run.dtypes import AttentionName, Device, LinearName
+from swiftbatch.jobs.run.option_values import AttentionName, Device, LinearName
 from swiftbatch.worker.bench.options import BenchOptions, Positions
 from swiftbatch.worker.config import Computation
 from swiftbatch.worker.drafters.catalogue import ENGINES

@@ -12,11 +12,10 @@ import torch
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.bench.bench_engine import BenchError
 from swiftbatch.worker.bench.decode.decode import NUM_WARMUP_TOKENS, DecodeBenchOptions, decode_records
-from swiftbatch.worker.bench.decode.records import DecodeRecord
+from swiftbatch.worker.bench.decode.decode_figures import DecodeRecord
+from swiftbatch.worker.bench.gpu.gpu_figures import GPUBenchResult
 from swiftbatch.worker.bench.gpu.gpu_options import GPUBenchOptions
-from swiftbatch.worker.bench.gpu.gpu_steps import step_records
-from swiftbatch.worker.bench.gpu.reading_bench import read_records, resume_record
-from swiftbatch.worker.bench.gpu.records import GPUBenchResult
+from swiftbatch.worker.bench.gpu.gpu_steps import read_records, resume_record, step_records
 from swiftbatch.worker.bench.options import machine
 from swiftbatch.worker.bench.peak_memory import peak_bytes, reset_peak
 from swiftbatch.worker.caches.memory.memory_plan import GPUMemory, one_slot

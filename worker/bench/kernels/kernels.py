@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
 
+import torch
 from pydantic import AfterValidator, Field
 
-from swiftbatch.jobs.run.dtypes import Device
+from swiftbatch.jobs.run.option_values import Device
 from swiftbatch.worker.bench.bench_engine import BenchError
+from swiftbatch.worker.bench.kernels.kernel_figures import KernelRecord, KernelResult, plot
 from swiftbatch.worker.bench.kernels.operations import (
     Operation,
     attention_operation,
@@ -19,9 +21,7 @@ from swiftbatch.worker.bench.kernels.operations import (
     matrix_operations,
     sampling_operations,
 )
-from swiftbatch.worker.bench.kernels.records import KernelRecord, KernelResult, plot
 from swiftbatch.worker.bench.kernels.roof import LARGEST, Roof
-from swiftbatch.worker.bench.kernels.shapes import SHAPES, sizes_named
 from swiftbatch.worker.bench.options import BenchOptions, check_length
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.kernels.decoder_weights import DecoderSizes
@@ -31,6 +31,12 @@ from swiftbatch.worker.kernels.team import ELEMENTS, Team
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.target.native_forwards import NativeForwards
 from swiftbatch.worker.target.target import TargetModel
+
+# published models, measured with weights of zeros: no weights need to be there
+SHAPES = {  # num_layers, hidden, num_heads, num_kv_heads, head_dim, intermediate, vocab
+    "qwen3-0.6b": (28, 1024, 16, 8, 128, 3072, 151_936),
+    "llama-3.1-8b": (32, 4096, 32, 8, 128, 14_336, 128_256),
+}
 
 LEAST_SECONDS = 0.002  # least seconds of a round: a shorter call is repeated
 
@@ -134,3 +140,9 @@ def _seconds(call: Callable[[], object], num_calls: int) -> float:
     for _ in range(num_calls):
         call()
     return (time.perf_counter() - started) / num_calls
+
+
+def sizes_named(name: str, dtype: torch.dtype) -> DecoderSizes:
+    """The sizes of a decoder of that name."""
+    counts = SHAPES[name]
+    return DecoderSizes(*counts, epsilon=1e-6, scale=counts[4] ** -0.5, dtype=dtype)

@@ -11,9 +11,9 @@ from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.bench_text import own_tokens, text_tokens
 from swiftbatch.worker.bench.bench_variants import BENCH_ENGINES, bench_slots
 from swiftbatch.worker.bench.long.generation import LongGeneration, ReuseTally, metered_drafter
+from swiftbatch.worker.bench.long.long_figures import LongRecord, LongResult
 from swiftbatch.worker.bench.long.long_plot import plot
 from swiftbatch.worker.bench.long.plain_windows import PlainWindows
-from swiftbatch.worker.bench.long.records import LongRecord, LongResult
 from swiftbatch.worker.bench.options import BenchOptions, check_length
 from swiftbatch.worker.drafters.base import Drafter
 from swiftbatch.worker.drawing.filters.filter_list import FILTERS

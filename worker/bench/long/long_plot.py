@@ -10,7 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from swiftbatch.worker.bench.long.records import LongResult
+from swiftbatch.worker.bench.long.long_figures import LongResult
 
 PLAIN, ENGINE, WINDOW, REUSE = "#7f7f7f", "#0b5fa5", "#6fa8d6", "#d9730d"  # also told apart without colours
 WIDTH_INCHES, HEIGHT_INCHES, DPI = 11.0, 5.2, 150

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from swiftbatch.worker.bench.agreement import AgreementRecord
-from swiftbatch.worker.bench.auto.records import BASELINE, AutoRecord
+from swiftbatch.worker.bench.auto.auto_figures import BASELINE, AutoRecord
 from swiftbatch.worker.bench.checkpoints.checkpoints import MIB, CheckpointRecord
-from swiftbatch.worker.bench.decode.records import DecodeRecord
+from swiftbatch.worker.bench.decode.decode_figures import DecodeRecord
 from swiftbatch.worker.bench.fields import FieldRecord
-from swiftbatch.worker.bench.kernels.records import KernelResult
-from swiftbatch.worker.bench.long.records import LongResult
+from swiftbatch.worker.bench.kernels.kernel_figures import KernelResult
+from swiftbatch.worker.bench.long.long_figures import LongResult
 
 Figures = dict[str, Any]  # as a benchmark writes them to its file
 NUM_FIELD_COLUMNS = 3

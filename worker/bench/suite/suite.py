@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from swiftbatch.jobs.errors import UserError
-from swiftbatch.jobs.run.dtypes import Device
+from swiftbatch.jobs.run.option_values import Device
 from swiftbatch.worker.bench.bench_text import text_tokens
 from swiftbatch.worker.bench.options import BenchOptions
 from swiftbatch.worker.bench.suite.speed_page import PAGE, draw_plots, page_of

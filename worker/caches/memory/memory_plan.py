@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from swiftbatch.jobs.run.dtypes import AttentionName
+from swiftbatch.jobs.run.option_values import AttentionName
 from swiftbatch.worker.caches.room import GB, MAX_TREE_NODES, KVRoomError
 from swiftbatch.worker.kernels.sizes import MOST_SLOTS, NUM_ROWS
 
@@ -186,9 +186,14 @@ def draft_splits(length: int) -> int:
 
 
 def _row_bytes(sizes: ModelSizes, logit_bytes: int = LOGIT_BYTES) -> int:
-    """Static buffers of a forward: state, delta, normed, hidden; stacked, turned and mixed heads; MLP; logits."""
+    """Static buffers of a forward: state, delta, normed, hidden; stacked, turned and mixed heads; MLP; logits.
+
+    And of experts, what each that a row chose makes of it.
+    """
     query, key = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
     widths = 4 * sizes.hidden + (query + 2 * key) + 2 * query + 3 * sizes.intermediate
+    if sizes.experts is not None:
+        widths += sizes.experts.num_chosen * (sizes.experts.width + sizes.hidden)
     return NUM_ROWS * (widths * sizes.item_size + sizes.vocab * logit_bytes)
 
 

@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from swiftbatch.worker.caches.memory.packed_sizes import PackedPart, num_beside, packed_parts
+from swiftbatch.worker.caches.memory.packed_sizes import PackedPart, num_beside, num_floats, packed_parts
 from swiftbatch.worker.caches.room import ITEM_SIZES, bytes_per_position, state_bytes
+from swiftbatch.worker.model.dense_config import OtherDecoderError, read_dense
+from swiftbatch.worker.model.expert_config import ExpertConfig
 from swiftbatch.worker.model.files import ModelFiles, read_config, stored_layout
 from swiftbatch.worker.model.formats.contract import StoredTensor
 from swiftbatch.worker.model.formats.layout import heads_in
 from swiftbatch.worker.model.text_view import is_of_text
 
 PACKED_DTYPE = "bfloat16"  # the dtype whose kernels multiply packed weights
+
+
+FLOAT_BYTES = 4
+
+
+@dataclass(frozen=True)
+class ExpertSizes:
+    """Experts of a layer, and what a row chooses of them."""
+
+    num_experts: int
+    num_chosen: int
+    width: int  # columns of an expert
+    num_floats: int  # numbers of all layers that are float32 whatever the dtype
 
 
 @dataclass(frozen=True)
@@ -32,12 +47,14 @@ class ModelSizes:
     item_size: int  # bytes of a number
     packed: tuple[PackedPart, ...] = ()  # of the parameters; the others lie there in the dtype
     state_bytes: int = 0  # of a job, whatever its length: of layers that have a state
+    experts: ExpertSizes | None = None  # that our kernels multiply
 
     @property
     def weight_bytes(self) -> int:
         """The bytes of all weights on a device: packed ones as they lie there."""
         num_plain = self.num_parameters - sum(part.num_parameters for part in self.packed)
-        return num_plain * self.item_size + sum(part.num_bytes for part in self.packed)
+        num_wider = 0 if self.experts is None else self.experts.num_floats * (FLOAT_BYTES - self.item_size)
+        return num_plain * self.item_size + num_wider + sum(part.num_bytes for part in self.packed)
 
 
 def read_sizes(files: ModelFiles, dtype: str) -> ModelSizes | None:
@@ -49,7 +66,22 @@ def read_sizes(files: ModelFiles, dtype: str) -> ModelSizes | None:
 def sizes_of_stored(config: dict[str, Any], heads: Mapping[str, StoredTensor], dtype: str) -> ModelSizes | None:
     """The same of stored tensors. A tied head counts once, as on the device, if it is not packed."""
     number = sum(each.num_numbers for name, each in heads.items() if is_of_text(name, config))
-    return sizes_of(config, number + num_beside(heads, config), dtype, packed_parts(heads, config))
+    experts = _experts_of(config)
+    sizes = sizes_of(config, number + num_beside(heads, config), dtype, packed_parts(heads, config, experts))
+    if sizes is None or experts is None:
+        return sizes
+    routing = experts.routing
+    numbers = (routing.num_experts, routing.num_chosen, experts.width, num_floats(heads, experts))
+    return replace(sizes, experts=ExpertSizes(*numbers))
+
+
+def _experts_of(config: dict[str, Any]) -> ExpertConfig | None:
+    """The experts of a model that our kernels for GPUs take."""
+    try:
+        dense = read_dense(config)
+    except OtherDecoderError:
+        return None
+    return dense.experts if dense.mixer is None else None
 
 
 def sizes_of(config: dict[str, Any], number: int, dtype: str, packed: tuple[PackedPart, ...] = ()) -> ModelSizes | None:

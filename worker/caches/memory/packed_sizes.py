@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from swiftbatch.worker.kernels.sizes import fills_blocks
+from swiftbatch.worker.model.dense_config import PRODUCTS, SINKS
+from swiftbatch.worker.model.expert_config import ExpertConfig
 from swiftbatch.worker.model.formats.contract import StoredTensor
 from swiftbatch.worker.model.gguf.tensor_types import PACKED, PackedKind
 from swiftbatch.worker.model.text_view import EMBEDDING, HEAD
@@ -33,20 +35,57 @@ class PackedPart:
         return self.num_parameters * self.bits // 8 + groups * FACTOR_BYTES * (2 if self.has_offsets else 1)
 
 
-def packed_parts(heads: Mapping[str, StoredTensor], config: dict[str, Any]) -> tuple[PackedPart, ...]:
+def packed_parts(
+    heads: Mapping[str, StoredTensor], config: dict[str, Any], experts: ExpertConfig | None = None
+) -> tuple[PackedPart, ...]:
     """The products of a dense decoder whose parts all have one packed form, as `stacked_weights` keeps them.
 
-    Matrices of whose form numbers alone tell count as if they were dequantized.
+    Those of `experts`, where the kernels multiply them, are one for all experts of a layer. Matrices of whose form
+    numbers alone tell count as if they were dequantized.
     """
     last = EMBEDDING if config.get("tie_word_embeddings") else HEAD
     products = defaultdict[str, list[StoredTensor]](list)
+    of_experts = [] if experts is None else list(_products_of(experts))
     for name, head in heads.items():
+        for pattern, product in of_experts:
+            if (layer := pattern.match(name)) is not None:
+                products[f"{layer[1]}{product}"].append(head)
         if (found := PRODUCT.match(name)) is not None:
             role = found[1]
             products[name.replace(f".{role}_proj.", f".{STACKED.get(role, role)}_proj.")].append(head)
         elif name == last:
             products[name].append(head)
     return tuple(part for parts in products.values() if (part := _part(parts)) is not None)
+
+
+def _products_of(experts: ExpertConfig) -> Iterator[tuple[re.Pattern[str], str]]:
+    """The names of experts' matrices, and of what all rows meet, each with the product that it is a part of."""
+    names = experts.names
+    for role in PRODUCTS:
+        if names.each is not None:
+            yield _in_a_layer(names.each[role]), f"experts.{STACKED.get(role, role)}"
+        if names.shared is not None:
+            yield _in_a_layer(f"{names.shared}.{role}_proj.weight"), f"shared.{STACKED.get(role, role)}"
+    for name in () if names.fused is None else (names.fused.gate_up, names.fused.down):
+        yield _in_a_layer(name), name
+
+
+def _in_a_layer(name: str) -> re.Pattern[str]:
+    """The tensor of that name in any layer, of any expert."""
+    return re.compile(r"^(model\.layers\.\d+\.)" + re.escape(name).replace(r"\{\}", r"\d+") + "$")
+
+
+def num_floats(heads: Mapping[str, StoredTensor], experts: ExpertConfig) -> int:
+    """Count the numbers that are float32 whatever the dtype: those of routers, and sinks."""
+    names = (
+        experts.names.router,
+        experts.names.router_bias,
+        experts.names.choice_bias,
+        experts.names.shared_gate,
+        SINKS,
+    )
+    patterns = [_in_a_layer(name) for name in names if name is not None]
+    return sum(head.num_numbers for name, head in heads.items() if any(each.match(name) for each in patterns))
 
 
 def num_beside(heads: Mapping[str, StoredTensor], config: dict[str, Any]) -> int:

@@ -1,4 +1,7 @@
-"""The best candidates of every row: what drafters learn of the target, `TOP_K` of each row."""
+"""The best candidates of every row: what drafters learn of the target, `TOP_K` of each row.
+
+Their log-probabilities come with them. Kernels find them in blocks of tokens first, then among the blocks.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,90 @@ from dataclasses import dataclass
 
 import torch
 import triton
+import triton.language as tl
 
 from swiftbatch.worker.drawing.cuda.buffers import BLOCK, expect, expect_logits
-from swiftbatch.worker.drawing.cuda.candidate_kernels import candidates_of_blocks, candidates_of_rows
+from swiftbatch.worker.drawing.cuda.order import number_of, order_of, rank_of, token_of
+from swiftbatch.worker.drawing.cuda.parameters import SLOT, whole
 from swiftbatch.worker.drawing.cuda.row_words import NUM_WORDS
 from swiftbatch.worker.drawing.drawing import UNLIKELY
 from swiftbatch.worker.drawing.verification import TOP_K
 
+SMALLEST = tl.constexpr(-0x8000000000000000)
+
 BLOCK_WARPS = 4
 ROW_WARPS = 8
+
+
+@triton.jit
+def best_ranks(ranks, out_ptr, TOP: tl.constexpr):
+    """Store the `TOP` highest of some ranks, which all differ."""
+    for place in tl.static_range(TOP):
+        best = tl.max(ranks, 0)
+        tl.store(out_ptr + place, best)
+        ranks = tl.where(ranks == best, SMALLEST, ranks)
+
+
+@triton.jit
+def store_block(logits, tokens, inside, place, ranks_ptr, peaks_ptr, sums_ptr, TOP: tl.constexpr):
+    """Store a block's best ranks, its best order, and the sum of e^(logit - best) in its own fixed order."""
+    best_ranks(tl.where(inside, rank_of(logits, tokens), SMALLEST), ranks_ptr + place * TOP, TOP)
+    order = tl.max(order_of(logits), 0)
+    peak = number_of(order)
+    shift = tl.where(tl.abs(peak) < float("inf"), peak, 0.0)
+    tl.store(peaks_ptr + place, order)
+    tl.store(sums_ptr + place, tl.sum(tl.exp(logits - shift), 0))
+
+
+@triton.jit
+def candidates_of_blocks(
+    rows_ptr, logits_ptr, logits_stride, ranks_ptr, peaks_ptr, sums_ptr, vocab, BLOCK: tl.constexpr, TOP: tl.constexpr
+):
+    """Store the best tokens of every block of logits, as `store_block` does."""
+    row, block = tl.program_id(0), tl.program_id(1)
+    if whole(rows_ptr, row, SLOT) < 0:
+        return
+    tokens = block * BLOCK + tl.arange(0, BLOCK)
+    inside = tokens < vocab
+    logits = tl.load(logits_ptr + row.to(tl.int64) * logits_stride + tokens, mask=inside, other=float("-inf"))
+    store_block(logits, tokens, inside, row * tl.num_programs(1) + block, ranks_ptr, peaks_ptr, sums_ptr, TOP)
+
+
+@triton.jit
+def log_denominator(peaks_ptr, sums_ptr, num_blocks, WIDTH: tl.constexpr):
+    """The logarithm of the sum of e^logit, float32; the best logit itself where that is not finite."""
+    blocks = tl.arange(0, WIDTH)
+    inside = blocks < num_blocks
+    orders = tl.load(peaks_ptr + blocks, mask=inside, other=-0x80000000)
+    peak = number_of(tl.max(orders, 0))
+    parts = tl.load(sums_ptr + blocks, mask=inside, other=0.0)
+    distances = tl.where(inside, number_of(orders) - peak, float("-inf"))
+    total = tl.sum((parts * tl.exp(distances)).to(tl.float64), 0)
+    return tl.where(tl.abs(peak) < float("inf"), (peak.to(tl.float64) + tl.log(total)).to(tl.float32), peak)
+
+
+@triton.jit
+def candidates_of_rows(
+    rows_ptr, ranks_ptr, peaks_ptr, sums_ptr, ids_ptr, logprobs_ptr, num_blocks,
+    UNLIKELY: tl.constexpr, WIDTH: tl.constexpr, TOP: tl.constexpr,
+):  # fmt: skip
+    """Ids and log-probabilities `[num_rows, TOP]`; of a padding row token 0, as unlikely as can be."""
+    row = tl.program_id(0)
+    ids, logprobs = ids_ptr + row * TOP, logprobs_ptr + row * TOP
+    if whole(rows_ptr, row, SLOT) < 0:
+        tl.store(ids + tl.arange(0, TOP), tl.zeros([TOP], tl.int32))
+        tl.store(logprobs + tl.arange(0, TOP), tl.full([TOP], UNLIKELY, tl.float32))
+        return
+    peaks, sums = peaks_ptr + row * num_blocks, sums_ptr + row * num_blocks
+    total = log_denominator(peaks, sums, num_blocks, WIDTH)
+    places = tl.arange(0, WIDTH * TOP)
+    ranks = tl.load(ranks_ptr + row * num_blocks * TOP + places, mask=places < num_blocks * TOP, other=SMALLEST)
+    for place in tl.static_range(TOP):
+        best = tl.max(ranks, 0)
+        ranks = tl.where(ranks == best, SMALLEST, ranks)
+        logprob = number_of((best >> 32).to(tl.int32)) - total
+        tl.store(ids + place, token_of(best))
+        tl.store(logprobs + place, tl.where(logprob == logprob, logprob, UNLIKELY))
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,13 @@ import numpy as np
 import torch
 
 from swiftbatch.jobs.logprobs import TokenLogprobs
-from swiftbatch.jobs.run.dtypes import LogprobsMode
+from swiftbatch.jobs.run.option_values import LogprobsMode
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.drawing.adjustments import Context, bias_row, masked_behind, output_counts
+from swiftbatch.worker.drawing.cuda.buffers import SlotBuffers
 from swiftbatch.worker.drawing.cuda.draw_graphs import DrawGraphs, DrawnRows
-from swiftbatch.worker.drawing.cuda.draw_rows import DrawLayout, DrawRow, mask_rows, rows_of
-from swiftbatch.worker.drawing.cuda.penalty_windows import committed_tokens
+from swiftbatch.worker.drawing.cuda.draw_rows import DrawLayout, DrawRow, committed_tokens, mask_rows, rows_of
 from swiftbatch.worker.drawing.cuda.row_words import NUM_DRAFTED, needs_slot
-from swiftbatch.worker.drawing.cuda.slots import SlotBuffers
 from swiftbatch.worker.drawing.drawing import NO_MASKS, Masks, logprobs_by
 from swiftbatch.worker.drawing.filters.filter_list import needs_filters
 from swiftbatch.worker.drawing.sampling import TokenSampler

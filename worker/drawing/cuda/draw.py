@@ -12,10 +12,9 @@ import torch
 import triton
 
 from swiftbatch.worker.drawing.cuda.best_tokens import best_of_blocks, best_of_rows
-from swiftbatch.worker.drawing.cuda.buffers import BLOCK, expect, expect_logits
+from swiftbatch.worker.drawing.cuda.buffers import BLOCK, SlotBuffers, expect, expect_logits
 from swiftbatch.worker.drawing.cuda.row_words import NUM_DRAFTED, NUM_WORDS
 from swiftbatch.worker.drawing.cuda.scores import penalise_blocks
-from swiftbatch.worker.drawing.cuda.slots import SlotBuffers
 from swiftbatch.worker.drawing.filters.filter_kernels import find_cuts, temper_blocks
 
 NUM_WARPS = 4

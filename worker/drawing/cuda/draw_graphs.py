@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from swiftbatch.worker.drawing.cuda.buffers import SlotBuffers
 from swiftbatch.worker.drawing.cuda.candidates import CandidateBuffers, TopCandidates
 from swiftbatch.worker.drawing.cuda.counts import update_counts
 from swiftbatch.worker.drawing.cuda.draw import Draw, DrawBuffers, FilteredDraw
 from swiftbatch.worker.drawing.cuda.draw_rows import DrawLayout
-from swiftbatch.worker.drawing.cuda.slots import SlotBuffers
 from swiftbatch.worker.drawing.verification import TOP_K
 from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS
 from swiftbatch.worker.kernels.cuda.graph import Capture, Work

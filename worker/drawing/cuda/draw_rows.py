@@ -1,4 +1,7 @@
-"""The rows of a draw on a GPU: whose they are, where they stand, and their paths through a draft tree."""
+"""The rows of a draw on a GPU: whose they are, where they stand, and their paths through a draft tree.
+
+Then the tokens that come into a penalty window and those that leave it, in the form that the kernels take.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,8 @@ import torch
 from numpy.typing import NDArray
 
 from swiftbatch.worker.drawing.adjustments import masked_behind
-from swiftbatch.worker.drawing.cuda.penalty_windows import leaving_tokens
+from swiftbatch.worker.drawing.cuda.buffers import SlotBuffers
 from swiftbatch.worker.drawing.cuda.row_words import NUM_DRAFTED, NUM_MASKED, NUM_WORDS, PADDING, ROW, fill_row
-from swiftbatch.worker.drawing.cuda.slots import SlotBuffers
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS
@@ -116,3 +118,21 @@ class DrawLayout:
     def _shapes(self) -> tuple[tuple[int, int], ...]:
         by_slot = (self.num_slots, NUM_DRAFTED)
         return (NUM_ROWS, NUM_WORDS), (NUM_ROWS, NUM_DRAFTED), by_slot, by_slot, by_slot
+
+
+def leaving_tokens(token_ids: NDArray[np.int64], window: int) -> NDArray[np.int32]:
+    """The committed tokens that leave the window with each further token, `[NUM_DRAFTED]`; -1 where none does."""
+    leaving = np.full(NUM_DRAFTED, PADDING, dtype=np.int32)
+    first = len(token_ids) - window  # leaves with the next token
+    tokens = token_ids[max(first, 0) : max(first + NUM_DRAFTED, 0)]
+    start = max(-first, 0)
+    leaving[start : start + len(tokens)] = tokens[: NUM_DRAFTED - start]
+    return leaving
+
+
+def committed_tokens(
+    token_ids: NDArray[np.int64], num_new: int, window: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The last `num_new` tokens, and those that have left the window as they came; no more of these than of those."""
+    length = len(token_ids)
+    return token_ids[length - num_new :], token_ids[max(length - num_new - window, 0) : max(length - window, 0)]

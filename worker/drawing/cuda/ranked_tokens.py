@@ -8,13 +8,12 @@ import torch
 import triton
 import triton.language as tl
 
-from swiftbatch.worker.drawing.cuda.buffers import BLOCK, expect, expect_logits
-from swiftbatch.worker.drawing.cuda.candidate_kernels import candidates_of_rows, store_block
+from swiftbatch.worker.drawing.cuda.buffers import BLOCK, SlotBuffers, expect, expect_logits
+from swiftbatch.worker.drawing.cuda.candidates import candidates_of_rows, store_block
 from swiftbatch.worker.drawing.cuda.cuda_noise import gumbel, noise_words
 from swiftbatch.worker.drawing.cuda.parameters import POSITION, SLOT, TEMPERATURE, real, seed_of, whole
 from swiftbatch.worker.drawing.cuda.row_words import NUM_DRAFTED, NUM_WORDS
 from swiftbatch.worker.drawing.cuda.scores import penalise_blocks, row_peak
-from swiftbatch.worker.drawing.cuda.slots import SlotBuffers
 from swiftbatch.worker.drawing.drawing import UNLIKELY
 from swiftbatch.worker.drawing.filters.filter_kernels import LOG_MIN_P, TOP_K
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from swiftbatch.jobs.frozen import Frozen
-from swiftbatch.jobs.run.dtypes import LinearName
+from swiftbatch.jobs.run.option_values import LinearName
 from swiftbatch.worker.exactness.first_run.parts import Parts
 
 Row = dict[str, int | float | str]

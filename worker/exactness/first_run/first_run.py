@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from swiftbatch.jobs.frozen import Frozen
-from swiftbatch.jobs.run.dtypes import AttentionName, LinearName
-from swiftbatch.jobs.run.records import Exactness
+from swiftbatch.jobs.run.option_values import AttentionName, LinearName
+from swiftbatch.jobs.run.run_records import Exactness
 from swiftbatch.worker.config import Computation
 from swiftbatch.worker.exactness.first_run.attention_check import check_attention, check_attention_speed
 from swiftbatch.worker.exactness.first_run.findings import Check, Result

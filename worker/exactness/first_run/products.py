@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
-from swiftbatch.jobs.run.dtypes import LinearName
+from swiftbatch.jobs.run.option_values import LinearName
 from swiftbatch.worker.exactness.first_run.findings import Finding, Row
 from swiftbatch.worker.exactness.first_run.parts import Parts
 from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS
@@ -47,14 +47,20 @@ def check_products(parts: Parts) -> Finding:
 
 
 def weight_shapes(weights: StackedWeights) -> dict[str, list[AnyLinear]]:
-    """The products of a forward: those of all layers that have one shape, and the head."""
+    """The products of a forward that all rows meet: of each kind those of one shape, and the head."""
     layers = weights.layers
-    return {
+    own = [layer.own_products for layer in layers if layer.own_products is not None]
+    products = {
         "q, k, v": [layer.query_key_value for layer in layers],
         "output": [layer.output for layer in layers],
-        "gate, up": [layer.gate_up for layer in layers],
-        "down": [layer.down for layer in layers],
+        "gate, up": [gate_up for gate_up, _ in own],
+        "down": [down for _, down in own],
         "head": [weights.head],
+    }
+    return {
+        name: [each for each in linears if each.weight.shape == linears[0].weight.shape]
+        for name, linears in products.items()
+        if linears
     }
 
 

@@ -74,4 +74,4 @@ def _repeat(work: Work, _device: torch.device) -> Graph:
 
 
 def _weight_bytes(parts: Parts) -> int:
-    return sum(linear.weight.nbytes for linear in parts.weights.products) + parts.weights.embedding.nbytes
+    return parts.weights.product_bytes + parts.weights.embedding.nbytes

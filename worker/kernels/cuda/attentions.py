@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from swiftbatch.jobs.run.dtypes import AttentionName
+from swiftbatch.jobs.run.option_values import AttentionName
 from swiftbatch.worker.kernels.attention_view import SEES_ALL, AttentionView
 from swiftbatch.worker.kernels.cuda.attend import AttentionShape, Scratch, attend
 from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS, CudaRowTable, TableLayout

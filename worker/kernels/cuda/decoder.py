@@ -1,6 +1,7 @@
 """A dense decoder as CUDA kernels: ten launches a layer, into buffers that never move, for a graph to replay.
 
-Layers that norm the heads of a row together take one launch more, and so do logits with a scale or a soft cap.
+Layers that norm the heads of a row together take one launch more, and so do logits with a scale or a soft cap. In a
+layer with experts, six launches stand in the place of the last three, or behind them where all rows meet a part.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from swiftbatch.worker.kernels.cuda.activations import activate
 from swiftbatch.worker.kernels.cuda.attend import AttentionShape
 from swiftbatch.worker.kernels.cuda.attentions import Attention, AttentionKernel, TritonAttention
 from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, NUM_ROWS, TableLayout
+from swiftbatch.worker.kernels.cuda.expert_products import CudaExperts
 from swiftbatch.worker.kernels.cuda.layer_kernels import add_norm, embed, norm_heads, rope_store
 from swiftbatch.worker.kernels.cuda.linear import LinearKernel
 from swiftbatch.worker.kernels.cuda.logit_cap import cap_logits
@@ -66,7 +68,7 @@ class CudaDecoder:
         self.layout = TableLayout(num_slots, capacity, shape.rows_per_group, num_angles, sizes.vocab, step)
         self._weights, self._arena, self._bias = weights, arena, bias
         self._linear, self._reduce = WeightKernel(linear), reduce
-        self._views = [AttentionView(layer.window, sizes.score_cap or None) for layer in weights.layers]
+        self._views = [AttentionView(layer.window, sizes.score_cap or None, layer.sinks) for layer in weights.layers]
         self._angles = self._angles_of(np.arange(num_angles), arena.device)
         self._still = self._angles  # of layers that turn no heads
         if any(layer.is_still for layer in weights.layers):
@@ -77,8 +79,8 @@ class CudaDecoder:
         self._query_scales = None if growth is None else self._scales_of(growth, num_positions, arena.device)
         self._allocate(arena.device)
         self.attention: Attention = attention(shape, self.layout, sizes.scale, arena.device)
-        if not isinstance(self.attention, TritonAttention) and set(self._views) != {SEES_ALL}:
-            raise ValueError("found windows or soft caps, which flash-attn does not take; attend with triton")
+        if not isinstance(self.attention, TritonAttention) and any(view != SEES_ALL for view in self._views):
+            raise ValueError("found windows, soft caps or sinks, which flash-attn does not take; attend with triton")
 
     def over(self, arena: Tensor, bias: Tensor, texts: ScannedTexts | None = None) -> CudaDecoder:
         """Return it over another arena, with biases. All but the tables is shared: one of the two runs at a time.
@@ -172,15 +174,24 @@ class CudaDecoder:
             self._reduce(self._delta)
 
     def _run_mlp(self, layer: StackedLayer, rows: Tensor) -> None:
-        self._linear(rows, layer.gate_up.weight, layer.gate_up.bias, self._gate_up)
-        activate(self._table.rows, self._gate_up, self._activated, self.sizes.activation, layer.curve)
-        self._linear(self._activated, layer.down.weight, layer.down.bias, self._delta)
+        if layer.own_products is not None:
+            wide, down = layer.own_products
+            gate_up, activated = (
+                _of_width(self._gate_up, wide.weight.shape[0]),
+                _of_width(self._activated, down.weight.shape[1]),
+            )
+            self._linear(rows, wide.weight, wide.bias, gate_up)
+            activate(self._table.rows, gate_up, activated, self.sizes.activation, layer.curve)
+            self._linear(activated, down.weight, down.bias, self._delta)
+        if layer.experts is not None and self._experts is not None:
+            has_shared = layer.own_products is not None
+            self._experts.run(self._table.rows, layer.experts, rows, self._delta, has_shared)
         if self._reduce is not None:
             self._reduce(self._delta)
 
     def _allocate(self, device: torch.device) -> None:
         """Static buffers, of zeros: what padding rows have never written are numbers, too."""
-        sizes = self.sizes
+        sizes, layers = self.sizes, self._weights.layers
 
         def rows(*shape: int) -> Tensor:
             return torch.zeros(NUM_ROWS, *shape, dtype=sizes.dtype, device=device)
@@ -189,14 +200,21 @@ class CudaDecoder:
         self._state, self._normed, self._delta = (rows(sizes.hidden) for _ in range(3))
         self._qkv = rows((sizes.num_heads + 2 * sizes.num_kv_heads) * sizes.head_dim)
         self._mixed = rows(sizes.num_heads, sizes.head_dim)
-        self._gate_up = rows((1 + sizes.has_gates) * sizes.intermediate)
-        self._activated = rows(sizes.intermediate)
+        width = max((layer.own_products[1].weight.shape[1] for layer in layers if layer.own_products), default=0)
+        self._gate_up, self._activated = rows((1 + sizes.has_gates) * width), rows(width)
+        experts = [layer.experts for layer in layers if layer.experts is not None]
+        self._experts = CudaExperts(experts, sizes.hidden, sizes.dtype, sizes.activation, device) if experts else None
         self.hidden = rows(sizes.hidden)
         self.logits = torch.zeros(NUM_ROWS, sizes.vocab, device=device)
 
     def _allocate_table(self, device: torch.device) -> None:
         self.table_buffer = torch.zeros(self.layout.size, dtype=torch.int32, device=device)
         self._table = self.layout.table(self.table_buffer)
+
+
+def _of_width(buffer: Tensor, width: int) -> Tensor:
+    """The first numbers of a buffer as rows without gaps."""
+    return buffer.flatten()[: NUM_ROWS * width].view(NUM_ROWS, width)
 
 
 def _check_arena(arena: Tensor, weights: StackedWeights) -> None:

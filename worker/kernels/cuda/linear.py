@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from swiftbatch.jobs.run.dtypes import LinearName
+from swiftbatch.jobs.run.option_values import LinearName
 from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS
 from swiftbatch.worker.kernels.cuda.rounding import dot, rounded
 from swiftbatch.worker.kernels.sizes import BLOCK_DEPTH

@@ -53,6 +53,32 @@ def in_one_place(numbers, DEPTH: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
+def packed_block(
+    codes_ptr, scales_ptr, offsets_ptr, rows, start,
+    DEPTH: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_DEPTH: tl.constexpr, DECODE: tl.constexpr,
+    PER_BYTE: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUP: tl.constexpr, HAS_OFFSETS: tl.constexpr,
+):  # fmt: skip
+    """Float32 `[BLOCK_DEPTH, COLUMNS]` of a matrix's `rows [COLUMNS] int64` from `start` on.
+
+    `GROUP` is a part of a block or more. Zeros behind the depth become numbers.
+    """
+    GROUPS: tl.constexpr = max(1, BLOCK_DEPTH // GROUP)  # of a block
+    IS_WHOLE: tl.constexpr = DEPTH % BLOCK_DEPTH == 0
+    places, groups = tl.arange(0, BLOCK_DEPTH // PER_BYTE), tl.arange(0, GROUPS)
+    codes_ptr += rows[None, :] * (DEPTH // PER_BYTE) + places[:, None]
+    group_places = rows[None, :] * NUM_GROUPS + groups[:, None]
+    left, first_group = DEPTH - start, start // GROUP
+    codes = read(codes_ptr + start // PER_BYTE, (places * PER_BYTE < left)[:, None], IS_WHOLE)
+    scales = read(scales_ptr + group_places + first_group, (groups * GROUP < left)[:, None], IS_WHOLE)
+    numbers = DECODE(unpacked(codes, PER_BYTE, BLOCK_DEPTH, COLUMNS))
+    numbers *= of_members(scales, GROUPS, BLOCK_DEPTH, COLUMNS)
+    if HAS_OFFSETS:
+        offsets = read(offsets_ptr + group_places + first_group, (groups * GROUP < left)[:, None], IS_WHOLE)
+        numbers += of_members(offsets, GROUPS, BLOCK_DEPTH, COLUMNS)
+    return in_one_place(numbers, BLOCK_DEPTH, COLUMNS)
+
+
+@triton.jit
 def multiply_packed_columns(
     input_ptr, codes_ptr, scales_ptr, offsets_ptr, bias_ptr, out_ptr, num_columns,
     NUM_ROWS: tl.constexpr, DEPTH: tl.constexpr, HAS_BIAS: tl.constexpr,
@@ -60,32 +86,25 @@ def multiply_packed_columns(
     DECODE: tl.constexpr, PER_BYTE: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUP: tl.constexpr,
     HAS_OFFSETS: tl.constexpr,
 ):  # fmt: skip
-    """Program (columns): blocks of the depth one after the other, the bias last. `GROUP` is a part of a block or more.
+    """Program (columns): blocks of the depth one after the other, the bias last.
 
-    Zeros behind the depth become numbers, but meet zeros of the input.
+    Numbers behind the depth meet zeros of the input.
     """
-    GROUPS: tl.constexpr = max(1, BLOCK_DEPTH // GROUP)  # of a block
     IS_WHOLE: tl.constexpr = DEPTH % BLOCK_DEPTH == 0
     rows = tl.arange(0, NUM_ROWS)
     columns = tl.program_id(0) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
     is_column = columns < num_columns
-    known = tl.where(is_column, columns, 0)  # reads a column that there is, and is not stored
-    depth, places, groups = tl.arange(0, BLOCK_DEPTH), tl.arange(0, BLOCK_DEPTH // PER_BYTE), tl.arange(0, GROUPS)
+    known = tl.where(is_column, columns, 0).to(tl.int64)  # reads a column that there is, and is not stored
+    depth = tl.arange(0, BLOCK_DEPTH)
     input_ptr += rows[:, None] * DEPTH + depth[None, :]
-    codes_ptr += known.to(tl.int64)[None, :] * (DEPTH // PER_BYTE) + places[:, None]
-    group_places = known.to(tl.int64)[None, :] * NUM_GROUPS + groups[:, None]
     acc = tl.zeros([NUM_ROWS, TILE_COLUMNS], tl.float32)
     for start in range(0, DEPTH, BLOCK_DEPTH):
-        left, first_group = DEPTH - start, start // GROUP
-        x = read(input_ptr + start, (depth < left)[None, :], IS_WHOLE)
-        codes = read(codes_ptr + start // PER_BYTE, (places * PER_BYTE < left)[:, None], IS_WHOLE)
-        scales = read(scales_ptr + group_places + first_group, (groups * GROUP < left)[:, None], IS_WHOLE)
-        w = DECODE(unpacked(codes, PER_BYTE, BLOCK_DEPTH, TILE_COLUMNS))
-        w *= of_members(scales, GROUPS, BLOCK_DEPTH, TILE_COLUMNS)
-        if HAS_OFFSETS:
-            offsets = read(offsets_ptr + group_places + first_group, (groups * GROUP < left)[:, None], IS_WHOLE)
-            w += of_members(offsets, GROUPS, BLOCK_DEPTH, TILE_COLUMNS)
-        acc = dot(x, narrowed(in_one_place(w, BLOCK_DEPTH, TILE_COLUMNS), x.dtype), acc)
+        x = read(input_ptr + start, (depth < DEPTH - start)[None, :], IS_WHOLE)
+        w = packed_block(
+            codes_ptr, scales_ptr, offsets_ptr, known, start,
+            DEPTH, TILE_COLUMNS, BLOCK_DEPTH, DECODE, PER_BYTE, NUM_GROUPS, GROUP, HAS_OFFSETS,
+        )  # fmt: skip
+        acc = dot(x, narrowed(w, x.dtype), acc)
     if HAS_BIAS:
         acc += tl.load(bias_ptr + known).to(tl.float32)[None, :]
     out_ptr += rows.to(tl.int64)[:, None] * num_columns + columns[None, :]
@@ -114,8 +133,13 @@ def packed_product(rows: Tensor, weight: PackedMatrix, bias: Tensor | None) -> T
 
 def packed_constants(weight: PackedMatrix, has_bias: bool) -> dict[str, Any]:
     """Return the constants of `multiply_packed_columns`, with its warps and stages."""
+    return multiply_constants(weight.shape[1], has_bias) | form_constants(weight)
+
+
+def form_constants(weight: PackedMatrix) -> dict[str, Any]:
+    """Return the constants by which `packed_block` knows a matrix's form."""
     depth, num_groups = weight.shape[1], weight.scales.shape[1]
-    return multiply_constants(depth, has_bias) | {
+    return {
         "DECODE": DECODERS[weight.code],
         "PER_BYTE": 8 // CODE_BITS[weight.code],
         "NUM_GROUPS": num_groups,

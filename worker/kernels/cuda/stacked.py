@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from swiftbatch.worker.kernels.cuda.packed_linear import is_multiplied_packed
+from swiftbatch.worker.kernels.cuda.stacked_experts import StackedExperts, stacked_experts
 from swiftbatch.worker.kernels.decoder_weights import (
     AnyLinear,
     DecoderSizes,
@@ -26,12 +27,15 @@ from swiftbatch.worker.kernels.packed import PackedMatrix, Weight, plain, stacke
 
 @dataclass(frozen=True)
 class StackedLayer:
-    """One layer; `query_key_value` and `gate_up` are stacked in this order."""
+    """One layer; `query_key_value` and `gate_up` are stacked in this order.
+
+    In one with experts, products behind its attention are the part that all rows meet, if there is one.
+    """
 
     query_key_value: AnyLinear
     output: AnyLinear
-    gate_up: AnyLinear  # or ups alone
-    down: AnyLinear
+    gate_up: AnyLinear | None  # or ups alone
+    down: AnyLinear | None
     input_norm: Tensor | None  # [hidden], twice as wide with biases, as those that follow
     output_norm: Tensor | None
     mlp_norm: Tensor | None
@@ -42,10 +46,18 @@ class StackedLayer:
     rotary: Rotary | None = None
     window: int | None = None
     curve: Tensor | None = None
+    sinks: Tensor | None = None
+    experts: StackedExperts | None = None
 
     @property
-    def products(self) -> tuple[AnyLinear, ...]:
-        return self.query_key_value, self.output, self.gate_up, self.down
+    def products(self) -> list[AnyLinear]:
+        """All but those of experts."""
+        return [self.query_key_value, self.output, *(self.own_products or ())]
+
+    @property
+    def own_products(self) -> tuple[AnyLinear, AnyLinear] | None:
+        """The products behind attention that all rows meet."""
+        return None if self.gate_up is None or self.down is None else (self.gate_up, self.down)
 
 
 @dataclass(frozen=True)
@@ -65,8 +77,15 @@ class StackedWeights:
         return [*(product for layer in self.layers for product in layer.products), self.head]
 
     @property
+    def product_bytes(self) -> int:
+        """Bytes of the weights of all products, those of all experts among them."""
+        experts = [layer.experts for layer in self.layers if layer.experts is not None]
+        of_experts = sum(each.gate_up.weight.nbytes + each.down.weight.nbytes for each in experts)
+        return of_experts + sum(product.weight.nbytes for product in self.products)
+
+    @property
     def is_packed(self) -> bool:
-        """True where the weights of a product are packed."""
+        """True where the weights of a product are packed, experts aside: these have one kernel for both forms."""
         return any(isinstance(product.weight, PackedMatrix) for product in self.products)
 
 
@@ -99,13 +118,6 @@ def stacked_weights(
     )
 
 
-def _product_of_all(layer: LayerWeights) -> AnyLinear:
-    """The last product of a layer. Raises ValueError for one with experts, which these kernels have not."""
-    if layer.down is None or layer.experts is not None:
-        raise ValueError("found a layer with experts, expected one whose products all rows meet")
-    return layer.down
-
-
 def _attention(layer: LayerWeights) -> tuple[list[AnyLinear], list[AnyLinear]]:
     """The products in front of attention, and behind it. Raises ValueError for a layer without, or with gates."""
     parts = [each for each in (layer.query, layer.key, layer.value, layer.output) if each is not None]
@@ -120,11 +132,12 @@ def stacked_layer(layer: LayerWeights, device: torch.device, joins_heads: bool =
     whole = (layer.input_norm, layer.output_norm, layer.mlp_norm, layer.down_norm)
     input_norm, output_norm, mlp_norm, down_norm = (None if norm is None else _moved(norm, device) for norm in whole)
     in_front, behind = _attention(layer)
+    gate_up = [each for each in (layer.gate, layer.up) if each is not None]
     return StackedLayer(
         query_key_value=_stacked(in_front, device),
         output=_stacked(behind, device),
-        gate_up=_stacked([each for each in (layer.gate, layer.up) if each is not None], device),
-        down=_stacked([_product_of_all(layer)], device),
+        gate_up=_stacked(gate_up, device) if gate_up else None,
+        down=None if layer.down is None else _stacked([layer.down], device),
         input_norm=input_norm,
         output_norm=output_norm,
         mlp_norm=mlp_norm,
@@ -135,6 +148,8 @@ def stacked_layer(layer: LayerWeights, device: torch.device, joins_heads: bool =
         rotary=layer.rotary,
         window=layer.window,
         curve=None if layer.curve is None else _moved(layer.curve, device),
+        sinks=None if layer.sinks is None else _moved(layer.sinks, device),
+        experts=None if layer.experts is None else stacked_experts(layer.experts, device),
     )
 
 

@@ -188,7 +188,9 @@ typedef struct {
 
 typedef enum {
     SOFTMAX_OF_ALL, SIGMOID,  // of the logits of all experts
-    SOFTMAX_OF_CHOSEN         // experts are chosen by their logits
+    SOFTMAX_OF_CHOSEN,        // experts are chosen by their logits
+    SIGMOID_OF_CHOSEN,        // likewise
+    SPARSE_MIXER  // likewise; each weight is a softmax over the experts that are left and near enough, by `jitter`
 } router_score;
 
 enum { MOST_EXPERTS = 1024 };  // of a layer
@@ -200,6 +202,7 @@ typedef struct {
     int32_t is_normalised;                          // weights are divided by their sum
     int32_t rounds_logits, rounds_weights;          // to bf16, in models of it
     float least_sum, scale;                         // that weights are divided by; that multiplies them
+    float jitter;                                   // of SPARSE_MIXER
     float gate_limit, gate_slope;  // gates and ups stay within the limit, and a gate's share is of the slope; 0 for neither
 } expert_sizes;
 

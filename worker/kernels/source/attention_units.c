@@ -105,8 +105,8 @@ static operand pack_keys(const attention *attention, const char *const *keys, in
         memset(block + words * LANES, 0, sizeof(uint32_t) * LANES * (size_t)(words_deep - words));
         if (next) expect(next + first * row_bytes, LANES * row_bytes);
     }
-    if (attention->element_bytes == 2) return (operand){packed, 2L * LANES * words_deep, 2 * LANES, PAIRS, 0};
-    return (operand){packed, (long)LANES * words_deep, LANES, ROWS_F32, 0};
+    if (attention->element_bytes == 2) return (operand){packed, 2L * LANES * words_deep, 2 * LANES, PAIRS, NULL, 0};
+    return (operand){packed, (long)LANES * words_deep, LANES, ROWS_F32, NULL, 0};
 }
 
 static void add_scores(const attention *attention, const head_rows *pair, const char **keys, int count, const char *next,
@@ -216,7 +216,7 @@ static void add_values(const attention *attention, kv_form form, int num_queries
     if (!attention->uses_bf16_products) {
         expect(next, count * row_bytes);
         layout layout = attention->element_bytes == 2 ? ROWS_BF16 : ROWS_F32;
-        operand plain = {values, LANES, head_dim, layout, 0};
+        operand plain = {values, LANES, head_dim, layout, NULL, 0};
         gemm_f32(num_queries, blocks, count, space.scores + first, CHUNK, plain, part.output, head_dim, !is_first);
         return;
     }
@@ -226,7 +226,7 @@ static void add_values(const attention *attention, kv_form form, int num_queries
         interleave(rows + (long)i * head_dim, rows + (long)(i + 1) * head_dim, head_dim,
                    (bf16 *)space.values + (long)i * head_dim);
     }
-    operand packed = {space.values, 2 * LANES, 2L * head_dim, PAIRS, 0};
+    operand packed = {space.values, 2 * LANES, 2L * head_dim, PAIRS, NULL, 0};
     gemm_bf16(num_queries, blocks, count, space.weights + first, CHUNK, packed, part.output, head_dim, !is_first);
 }
 

@@ -46,15 +46,28 @@ INLINE void tile_step(const int rows, const int blocks, const int kind, const vo
     }
 }
 
+// What a tile asks memory for: its share of what lies ahead of each block.
+typedef struct {
+    const void *const *from;
+    long first, bytes;
+} share;
+
+INLINE share share_of(operand b, int block, int row, int count, int rows) {
+    return (share){b.ahead ? b.ahead + block : NULL, b.ahead_bytes * row / rows, b.ahead_bytes * count / rows};
+}
+
 // Everything constant that decides what lies in registers; `kind` is a layout or DOT.
 INLINE void tile(const int rows, const int blocks, const int kind, int depth, const char *a, long lda, const char *b,
-                 long block, long step, long ahead, float *c, long ldc, bool add) {
+                 long block, long step, share ahead, float *c, long ldc, bool add) {
     const long a_bytes = kind == DOT ? 4 : kind == PAIRS ? 8 : 4, b_bytes = kind == ROWS_F32 ? 4 : 2;
+    const int steps = kind == DOT || kind == PAIRS ? depth / 2 : depth;
+    const long ahead_step = ahead.bytes / steps;
     vec sum[MOST_TILE_ROWS][MOST_TILE_BLOCKS];
     for (int r = 0; r < rows; r++)
         for (int n = 0; n < blocks; n++) sum[r][n] = add ? vec_load(c + r * ldc + n * LANES) : vec_set(0.0f);
-    for (int k = kind == DOT || kind == PAIRS ? depth / 2 : depth; k > 0; k--) {
-        for (int n = 0; n < blocks && ahead; n++) __builtin_prefetch(b + n * block * b_bytes + ahead, 0, 2);
+    for (int k = 0; k < steps; k++) {
+        for (int n = 0; n < blocks && ahead.from; n++)
+            __builtin_prefetch((const char *)ahead.from[n] + ahead.first + k * ahead_step, 0, 2);
         tile_step(rows, blocks, kind, a, lda, b, block, sum);
         a += a_bytes;
         b += step * b_bytes;
@@ -65,12 +78,14 @@ INLINE void tile(const int rows, const int blocks, const int kind, int depth, co
 
 #define TILE(NUM_ROWS)                                                                                          \
     for (; rows - r >= NUM_ROWS; r += NUM_ROWS)                                                                 \
-    tile(NUM_ROWS, blocks, kind, depth, a + r * lda * a_bytes, lda, b, block, step, r ? 0 : ahead, c + r * ldc, ldc, add)
+    tile(NUM_ROWS, blocks, kind, depth, a + r * lda * a_bytes, lda, from, b.block, b.step,                      \
+         share_of(b, block, r, NUM_ROWS, rows), c + r * ldc, ldc, add)
 
-// All rows of `blocks` blocks, which so stay in the nearest cache.
-INLINE void columns(const int blocks, const int kind, int rows, int depth, const char *a, long lda, const char *b,
-                    long block, long step, long ahead, float *c, long ldc, bool add) {
-    const long a_bytes = kind == DOT ? 2 : 4;
+// All rows of `blocks` blocks from one on, which so stay in the nearest cache.
+INLINE void columns(const int blocks, const int kind, int block, int rows, int depth, const char *a, long lda, operand b,
+                    float *c, long ldc, bool add) {
+    const long a_bytes = kind == DOT ? 2 : 4, b_bytes = kind == ROWS_F32 ? 4 : 2;
+    const char *from = (const char *)b.data + block * b.block * b_bytes;
     int r = 0;
     if (blocks <= TILE_BLOCKS) {
         TILE(6);
@@ -80,14 +95,12 @@ INLINE void columns(const int blocks, const int kind, int rows, int depth, const
     TILE(1);
 }
 
-#define COLUMNS(NUM_BLOCKS)                                                                                     \
-    for (; blocks - n >= NUM_BLOCKS; n += NUM_BLOCKS)                                                           \
-    columns(NUM_BLOCKS, kind, rows, depth, a, lda, (const char *)b.data + n * b.block * b_bytes, b.block, b.step, \
-            b.ahead, c + n * LANES, ldc, add)
+#define COLUMNS(NUM_BLOCKS)                               \
+    for (; blocks - n >= NUM_BLOCKS; n += NUM_BLOCKS) \
+    columns(NUM_BLOCKS, kind, n, rows, depth, a, lda, b, c + n * LANES, ldc, add)
 
 INLINE void gemm(const int kind, int rows, int blocks, int depth, const void *a, long lda, operand b, float *c,
                  long ldc, bool add) {
-    const long b_bytes = kind == ROWS_F32 ? 4 : 2;
     int n = 0;
     if (rows <= FEW_ROWS) COLUMNS(FEW_ROWS_BLOCKS);
     COLUMNS(TILE_BLOCKS);

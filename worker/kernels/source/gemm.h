@@ -18,7 +18,8 @@ typedef struct {
     const void *data;
     long block, step;  // elements from one block of columns, from one k (or pair of them) to the next
     layout layout;
-    long ahead;  // bytes from what is read to what to ask memory for meanwhile; 0 for nothing
+    const void *const *ahead;  // what to ask memory for meanwhile, for each block of columns; NULL for nothing
+    long ahead_bytes;          // of each
 } operand;
 
 // A [rows, depth] float; with `add` to what is in C. Even depths for pairs.

@@ -30,13 +30,18 @@ void machine_end(void) { _tile_release(); }
         if (add) _tile_loadd(t, place, ldc * 4);       \
         else _tile_zero(t);                            \
     } while (0)
-#define LOAD(t, from)                                                                                               \
+#define LOAD(t, from, n)                                                                                           \
     do {                                                                                                           \
-        for (int i = 0; i < TILE_ROWS && b.ahead; i++)                                                             \
-            __builtin_prefetch((const char *)((from) + i * b.step) + b.ahead, 0, 2);                               \
+        if (b.ahead) ask_for(b.ahead[n], b.ahead_bytes, k, depth);                                                 \
         _tile_loadd(t, from, b.step * 2);                                                                          \
     } while (0)
 #define END(t, place) _tile_stored(t, place, ldc * 4)
+
+// The share of a step in the depth.
+INLINE void ask_for(const char *from, long bytes, int k, int depth) {
+    const char *end = from + bytes * (k + BF16_DEPTH) / depth;
+    for (from += bytes * k / depth; from < end; from += 64) __builtin_prefetch(from, 0, 2);
+}
 
 // Up to sixteen rows, three blocks at a time.
 static void sixteen_rows(int blocks, int depth, const bf16 *a, long lda, operand b, float *c, long ldc, bool add) {
@@ -49,11 +54,11 @@ static void sixteen_rows(int blocks, int depth, const bf16 *a, long lda, operand
         for (int k = 0; k < depth; k += BF16_DEPTH) {
             const bf16 *from = right + k / 2 * b.step;
             _tile_loadd(4, a + k, lda * 2);
-            LOAD(5, from);
+            LOAD(5, from, n);
             _tile_dpbf16ps(0, 4, 5);
-            LOAD(6, from + b.block);
+            LOAD(6, from + b.block, n + 1);
             _tile_dpbf16ps(1, 4, 6);
-            LOAD(7, from + 2 * b.block);
+            LOAD(7, from + 2 * b.block, n + 2);
             _tile_dpbf16ps(2, 4, 7);
         }
         END(0, c);
@@ -64,7 +69,7 @@ static void sixteen_rows(int blocks, int depth, const bf16 *a, long lda, operand
         BEGIN(0, c);
         for (int k = 0; k < depth; k += BF16_DEPTH) {
             _tile_loadd(4, a + k, lda * 2);
-            LOAD(5, right + k / 2 * b.step);
+            LOAD(5, right + k / 2 * b.step, n);
             _tile_dpbf16ps(0, 4, 5);
         }
         END(0, c);
@@ -82,8 +87,8 @@ static void two_blocks(int depth, const bf16 *a, long lda, operand b, const bf16
         const bf16 *from = right + k / 2 * b.step;
         _tile_loadd(4, a + k, lda * 2);
         _tile_loadd(5, a + TILE_ROWS * lda + k, lda * 2);
-        LOAD(6, from);
-        LOAD(7, from + b.block);
+        LOAD(6, from, 0);
+        LOAD(7, from + b.block, 1);
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 4, 7);
         _tile_dpbf16ps(2, 5, 6);
@@ -98,7 +103,7 @@ static void two_blocks(int depth, const bf16 *a, long lda, operand b, const bf16
 static void thirty_two_rows(int blocks, int depth, const bf16 *a, long lda, operand b, float *c, long ldc, bool add) {
     const bf16 *right = b.data;
     int n = 0;
-    for (; n + 2 <= blocks; n += 2)
+    for (; n + 2 <= blocks; n += 2, b.ahead += b.ahead ? 2 : 0)
         two_blocks(depth, a, lda, b, right + n * b.block, c + n * LANES, c + TILE_ROWS * ldc + n * LANES, ldc, add);
     if (n == blocks) return;
     operand last = b;
@@ -116,6 +121,7 @@ static void last_rows(int rows, int blocks, int depth, const bf16 *a, long lda, 
         size_t bytes = sizeof(float) * LANES * (size_t)wide;
         operand part = b;
         part.data = (const bf16 *)b.data + n * b.block;
+        if (b.ahead) part.ahead = b.ahead + n;
         for (int r = 0; r < rows && add; r++) memcpy(sums + r * 3 * LANES, c + r * ldc + n * LANES, bytes);
         sixteen_rows(wide, depth, a, lda, part, sums, 3 * LANES, add);
         for (int r = 0; r < rows; r++) memcpy(c + r * ldc + n * LANES, sums + r * 3 * LANES, bytes);
@@ -124,9 +130,9 @@ static void last_rows(int rows, int blocks, int depth, const bf16 *a, long lda, 
 
 void gemm_bf16(int rows, int blocks, int depth, const bf16 *a, long lda, operand b, float *c, long ldc, bool add) {
     int r = 0;
-    for (; rows - r >= 2 * TILE_ROWS; r += 2 * TILE_ROWS, b.ahead = 0)
+    for (; rows - r >= 2 * TILE_ROWS; r += 2 * TILE_ROWS, b.ahead = NULL)
         thirty_two_rows(blocks, depth, a + r * lda, lda, b, c + r * ldc, ldc, add);
-    for (; rows - r >= TILE_ROWS; r += TILE_ROWS, b.ahead = 0)
+    for (; rows - r >= TILE_ROWS; r += TILE_ROWS, b.ahead = NULL)
         sixteen_rows(blocks, depth, a + r * lda, lda, b, c + r * ldc, ldc, add);
     if (r < rows) last_rows(rows - r, blocks, depth, a + r * lda, lda, b, c + r * ldc, ldc, add);
 }

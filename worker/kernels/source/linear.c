@@ -6,7 +6,7 @@
 #include "elementwise.h"
 #include "packing.h"
 
-enum { ROWS_AT_ONCE = 128, DEPTH_AT_ONCE = 1024, LEAST_BLOCKS = 8, LINEAR_WORTH_HELP = 1 << 19 };
+enum { ROWS_AT_ONCE = 128, DEPTH_AT_ONCE = 1024, LEAST_BLOCKS = 8, BLOCKS_AT_ONCE = 8, LINEAR_WORTH_HELP = 1 << 19 };
 
 static long packed_depth(const matrix *matrix) {
     return matrix->element == BF16 ? round_up(matrix->depth, BF16_DEPTH) : matrix->depth;
@@ -14,8 +14,8 @@ static long packed_depth(const matrix *matrix) {
 
 static operand operand_of(const matrix *matrix, int block, int first_k) {
     long depth = packed_depth(matrix), start = block * depth * LANES + (long)first_k * LANES;
-    if (matrix->element == BF16) return (operand){(bf16 *)matrix->packed + start, depth * LANES, 2 * LANES, PAIRS, 0};
-    return (operand){(float *)matrix->packed + start, depth * LANES, LANES, ROWS_F32, 0};
+    if (matrix->element == BF16) return (operand){(bf16 *)matrix->packed + start, depth * LANES, 2 * LANES, PAIRS, NULL, 0};
+    return (operand){(float *)matrix->packed + start, depth * LANES, LANES, ROWS_F32, NULL, 0};
 }
 
 matrix matrix_new(element element, int depth, int columns) {
@@ -106,17 +106,30 @@ void multiplied_row(const matrix *matrix, const float *row, void *out) {
     memset(narrowed + matrix->depth, 0, sizeof(bf16) * (size_t)(packed_depth(matrix) - matrix->depth));
 }
 
+// A part of the depth of up to BLOCKS_AT_ONCE blocks; meanwhile the next part comes to the caches, or the next blocks.
+static void multiply_part(const matrix *matrix, int first, int blocks, int k, int count, int num_rows, const void *rows,
+                          float *out, long stride) {
+    bool is_bf16 = uses_bf16_products(matrix), is_last = k + count == (is_bf16 ? packed_depth(matrix) : matrix->depth);
+    long bytes = matrix->element == BF16 ? 2 : 4, depth = is_bf16 ? packed_depth(matrix) : matrix->depth;
+    operand right = operand_of(matrix, first, k);
+    operand next = operand_of(matrix, is_last ? first + blocks : first, is_last ? 0 : k + count);
+    const void *ahead[BLOCKS_AT_ONCE];
+    for (int n = 0; n < blocks; n++) ahead[n] = (const char *)next.data + n * next.block * bytes;
+    right.ahead = ahead;
+    right.ahead_bytes = count * LANES * bytes;
+    if (is_bf16) gemm_bf16(num_rows, blocks, count, (const bf16 *)rows + k, depth, right, out, stride, k > 0);
+    else gemm_f32(num_rows, blocks, count, (const float *)rows + k, depth, right, out, stride, k > 0);
+}
+
 static void multiply_packed(const matrix *matrix, int first, int blocks, int num_rows, const void *rows, float *out,
                             long stride) {
-    bool is_bf16 = uses_bf16_products(matrix);
-    int depth = is_bf16 ? (int)packed_depth(matrix) : matrix->depth;
-    for (int k = 0; k < depth; k += DEPTH_AT_ONCE) {
-        int count = depth - k < DEPTH_AT_ONCE ? depth - k : DEPTH_AT_ONCE;
-        operand right = operand_of(matrix, first, k), next = operand_of(matrix, first, k + count);
-        if (k + count == depth) next = operand_of(matrix, first + blocks, 0);
-        right.ahead = (const char *)next.data - (const char *)right.data;
-        if (is_bf16) gemm_bf16(num_rows, blocks, count, (const bf16 *)rows + k, depth, right, out, stride, k > 0);
-        else gemm_f32(num_rows, blocks, count, (const float *)rows + k, depth, right, out, stride, k > 0);
+    int depth = (int)(uses_bf16_products(matrix) ? packed_depth(matrix) : matrix->depth);
+    for (int n = 0; n < blocks; n += BLOCKS_AT_ONCE) {
+        int wide = blocks - n < BLOCKS_AT_ONCE ? blocks - n : BLOCKS_AT_ONCE;
+        for (int k = 0; k < depth; k += DEPTH_AT_ONCE) {
+            int count = depth - k < DEPTH_AT_ONCE ? depth - k : DEPTH_AT_ONCE;
+            multiply_part(matrix, first + n, wide, k, count, num_rows, rows, out + n * LANES, stride);
+        }
     }
 }
 
@@ -125,9 +138,10 @@ void multiply_panel(const matrix *matrix, int first, int blocks, int num_rows, c
     const quantized_block *quantized = matrix->quantized;
     long depth = uses_bf16_products(matrix) ? packed_depth(matrix) : matrix->depth;
     for (int n = 0, count; n < blocks; n += count, first += count, out += count * LANES) {
+        int left = matrix->columns / LANES - first;
         count = quantized ? quantized_alike(quantized + first, blocks - n) : blocks;
         if (quantized && quantized[first].part)
-            quantized_multiply(quantized + first, count, num_rows, rows, depth, out, stride, scratch);
+            quantized_multiply(quantized + first, count, left - count, num_rows, rows, depth, out, stride, scratch);
         else multiply_packed(matrix, first, count, num_rows, rows, out, stride);
     }
 }

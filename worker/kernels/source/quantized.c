@@ -325,23 +325,28 @@ INLINE void fill_panel(const int code, const int fate, quantized_block block, in
     for (int k = first + count; fate == PAIRED && k % BF16_DEPTH; k += 2) out = store_step(fate, nothing, out);
 }
 
-static void ask_for(const uint8_t *from, long bytes) {
-    for (long i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 3);
+// Where the codes that follow a part of the depth begin: in the same blocks, or at the start of the next ones.
+static void find_ahead(const quantized_block *blocks, int count, int behind, int k, const void *ahead[PANEL_BLOCKS]) {
+    const quantized_part *part = blocks[0].part;
+    for (int n = 0; n < count; n++) {
+        const quantized_block *next = &blocks[count + n];
+        if (k < part->depth) ahead[n] = blocks[n].data + codes_at(part, k);
+        else ahead[n] = n < behind && next->part ? next->data : blocks[n].data;
+    }
 }
 
-INLINE void multiply_many(const int code, const int fate, const quantized_block *blocks, int count, int rows,
-                          const char *a, long lda, float *c, long ldc, char *panel) {
+INLINE void multiply_many(const int code, const int fate, const quantized_block *blocks, int count, int behind,
+                          int rows, const char *a, long lda, float *c, long ldc, char *panel) {
     const quantized_part *part = blocks[0].part;
     const int k_bytes = fate == PAIRED ? 2 : 4, depth = part->depth;
-    operand right = {panel, PANEL_DEPTH * LANES, LANES, ROWS_F32, 0};
+    const void *ahead[PANEL_BLOCKS];
+    operand right = {panel, PANEL_DEPTH * LANES, LANES, ROWS_F32, ahead, 0};
     if (fate == PAIRED) right.step = 2 * LANES, right.layout = PAIRS;
     for (int k = 0; k < depth; k += PANEL_DEPTH) {
         int deep = depth - k < PANEL_DEPTH ? depth - k : PANEL_DEPTH;
-        long next = codes_at(part, k + deep), bytes = next - codes_at(part, k);
-        for (int n = 0; n < count; n++) {
-            if (k + deep < depth) ask_for(blocks[n].data + next, bytes);
-            fill_panel(code, fate, blocks[n], k, deep, panel + n * right.block * k_bytes);
-        }
+        for (int n = 0; n < count; n++) fill_panel(code, fate, blocks[n], k, deep, panel + n * right.block * k_bytes);
+        find_ahead(blocks, count, behind, k + deep, ahead);
+        right.ahead_bytes = codes_at(part, PANEL_DEPTH) - codes_at(part, 0);
         const void *left = a + (long)k * k_bytes;
         if (fate == PAIRED) gemm_bf16(rows, count, (int)round_up(deep, BF16_DEPTH), left, lda, right, c, ldc, k > 0);
         else gemm_f32(rows, count, deep, left, lda, right, c, ldc, k > 0);
@@ -352,8 +357,8 @@ INLINE void multiply_many(const int code, const int fate, const quantized_block 
 
 size_t quantized_scratch_bytes(void) { return sizeof(float) * PANEL_BLOCKS * PANEL_DEPTH * LANES; }
 
-INLINE void multiply(const int code, const int fate, const quantized_block *blocks, int count, int rows, const char *a,
-                     long lda, float *c, long ldc, void *scratch) {
+INLINE void multiply(const int code, const int fate, const quantized_block *blocks, int count, int behind, int rows,
+                     const char *a, long lda, float *c, long ldc, void *scratch) {
 #if defined(__AMX_BF16__)
     const bool has_few = fate != PAIRED;  // tiles have an order of sums of their own
 #else
@@ -372,17 +377,17 @@ INLINE void multiply(const int code, const int fate, const quantized_block *bloc
     }
     for (int n = 0; n < count; n += PANEL_BLOCKS) {
         int wide = count - n < PANEL_BLOCKS ? count - n : PANEL_BLOCKS;
-        multiply_many(code, fate, blocks + n, wide, rows, a, lda, c + n * LANES, ldc, scratch);
+        multiply_many(code, fate, blocks + n, wide, count - n - wide + behind, rows, a, lda, c + n * LANES, ldc, scratch);
     }
 }
 
 #define MULTIPLY(CODE, FATE)                                                        \
     case CODE * 3 + FATE:                                                           \
-        multiply(CODE, FATE, blocks, count, rows, a, lda, c, ldc, scratch);         \
+        multiply(CODE, FATE, blocks, count, behind, rows, a, lda, c, ldc, scratch);         \
         break
 
-void quantized_multiply(const quantized_block *blocks, int count, int rows, const void *a, long lda, float *c, long ldc,
-                        void *scratch) {
+void quantized_multiply(const quantized_block *blocks, int count, int behind, int rows, const void *a, long lda,
+                        float *c, long ldc, void *scratch) {
     enum { NARROW = HAS_BF16_PRODUCTS ? PAIRED : ROUNDED };
     switch (blocks[0].part->code * 3 + blocks[0].part->fate) {
         MULTIPLY(CODE_TABLE, NARROW);

@@ -23,6 +23,6 @@ void quantized_read(const quantized_rows *rows, long first, int count, bool roun
 
 size_t quantized_scratch_bytes(void);
 // C [rows, ldc] = A [rows, depth] times blocks that lie alike; A of bf16 with zeros up to the packed depth where
-// products take it, else of floats.
-void quantized_multiply(const quantized_block *blocks, int count, int rows, const void *a, long lda, float *c, long ldc,
-                        void *scratch);
+// products take it, else of floats. `behind` more blocks follow, which are likely to be wanted next.
+void quantized_multiply(const quantized_block *blocks, int count, int behind, int rows, const void *a, long lda,
+                        float *c, long ldc, void *scratch);

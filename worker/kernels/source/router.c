@@ -80,10 +80,31 @@ static float round_one(float a) {
     return lanes[0];
 }
 
+// The weight of each choice: its share among those experts that no earlier choice took and whose logits are no further
+// from its own than twice the jitter, by the greater of both.
+static void mix_sparsely(const expert_sizes *sizes, const float *logits, const int32_t *choices, float *weights) {
+    bool is_left[MOST_EXPERTS];
+    memset(is_left, true, sizeof is_left);
+    for (int choice = 0; choice < sizes->num_chosen; choice++) {
+        float most = logits[choices[choice]];
+        double sum = 0.0;
+        for (int i = 0; i < sizes->num_experts; i++) {
+            float size = __builtin_fabsf(logits[i]);
+            bool is_far = (most - logits[i]) / (size < most ? most : size) > 2.0f * sizes->jitter;
+            if (is_left[i] && !is_far) sum += exp_of((double)logits[i] - (double)most);
+        }
+        weights[choice] = (float)(1.0 / sum);
+        is_left[choices[choice]] = false;
+    }
+}
+
 static void weigh_experts(const expert_sizes *sizes, const float *scores, const int32_t *choices, bool rounds, float *weights) {
     float chosen[MOST_EXPERTS], sum = 0.0f;
     for (int i = 0; i < sizes->num_chosen; i++) chosen[i] = scores[choices[i]];
     if (sizes->score == SOFTMAX_OF_CHOSEN) router_softmax(chosen, sizes->num_chosen, weights);
+    else if (sizes->score == SPARSE_MIXER) mix_sparsely(sizes, scores, choices, weights);
+    else if (sizes->score == SIGMOID_OF_CHOSEN)
+        for (int i = 0; i < sizes->num_chosen; i++) weights[i] = sigmoid_of(chosen[i]);
     else memcpy(weights, chosen, sizeof(float) * (size_t)sizes->num_chosen);
     for (int i = 0; i < sizes->num_chosen; i++) sum += weights[i];
     if (sum < sizes->least_sum) sum = sizes->least_sum;

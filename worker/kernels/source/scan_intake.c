@@ -123,7 +123,7 @@ static void code_keys(const float *turned, const float *spread, int head_dim, ui
 // Adds what keys and values change with keys, [head_dim, head_dim] each.
 static void add_changes(const float *rows, const float *turned, int head_dim, float *changes) {
     for (int part = 0; part < 2; part++) {
-        operand right = {rows + part * head_dim, LANES, MOMENT_STRIDE * 2 * head_dim, ROWS_F32, 0};
+        operand right = {rows + part * head_dim, LANES, MOMENT_STRIDE * 2 * head_dim, ROWS_F32, NULL, 0};
         gemm_f32(head_dim, head_dim / LANES, LANES, turned, LANES, right, changes + part * head_dim * head_dim, head_dim, true);
     }
 }

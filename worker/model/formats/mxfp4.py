@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from swiftbatch.worker.model.formats.contract import Format, FormatError, Scheme, StoredTensor, fits, only, part
 from swiftbatch.worker.model.formats.e2m1 import BYTES, MXFP4_GROUP
 from swiftbatch.worker.model.formats.keys import refuse_unknown
+from swiftbatch.worker.model.formats.packed_forms import form_of
 from swiftbatch.worker.model.gguf.tensor_types import PackedKind
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class ExpertScheme:
         return blocks[0], blocks[2] * MXFP4_GROUP, blocks[1]
 
     def form(self, heads: Mapping[str, StoredTensor]) -> PackedKind | None:
-        return None
+        return form_of("e2m1", 4, self.shape(heads)[1], MXFP4_GROUP)
 
     def weight(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Weight:
         from swiftbatch.worker.model.formats.values.minifloats import expert_weight

@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 
 from swiftbatch.worker.caches.arena import ArenaKVCache, KVArena
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
+from swiftbatch.worker.drawing.cuda.buffers import SlotBuffers
 from swiftbatch.worker.drawing.cuda.counts import update_counts
 from swiftbatch.worker.drawing.cuda.cuda_drawing import TokenCounts
 from swiftbatch.worker.drawing.cuda.draw_rows import DrawLayout, DrawRow, mask_rows
 from swiftbatch.worker.drawing.cuda.ranked_tokens import Ranking, RankingBuffers
 from swiftbatch.worker.drawing.cuda.row_words import needs_slot
-from swiftbatch.worker.drawing.cuda.slots import SlotBuffers
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS, TableLayout
 from swiftbatch.worker.kernels.cuda.upload import Download, Upload

@@ -70,7 +70,8 @@ class CudaForwards:
         Raises ValueError for weights that do not fit the arena.
         """
         self.sizes = sizes = weights.sizes
-        self.has_windows = bool(sizes.score_cap) or any(layer.window for layer in weights.layers)
+        hides = (layer.window is not None or layer.sinks is not None for layer in weights.layers)
+        self.has_windows = bool(sizes.score_cap) or any(hides)
         self.arena, self.eos_token_ids = arena, eos_token_ids
         self.device, self.dtype = arena.shape.device, sizes.dtype
         self.vocab_size, self.hidden_size = sizes.vocab, sizes.hidden

@@ -15,13 +15,12 @@ from pydantic import ValidationError
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.bench.bench_engine import BenchError
-from swiftbatch.worker.bench.gpu import reading_bench as reading
+from swiftbatch.worker.bench.gpu import gpu_steps
 from swiftbatch.worker.bench.gpu.gpu import run_gpu_bench
+from swiftbatch.worker.bench.gpu.gpu_figures import GPUBenchResult, GPUResumeRecord, GPUStepRecord, render
 from swiftbatch.worker.bench.gpu.gpu_options import GPUBenchOptions
-from swiftbatch.worker.bench.gpu.gpu_steps import Stopwatch, step_bytes, step_records
+from swiftbatch.worker.bench.gpu.gpu_steps import Stopwatch, read_records, resume_record, step_bytes, step_records
 from swiftbatch.worker.bench.gpu.measuring import fitting_lengths, measured
-from swiftbatch.worker.bench.gpu.reading_bench import read_records, resume_record
-from swiftbatch.worker.bench.gpu.records import GPUBenchResult, GPUResumeRecord, GPUStepRecord, render
 from swiftbatch.worker.bench.gpu.sizing import MODELS
 from swiftbatch.worker.caches.arena import ArenaKVCache
 from swiftbatch.worker.caches.memory.memory_plan import GPUMemory
@@ -135,7 +134,7 @@ def test_prompts_are_read_behind_each_length(parts: Parts) -> None:
 
 
 def test_a_resumed_cache_with_other_bits_is_told(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "PIECE", 30)
+    monkeypatch.setattr(gpu_steps, "PIECE", 30)
     resume = resume_record(parts, 70)
     assert resume.same_bits
     assert resume.num_bytes == 70 * parts.cache_shape().bytes_per_position()

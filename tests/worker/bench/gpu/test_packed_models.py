@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swiftbatch.worker.bench.gpu.packed_models import DENSE, EXPERTS, num_in_products
+from swiftbatch.worker.bench.gpu.sizing import DENSE, EXPERTS, num_in_products
 
 
 def products(hidden: int, heads: int, kv_heads: int, intermediate: int) -> int:

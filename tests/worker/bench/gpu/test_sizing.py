@@ -9,7 +9,6 @@ import sys
 
 import pytest
 
-from swiftbatch.worker.bench.gpu.packed_models import packed_models
 from swiftbatch.worker.bench.gpu.sizing import (
     CONTEXT_BYTES,
     GPU_BYTES,
@@ -17,6 +16,7 @@ from swiftbatch.worker.bench.gpu.sizing import (
     LENGTHS,
     MODELS,
     gpu_memory,
+    packed_models,
     packed_table,
     sizing_table,
 )

@@ -10,6 +10,7 @@ import torch
 
 from swiftbatch.worker.caches.memory.model_sizes import read_sizes
 from swiftbatch.worker.kernels.cuda.stacked import StackedWeights, stacked_weights
+from swiftbatch.worker.kernels.decoder_weights import AnyLinear
 from swiftbatch.worker.kernels.packed import CODE_BITS
 from swiftbatch.worker.model.dense import dense_weights
 from swiftbatch.worker.model.files import locate_model
@@ -28,15 +29,24 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 def plain_tensors(weights: StackedWeights) -> Iterator[torch.Tensor]:
     yield from (weights.embedding, weights.final_norm)
     for layer in weights.layers:
-        yield from (layer.input_norm, layer.mlp_norm, *(layer.head_norms or ()))
-    yield from (product.bias for product in weights.products if product.bias is not None)
-    yield from (product.weight for product in weights.products if isinstance(product.weight, torch.Tensor))
+        found = (layer.input_norm, layer.mlp_norm, *(layer.head_norms or ()), layer.sinks)
+        if (experts := layer.experts) is not None:
+            found = (*found, experts.router, experts.router_bias, experts.choice_bias)
+        yield from (each for each in found if each is not None)
+    yield from (product.bias for product in products(weights) if product.bias is not None)
+    yield from (product.weight for product in products(weights) if isinstance(product.weight, torch.Tensor))
+
+
+def products(weights: StackedWeights) -> list[AnyLinear]:
+    """Those of experts, too."""
+    experts = [layer.experts for layer in weights.layers if layer.experts is not None]
+    return [*weights.products, *(each for own in experts for each in (own.gate_up, own.down))]
 
 
 def loaded_bytes(weights: StackedWeights) -> int:
     """A head that is the embedding once."""
     plain = {each.data_ptr(): each.nbytes for each in plain_tensors(weights)}
-    packed = (product.weight for product in weights.products if not isinstance(product.weight, torch.Tensor))
+    packed = (product.weight for product in products(weights) if not isinstance(product.weight, torch.Tensor))
     return sum(plain.values()) + sum(weight.nbytes for weight in packed)
 
 

@@ -8,14 +8,7 @@ from swiftbatch.worker.caches.summary import CHUNK_SIZE
 from swiftbatch.worker.drawing.cuda import (
     best_tokens as choice,
 )
-from swiftbatch.worker.drawing.cuda import (
-    buffers,
-    candidate_kernels,
-    candidates,
-    counts,
-    draw,
-    scores,
-)
+from swiftbatch.worker.drawing.cuda import buffers, candidates, counts, draw, scores
 from swiftbatch.worker.drawing.cuda import (
     ranked_tokens as ranking,
 )
@@ -74,10 +67,10 @@ def every_launch() -> list[Launch]:
         Launch(choice.best_of_rows, TYPES, width, draw.NUM_WARPS),
         Launch(filter_kernels.temper_blocks, TYPES, block | width, draw.NUM_WARPS),
         Launch(filter_kernels.find_cuts, TYPES, sorted_block | width, draw.SORTED_WARPS),
-        Launch(candidate_kernels.candidates_of_blocks, TYPES, block | top, candidates.BLOCK_WARPS),
-        Launch(candidate_kernels.candidates_of_rows, TYPES, width | top | UNLIKELY_LOGPROB, candidates.ROW_WARPS),
+        Launch(candidates.candidates_of_blocks, TYPES, block | top, candidates.BLOCK_WARPS),
+        Launch(candidates.candidates_of_rows, TYPES, width | top | UNLIKELY_LOGPROB, candidates.ROW_WARPS),
         Launch(ranking.rank_blocks, TYPES, block | width | ranked | {"SPREAD": 0.4}, ranking.NUM_WARPS),
-        Launch(candidate_kernels.candidates_of_rows, TYPES, width | ranked | UNLIKELY_LOGPROB, ranking.ROW_WARPS),
+        Launch(candidates.candidates_of_rows, TYPES, width | ranked | UNLIKELY_LOGPROB, ranking.ROW_WARPS),
         Launch(counts.count_tokens, TYPES, {"BLOCK": counts.BLOCK}, counts.NUM_WARPS),
         Launch(move_rows.move_slot_rows, MOVING_TYPES, moved, move_rows.MOVE_WARPS),
         Launch(move_rows.move_slot_rows, MOVING_TYPES | WIDE, moved, move_rows.MOVE_WARPS),

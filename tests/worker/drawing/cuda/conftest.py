@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from swiftbatch.worker.drawing.filters import torch_filters
+from swiftbatch.worker.drawing.filters import filter_list
 
 
 @pytest.fixture(autouse=True)
 def _as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(torch_filters, "running_sum", torch_filters.running_sum_in_any_order)
+    monkeypatch.setattr(filter_list, "running_sum", filter_list.running_sum_in_any_order)
     with np.errstate(all="ignore"):
         yield

@@ -10,10 +10,10 @@ import torch
 
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.drawing.adjustments import bias_row, masked_behind, only_allowed, output_counts
+from swiftbatch.worker.drawing.cuda.buffers import SlotBuffers
 from swiftbatch.worker.drawing.cuda.draw import DrawBuffers
-from swiftbatch.worker.drawing.cuda.penalty_windows import leaving_tokens
+from swiftbatch.worker.drawing.cuda.draw_rows import leaving_tokens
 from swiftbatch.worker.drawing.cuda.row_words import NUM_DRAFTED, NUM_MASKED, fill_row, padding_rows
-from swiftbatch.worker.drawing.cuda.slots import SlotBuffers
 from swiftbatch.worker.drawing.filters.filter_list import FILTERS as FILTER_LIST
 from swiftbatch.worker.drawing.rules import mask_of, num_mask_words
 from swiftbatch.worker.drawing.sampling import TokenSampler

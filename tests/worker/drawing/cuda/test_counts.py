@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from swiftbatch.worker.drawing.cuda.counts import update_counts
-from swiftbatch.worker.drawing.cuda.penalty_windows import committed_tokens, leaving_tokens
+from swiftbatch.worker.drawing.cuda.draw_rows import committed_tokens, leaving_tokens
 
 VOCAB = 12
 WIDTH = 100  # more than one program's

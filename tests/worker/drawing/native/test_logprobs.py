@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from swiftbatch.jobs.logprobs import NO_TOKEN, TokenLogprobs
-from swiftbatch.jobs.run.dtypes import LogprobsMode
+from swiftbatch.jobs.run.option_values import LogprobsMode
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.drawing.drawing import NativeDrawing, TorchDrawing
 from swiftbatch.worker.drawing.sequence import Sequence

@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from swiftbatch.jobs.run.dtypes import LinearName
+from swiftbatch.jobs.run.option_values import LinearName
 from swiftbatch.worker.exactness.first_run.parts import Extent, Parts
 from swiftbatch.worker.kernels.choice import CudaKernels
 from swiftbatch.worker.kernels.cuda.stacked import StackedWeights, stacked_weights

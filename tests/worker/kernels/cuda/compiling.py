@@ -22,21 +22,34 @@ from triton.compiler import ASTSource
 
 from swiftbatch.worker.exactness.first_run import probes
 from swiftbatch.worker.kernels.attention_view import AttentionView
-from swiftbatch.worker.kernels.cuda import activations, flash, linear, logit_cap, packed_linear, prefix, tail
+from swiftbatch.worker.kernels.cuda import (
+    activations,
+    expert_products,
+    flash,
+    linear,
+    logit_cap,
+    packed_linear,
+    prefix,
+    router,
+    tail,
+)
 from swiftbatch.worker.kernels.cuda import layer_kernels as layers
 from swiftbatch.worker.kernels.cuda.attend import AttentionShape
 from swiftbatch.worker.kernels.cuda.scan import best, clouds, merge
 from swiftbatch.worker.kernels.cuda.scan import scan_choice as choice
 from swiftbatch.worker.kernels.cuda.scan.scanned_texts import TextSizes, scan_constants
+from swiftbatch.worker.kernels.cuda.stacked_experts import StackedExperts
+from swiftbatch.worker.kernels.decoder_weights import linear_from
 from swiftbatch.worker.kernels.forms import Activation, NormForm
-from swiftbatch.worker.kernels.packed import CODE_BITS, TABLES, Code, PackedMatrix
+from swiftbatch.worker.kernels.packed import CODE_BITS, TABLES, Code, PackedMatrix, Weight
+from swiftbatch.worker.kernels.routing import Routing, Score
 from swiftbatch.worker.papers.griffin.triton import draft_layer_kernels as griffin
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, NUM_SPLITS = 4096, 32, 8, 128, 14336, 54  # Llama 3.1 8B
 NUMBERS = {"scale_log2": "fp32", "epsilon": "fp32", "scale": "fp32"}
 INTEGERS = ("groups_ptr", "rows_ptr", "tail_slots_ptr", "token_ids_ptr", "packed_ptr", "feature_places_ptr")
-INTEGERS += ("num_chunks_ptr", "entries_ptr", "counts_ptr")
+INTEGERS += ("num_chunks_ptr", "entries_ptr", "counts_ptr", "marks_ptr", "tile_experts_ptr", "tile_pairs_ptr")
 READ = ("numbers_ptr", "sums_ptr")  # by the kernel that does nothing else
 LONG_INTEGERS = ("words_ptr", "places_ptr", "addresses_ptr")
 SUMS = (
@@ -55,6 +68,7 @@ SUMS = (
     "scales_ptr",
     "offsets_ptr",
 )
+SUMS += ("router_ptr", "parts_ptr", "router_bias_ptr", "choice_bias_ptr", "choice_weights_ptr", "shares_ptr")
 SUMS += ("samples_ptr", "flat_deviations_ptr", "best_output_ptr", "best_lse_ptr")  # float32 whatever the model's dtype
 
 
@@ -86,7 +100,7 @@ def kernels(dtype: str) -> dict[str, Made]:
     windowed = without(attention.prefix_constants(view), "HAS_BIAS", "bias_ptr")
     found["prefix with a window"] = prefix.prefix_split, windowed
     found["tail with a window"] = tail.tail_merge, attention.tail_constants(view) | {"HAS_SINKS": True}
-    return found | scan_kernels(dtype) | kernels_besides_attention() | packed_kernels()
+    return found | scan_kernels(dtype) | kernels_besides_attention() | packed_kernels() | expert_kernels(dtype)
 
 
 def scan_kernels(dtype: str, head_dim: int = HEAD_DIM) -> dict[str, Made]:
@@ -166,10 +180,76 @@ def packed_kernels() -> dict[str, Made]:
     }
 
 
-def packed_product(code: Code, group: int, *, has_offsets: bool = False, depth: int = HIDDEN) -> Made:
+QWEN3 = Routing(128, 8, Score.SOFTMAX)  # 30B A3B
+GPT_OSS = Routing(128, 4, Score.SOFTMAX_OF_CHOSEN, is_normalised=False)  # 120B
+DEEPSEEK = Routing(256, 8, Score.SIGMOID, True, 1e-20, 2.5, 8, 4, rounds_logits=False, rounds_weights=False)
+
+
+def expert_kernels(dtype: str) -> dict[str, Made]:
+    """In the sizes of models that are published, their experts packed and in the dtype."""
+    plain, number = torch.zeros(1, 2048, dtype=DTYPES[dtype]), DTYPES[dtype]
+    found: dict[str, Made] = {
+        "experts' router": (router.multiply_router, router.router_constants(2880, 128)),
+        "choice of Qwen3": chosen_by(QWEN3, 2048, number, False, False, False),
+        "choice of Qwen2, with a share": chosen_by(Routing(60, 4, Score.SOFTMAX), 2048, number, False, False, True),
+        "choice of gpt-oss": chosen_by(GPT_OSS, 2880, number, True, False, False),
+        "choice of DeepSeek": chosen_by(DEEPSEEK, 7168, number, False, True, False),
+        "sort of choices": (router.sort_choices, router.sort_constants(QWEN3)),
+        "sort of choices among 512 experts": (
+            router.sort_choices,
+            router.sort_constants(Routing(512, 10, Score.SOFTMAX)),
+        ),
+        "experts' gates and ups": expert_product(QWEN3, plain, is_gated=True),
+        "experts' downs": expert_product(QWEN3, plain, is_gated=False),
+        "sum of choices": (expert_products.sum_choices, summed(False)),
+        "sum of choices with a share": (expert_products.sum_choices, summed(True)),
+    }
+    return found | (packed_experts() if number == torch.bfloat16 else {})
+
+
+def packed_experts() -> dict[str, Made]:
+    """FP8 in blocks of 128, MXFP4 of gpt-oss with its limit, NVFP4, and int4 with offsets."""
+    return {
+        "FP8 experts": expert_product(QWEN3, packed_zeros("e4m3", 2048, 128), is_gated=True),
+        "MXFP4 experts": expert_product(GPT_OSS, packed_zeros("e2m1", 2880, 32), is_gated=True, limit=7.0),
+        "NVFP4 experts": expert_product(QWEN3, packed_zeros("e2m1", 2048, 16), is_gated=False),
+        "int4 experts": expert_product(QWEN3, packed_zeros("uint4", 2048, 128, has_offsets=True), is_gated=False),
+    }
+
+
+def chosen_by(
+    routing: Routing, hidden: int, dtype: torch.dtype, has_bias: bool, has_choice_bias: bool, has_share: bool
+) -> Made:
+    constants = router.choice_constants(routing, hidden, dtype, has_bias, has_choice_bias, has_share)
+    constants |= {} if has_bias else {"router_bias_ptr": None}
+    return router.choose_row, constants | ({} if has_choice_bias else {"choice_bias_ptr": None})
+
+
+def expert_product(routing: Routing, weight: Weight, *, is_gated: bool, limit: float = 0.0) -> Made:
+    linear_of_all = linear_from(weight, torch.zeros(1) if limit else None)
+    gates = StackedExperts(routing, torch.zeros(1, 1), linear_of_all, linear_of_all, None, None, limit, 1.702)
+    constants = expert_products.tile_constants(routing, linear_of_all, gates if is_gated else None, Activation.SILU)
+    unused = ["bias_ptr"] * (not limit)
+    if isinstance(weight, PackedMatrix):
+        unused += ["weight_ptr", *["offsets_ptr"] * (weight.offsets is None)]
+    else:
+        unused += ["codes_ptr", "scales_ptr", "offsets_ptr"]
+    return expert_products.multiply_tile, constants | dict.fromkeys(unused)
+
+
+def summed(has_share: bool) -> dict[str, Any]:
+    constants = {"HIDDEN": 2048, "NUM_CHOSEN": 8, "COLUMNS": expert_products.SUMMED_COLUMNS}
+    return constants | {"HAS_SHARED": has_share, "HAS_SHARE": has_share}
+
+
+def packed_zeros(code: Code, depth: int, group: int, *, has_offsets: bool = False) -> PackedMatrix:
     codes = torch.zeros(1, depth * CODE_BITS[code] // 8, dtype=torch.uint8)
     scales = torch.zeros(1, depth // group)
-    matrix = PackedMatrix(code, codes, scales, torch.bfloat16, scales if has_offsets else None)
+    return PackedMatrix(code, codes, scales, torch.bfloat16, scales if has_offsets else None)
+
+
+def packed_product(code: Code, group: int, *, has_offsets: bool = False, depth: int = HIDDEN) -> Made:
+    matrix = packed_zeros(code, depth, group, has_offsets=has_offsets)
     constants = without(packed_linear.packed_constants(matrix, False), "HAS_BIAS", "bias_ptr")
     if not has_offsets:
         constants = without(constants, "HAS_OFFSETS", "offsets_ptr")

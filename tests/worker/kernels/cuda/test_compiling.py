@@ -16,6 +16,7 @@ from tests import ROOT
 from tests.worker.kernels.cuda.compiling import (
     DTYPES,
     OTHER_WIDTHS,
+    expert_kernels,
     kernels,
     kernels_besides_attention,
     packed_kernels,
@@ -112,6 +113,21 @@ def test_the_scan_spills_nothing_and_fits_into_shared_memory(
             assert report["ops"]["cp.async"] > 16, report  # 16 bytes at a time, for all that their address is a number
 
 
+@KINDS
+def test_experts_spill_nothing_and_share_a_processor(
+    compiled: Callable[..., list[Report]], dtype: str, capabilities: tuple[int, ...]
+) -> None:
+    """Four programs of a product at least, so that one has weights on their way while others multiply."""
+    reports = compiled(dtype, capabilities, *expert_kernels(dtype))
+    assert len(reports) == len(capabilities) * len(expert_kernels(dtype))
+    for report in reports:
+        assert fits(report), report
+        if report["ops"]["mma.sync"]:
+            assert report["layouts"] == [[1, 4]], report  # no weight is unpacked twice
+            assert 4 * report["shared"] <= SHARED[report["capability"]], report
+            assert 4 * 128 * report["registers"] <= 2**16, report
+
+
 @pytest.mark.parametrize("capabilities", [H100, pytest.param(BOTH, marks=pytest.mark.slow)])
 def test_packed_products_spill_nothing_and_multiply_as_the_plain_one(
     compiled: Callable[..., list[Report]], capabilities: tuple[int, ...]
@@ -162,5 +178,5 @@ def test_every_kernel_that_is_launched_is_among_them() -> None:
     launch = re.compile(r"^(?: {4}| {8})(\w+)\[.*\]\(", re.MULTILINE)
     launched = {name for path in sources for name in launch.findall(path.read_text())}
     assert launched == {kernel.__name__ for kernel, _ in kernels("bf16").values()}
-    others = {*scan_kernels("bf16"), *kernels_besides_attention(), *packed_kernels()}
+    others = {*scan_kernels("bf16"), *kernels_besides_attention(), *packed_kernels(), *expert_kernels("bf16")}
     assert set(kernels("bf16")) == {*ATTENTION, *WIDE, *others}

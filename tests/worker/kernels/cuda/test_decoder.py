@@ -31,6 +31,7 @@ from tests.worker.kernels.kernel_parts import (
     BF16,
     FLOAT32,
     OTHER_FORMS,
+    WITH_EXPERTS,
     Shape,
     chain,
     random_partial_rows,
@@ -56,7 +57,7 @@ KINDS = {
     "mistral, float32": (Shape(dtype=FLOAT32, windows=(40, 130), has_other_angles=True), triton_linear),
     "mistral, bfloat16": (Shape(group=4, windows=(70, None)), triton_linear),
     "all at once, bfloat16": (Shape(head_dim=80, group=8, has_bias=True, has_head_norm=True), triton_linear),
-    **{name: (shape, triton_linear) for name, shape in OTHER_FORMS.items()},
+    **{name: (shape, triton_linear) for name, shape in (OTHER_FORMS | WITH_EXPERTS).items()},
 }
 
 
@@ -205,6 +206,17 @@ def test_norms_of_all_heads_together_are_a_launch_more(monkeypatch: pytest.Monke
     assert launches_of(OTHER_FORMS["olmo2 in float32"], monkeypatch) == names
 
 
+EXPERTS = ["multiply_router", "choose_row", "sort_choices", "multiply_tile", "multiply_tile", "sum_choices"]
+
+
+def test_experts_are_six_launches_behind_what_all_rows_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, own in (("gpt_oss", []), ("glm4_moe", LAYER[7:])):
+        shape = dataclasses.replace(WITH_EXPERTS[f"{name} in float32"], has_bias=False)
+        layer = [*LAYER[:7], *own, *EXPERTS]
+        assert len(layer) == (13 if name == "gpt_oss" else 16)
+        assert launches_of(shape, monkeypatch) == ["embed_row", *LAYER, *layer, "add_norm_row", "aten.mm.out"]
+
+
 def test_a_soft_cap_of_logits_is_a_launch_more(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["embed_row", *LAYER, *LAYER, "add_norm_row", "aten.mm.out", "cap_row"]
     assert launches_of(OTHER_FORMS["gemma2 in float32"], monkeypatch) == names
@@ -248,7 +260,7 @@ def test_windows_beside_an_attention_that_knows_none_are_refused() -> None:
     def another(*_: Any) -> Any:
         return object()
 
-    with pytest.raises(ValueError, match="windows or soft caps"):
+    with pytest.raises(ValueError, match="windows, soft caps or sinks"):
         CudaDecoder(weights, arena.buffer, NUM_POSITIONS, NUM_SPLITS, cublas_linear, attention=another)
 
 

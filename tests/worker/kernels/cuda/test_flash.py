@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from swiftbatch.jobs.run.dtypes import AttentionName, LinearName
+from swiftbatch.jobs.run.option_values import AttentionName, LinearName
 from swiftbatch.worker.caches.memory.memory_plan import PADDED_ROWS
 from swiftbatch.worker.kernels.cuda.attend import AttentionShape
 from swiftbatch.worker.kernels.cuda.attentions import ATTENTION_KERNELS

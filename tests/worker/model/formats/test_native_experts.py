@@ -64,8 +64,9 @@ def test_experts_of_qwen3_in_matrices_of_their_own(example: Example, tmp_path: P
         assert torch.equal(logits_of(native(packed, dtype), OWN_TEXT), logits_of(native(dense, dtype), OWN_TEXT))
 
 
-def test_experts_of_gpt_oss_in_one_tensor_of_mxfp4(tmp_path: Path) -> None:
-    config, tensors = stored("gpt-oss 120B", tmp_path / "plain")
+def write_gpt_oss(folder: Path) -> tuple[Path, Path]:
+    """Folders of a tiny model whose experts are packed, and of its dequantized twin."""
+    config, tensors = stored("gpt-oss 120B", folder / "plain")
     numbers, packed, dense = torch.Generator().manual_seed(5), dict(tensors), dict(tensors)
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
         num_experts, depth, rows = packed.pop(name).shape
@@ -73,12 +74,16 @@ def test_experts_of_gpt_oss_in_one_tensor_of_mxfp4(tmp_path: Path) -> None:
         scales = torch.randint(119, 124, blocks.shape[:-1], generator=numbers).to(torch.uint8)
         packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
         dense[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16).contiguous()
-    written(tmp_path / "packed", config | {"quantization_config": GPT_OSS}, packed)
-    written(tmp_path / "dense", config, dense)
-    assert num_packed(tmp_path / "packed") == 2 * 8 * 3
+    written(folder / "packed", config | {"quantization_config": GPT_OSS}, packed)
+    written(folder / "dense", config, dense)
+    return folder / "packed", folder / "dense"
+
+
+def test_experts_of_gpt_oss_in_one_tensor_of_mxfp4(tmp_path: Path) -> None:
+    packed, dense = write_gpt_oss(tmp_path)
+    assert num_packed(packed) == 2 * 8 * 3
     for dtype in ("bfloat16", "float32"):
-        found = logits_of(native(tmp_path / "packed", dtype), OWN_TEXT)
-        assert torch.equal(found, logits_of(native(tmp_path / "dense", dtype), OWN_TEXT))
+        assert torch.equal(logits_of(native(packed, dtype), OWN_TEXT), logits_of(native(dense, dtype), OWN_TEXT))
 
 
 @pytest.mark.parametrize("is_turned", [True, False], ids=["as published", "as newer versions write it"])

@@ -24,7 +24,7 @@ from swiftbatch.worker.papers.griffin.model import GriffinModel
 from swiftbatch.worker.papers.griffin.tables.catalogue import GRIFFIN_TABLES, Variant
 from swiftbatch.worker.papers.griffin.tables.figures import GriffinFigures, predicted_speedup
 from swiftbatch.worker.papers.griffin.tables.tables import ArmKey, Results, render
-from swiftbatch.worker.papers.griffin.tables.tree_variants import Training, recipe_of
+from swiftbatch.worker.papers.griffin.tables.variant_trainings import Training, recipe_of
 from swiftbatch.worker.papers.griffin.training.accuracy import GriffinAccuracyRecord
 from swiftbatch.worker.papers.griffin.training.recipe import GRIFFIN_RECIPE, GriffinRecipe
 from swiftbatch.worker.target.target import TargetModel

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from swiftbatch.jobs.run.dtypes import AttentionName, LinearName
+from swiftbatch.jobs.run.option_values import AttentionName, LinearName
 from swiftbatch.worker.caches.arena import KVArena, SlotLease
 from swiftbatch.worker.caches.copies import HostStream
 from swiftbatch.worker.caches.full import CacheShape

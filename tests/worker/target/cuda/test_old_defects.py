@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from swiftbatch.worker.drawing.cuda.draw_graphs import DrawGraphs
 from swiftbatch.worker.drawing.cuda.draw_rows import DrawLayout
-from swiftbatch.worker.drawing.filters.torch_filters import keep_top_p
+from swiftbatch.worker.drawing.filters.filter_list import keep_top_p
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS
 from swiftbatch.worker.model.files import locate_model

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from swiftbatch.jobs.run.dtypes import LinearName
+from swiftbatch.jobs.run.option_values import LinearName
 from swiftbatch.worker.caches.arena import KVArena
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 from swiftbatch.worker.kernels.choice import CudaKernels

@@ -30,7 +30,7 @@ from swiftbatch.worker.papers.griffin.tables.catalogue import (
 )
 from swiftbatch.worker.papers.griffin.tables.figures import GriffinFigures
 from swiftbatch.worker.papers.griffin.tables.tables import ArmKey, Results, plot, render, summary
-from swiftbatch.worker.papers.griffin.tables.tree_variants import Training, train_variants
+from swiftbatch.worker.papers.griffin.tables.variant_trainings import Training, train_variants
 from swiftbatch.worker.papers.griffin.training.feature_texts import TEST
 from swiftbatch.worker.papers.griffin.training.recipe import GRIFFIN_RECIPE, GriffinRecipe
 from swiftbatch.worker.papers.griffin.variants import PAPER

@@ -22,7 +22,7 @@ from rich.table import Table
 from swiftbatch.worker.bench.bench_tables import new_table
 from swiftbatch.worker.papers.griffin.tables.catalogue import MAX_FORWARDS, TEMPERATURES, GriffinTable, Plan
 from swiftbatch.worker.papers.griffin.tables.figures import GriffinFigures
-from swiftbatch.worker.papers.griffin.tables.tree_variants import Training
+from swiftbatch.worker.papers.griffin.tables.variant_trainings import Training
 
 FORMULA_NOTE = (
     "t: plain decoding's forward; t tree: over a tree; t draft: one of d draft levels. The formula is "

@@ -94,9 +94,11 @@ class CudaGriffin:
         )  # fmt: skip
         self._run(self._mixed.view(NUM_ROWS, -1), layer.output, self._delta)
         add_norm(table.rows, self._state, self._delta, layer.mlp_norm, epsilon, self._normed)
-        self._run(self._normed, layer.gate_up, self._gate_up)
+        assert layer.own_products is not None, "a draft layer has no experts"
+        gate_up, down = layer.own_products
+        self._run(self._normed, gate_up, self._gate_up)
         activate(table.rows, self._gate_up, self._gated)
-        self._run(self._gated, layer.down, self._delta)
+        self._run(self._gated, down, self._delta)
         add(table.rows, self._state, self._delta)
 
     def _run_head(self) -> None:

@@ -1,0 +1,146 @@
+"""The contents of `run.json`, `progress.json` and `drivers/*.json`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Literal
+
+from pydantic import Field
+
+from swiftbatch.jobs.checkpoints.timeline import Moment
+from swiftbatch.jobs.frozen import Frozen
+from swiftbatch.jobs.repetition import LoopAction
+from swiftbatch.jobs.run.option_values import (
+    AttentionName,
+    Device,
+    Dtype,
+    KVDtype,
+    LinearName,
+    LogprobsMode,
+    ThinkingMarkers,
+)
+from swiftbatch.jobs.sampling import ThinkingEnd
+
+RUN_VERSION = 1
+
+Exactness = Literal["exact", "exact up to ties", "not probed"]
+RunState = Literal["running", "finished", "cancelled", "interrupted"]
+
+
+class ProcessKey(Frozen):
+    """Tells a process from others with its number; `start_ticks` is when it began, counted from its system's start."""
+
+    boot_id: str
+    pid_namespace: str
+    start_ticks: int
+
+
+class RunManifest(Frozen):
+    """All settings of a run that decide its bytes. `created` is in seconds since the epoch."""
+
+    version: int = RUN_VERSION
+    run_id: str
+    created: Moment
+    model: str
+    model_fingerprint: str
+    text_fingerprint: str | None = None  # of chat template and further files of the tokenizer; None in older runs
+    model_files: dict[str, str] | None = None  # the SHA-256 of each of its files, by its place; None in older runs
+    engine: str
+    draft_model: str | None = None  # folder of the engine's trained parts; None: the model's own
+    kv_offload: str | None = None  # folder that key-value caches are kept in; None: on the device
+    dtype: Dtype
+    kv_dtype: KVDtype | None = None  # of keys and values; None: as `dtype`, as in all older runs
+    device: Device
+    attention: AttentionName = "triton"  # the kernels of all runs before there was a choice
+    linear: LinearName = "cublas"
+    num_threads: int = Field(ge=1)
+    seed: int
+    max_tokens: int | None = Field(default=None, ge=1)  # of jobs that give none; None: all that their prompts leave
+    loop_guard: LoopAction | None = None  # of jobs that say nothing of loops; None: loops are not looked for
+    thinking_end: ThinkingEnd | None = None  # of jobs that say nothing of it; None: a text may end within a thought
+    logprobs_mode: LogprobsMode = "raw_logprobs"  # the source of the log-probabilities that jobs ask for
+    thinking_markers: ThinkingMarkers = None  # None, in older runs: those that each worker finds in the model's files
+    versions: dict[str, str]
+    exactness: Exactness
+    cpu_capability: str
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of all that decides a job's tokens beside its id, but for the hardware.
+
+        It is kept in files: a field that comes later may count only where it is not what all runs had before.
+        """
+        model = [self.model_fingerprint, self.text_fingerprint, self.thinking_markers]
+        later = [] if self.kv_dtype is None else [self.kv_dtype]
+        decisive = json.dumps([*model, self.dtype, self.logprobs_mode, *later])
+        return f"fp_{hashlib.sha256(decisive.encode()).hexdigest()[:16]}"
+
+
+class WorkerStatus(Frozen):
+    """One worker and its jobs, by the names that `Progress.running` has; `numerics` says what decides the bits there.
+
+    `last_checkpoint` is when it last wrote one, or when its work began, in seconds since the epoch; None without a job.
+    """
+
+    id: str
+    host: str
+    pid: int
+    node_id: str = ""  # Ray's
+    numerics: str = ""
+    jobs: tuple[str, ...] = ()
+    metrics_address: str | None = None
+    tokens_per_second: float = 0.0
+    last_checkpoint: Moment | None = None
+
+
+class Progress(Frozen):
+    """The driver's heartbeat: times in seconds since the epoch, `jobs` counts by state (pending, running, ...).
+
+    `running` holds the tokens of each running job by its `custom_id` (`custom_id[1]` is a line's second choice),
+    `epoch` is the number of the driver's claim. In a driver's last beat, `running` holds the jobs that it had to leave
+    without a whole checkpoint. `max_tokens` says how many tokens the running jobs may get, `num_tokens_left` how many
+    all unfinished jobs may get. `num_total_tokens` (generated in all attempts, lost ones included) and `worker_seconds`
+    (that started workers were held) are over all drivers of the run, and `reached_limit` says where the last one was to
+    stop. `num_preemptions` (by reason), `num_resumes` (by kind), `mean_acceptance_length`, `num_tokens_by_draft` (none,
+    tree, chain), `num_read_tokens` (of prompts and replays) and `num_copied_tokens` (which did not have to be read) are
+    of this driver's time.
+    """
+
+    state: RunState
+    updated: Moment
+    started: Moment
+    jobs: dict[str, int]
+    running: dict[str, int] = Field(default_factory=dict)
+    max_tokens: dict[str, int] = Field(default_factory=dict)
+    num_generated_tokens: int
+    num_total_tokens: int = 0
+    worker_seconds: float = 0.0
+    reached_limit: str | None = None
+    num_tokens_left: int = 0
+    tokens_per_second: float
+    eta_seconds: float | None
+    workers: tuple[WorkerStatus, ...]
+    num_starting_workers: int = 0
+    num_preemptions: dict[str, int] = Field(default_factory=dict)
+    num_resumes: dict[str, int] = Field(default_factory=dict)
+    mean_acceptance_length: float | None = None  # tokens per draft; None before the first
+    num_tokens_by_draft: dict[str, int] = Field(default_factory=dict)
+    num_read_tokens: int = 0
+    num_copied_tokens: int = 0
+    num_rejects: int = 0  # lines of the newest job file
+    driver_host: str
+    driver_pid: int
+    driver_process: ProcessKey | None = None  # None where the driver's system does not say
+    epoch: int = 0
+
+
+class DriverClaim(Frozen):
+    """A driver's claim on the run: the driver with the newest claim holds it. `started` in seconds since the epoch."""
+
+    version: Literal[1] = 1
+    host: str
+    pid: int
+    process: ProcessKey | None = None
+    driver_id: str  # random, since hosts and processes may look alike
+    started: Moment

@@ -1,0 +1,173 @@
+"""The Helm chart and the overlays made of it: one is the other, and every value does what it says."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.k8s import chart
+from tests.k8s.chart import CHART, OVERLAYS, rendered
+from tests.k8s.kubernetes_parts import Object, commands, one, pods, ray_containers, validate
+from tests.readme.command_lines import options
+
+QUEUE = "kueue.x-k8s.io/queue-name"
+needs_helm = pytest.mark.skipif(shutil.which("helm") is None, reason="needs helm, to render the chart")
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_the_objects_of_an_overlay_were_made_of_the_chart_as_it_is(overlay: str) -> None:
+    text = chart.objects_file(overlay).read_text(encoding="utf-8")
+    assert text.startswith(chart.head_line(overlay)), "run `python -m tests.k8s.chart`"
+
+
+def test_a_template_or_a_value_that_changes_is_noticed_without_helm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(CHART / "templates", tmp_path / "templates")
+    shutil.copy(CHART / "values.yaml", tmp_path)
+    before = chart.digest("s3")
+    monkeypatch.setattr(chart, "CHART", tmp_path)
+    assert chart.digest("s3") == before
+    for name in ("templates/rayjob.yaml", "values.yaml"):
+        path = tmp_path / name
+        path.write_text(path.read_text() + "# more\n")
+        assert chart.digest("s3") != before
+        before = chart.digest("s3")
+
+
+def test_every_value_has_its_place_in_the_schema() -> None:
+    schema = yaml.safe_load((CHART / "values.schema.json").read_text(encoding="utf-8"))
+    values = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
+    assert set(schema["properties"]) == {*values, "global"}  # Helm adds that one
+    for name in ("image", "head", "workers", "store"):
+        assert set(schema["properties"][name]["properties"]) == set(values[name])
+
+
+@needs_helm
+def test_helm_finds_no_fault_in_the_chart_and_makes_the_overlays_objects() -> None:
+    process = subprocess.run(["helm", "lint", "--strict", str(CHART)], capture_output=True, text=True, timeout=60)
+    assert process.returncode == 0, process.stdout
+    for overlay in OVERLAYS:
+        written = list(yaml.safe_load_all(chart.objects_file(overlay).read_text(encoding="utf-8")))
+        assert written == rendered(overlay)
+
+
+@needs_helm
+def test_the_chart_alone_has_the_dashboards_and_alerts_of_the_repository() -> None:
+    objects = rendered()
+    folder = CHART.parent.parent / "metrics"
+    boards = {path.name: path.read_text(encoding="utf-8") for path in (folder / "grafana").glob("*.json")}
+    assert one(objects, "ConfigMap", "swiftbatch-dashboards")["data"] == boards
+    alerts = (folder / "alerts.yml").read_text(encoding="utf-8")
+    assert one(objects, "ConfigMap", "swiftbatch-alerts")["data"] == {"alerts.yml": alerts}
+
+
+EVERY_VALUE = (
+    "queueName=nights",
+    "labels.team=answers",
+    "priorityClassName=batch",
+    "imagePullSecrets[0].name=registry",
+    "deadline=06:30",
+    "graceSeconds=10",
+    "options=--checkpoint state",
+    "ttlSecondsAfterFinished=60",
+    "timeZone=Europe/Berlin",
+    "schedule=0 1 * * *",
+    "workers.min=2",
+    "workers.max=5",
+    "workers.gpuProduct=NVIDIA-L4",
+    "store.bucket=s3://there/too",
+    "store.secret=keys",
+)
+
+
+@needs_helm
+def test_with_every_value_set_the_objects_are_sound_and_have_them() -> None:
+    objects = rendered(None, *EVERY_VALUE)
+    assert all(each["metadata"]["labels"]["team"] == "answers" for each in objects)
+    for words in commands(objects).values():
+        given = options(words)
+        assert (given["num_workers"], given["grace_seconds"]) == (5, 10)
+        assert words[-4:] == ["--deadline", "06:30", "--checkpoint", "state"]
+    for where, pod in pods(objects).items():
+        assert pod["spec"]["imagePullSecrets"] == [{"name": "registry"}], where
+        assert pod["spec"].get("priorityClassName") == ("batch" if "Group" in where else None), where
+    for container in ray_containers(objects):
+        assert container["envFrom"] == [{"secretRef": {"name": "keys"}}]
+    assert one(objects, "RayJob")["spec"]["ttlSecondsAfterFinished"] == 60
+    assert one(objects, "CronJob")["spec"]["timeZone"] == one(objects, "RayCronJob")["spec"]["timeZone"]
+    for kind in ("CronJob", "RayJob"):  # the last is skipped without KubeRay's schemas
+        validate(one(objects, kind))
+
+
+@needs_helm
+def test_kueue_gets_clusters_that_it_can_admit_as_a_whole_and_wake_itself() -> None:
+    objects = rendered(None, "queueName=nights", "workers.max=3")
+    for kind in ("RayCluster", "RayJob"):
+        each = one(objects, kind)
+        assert each["metadata"]["labels"] == {QUEUE: "nights"}
+        spec = each["spec"].get("rayClusterSpec", each["spec"])
+        assert spec["enableInTreeAutoscaling"] is False  # Kueue refuses it
+        assert [group["replicas"] for group in spec["workerGroupSpecs"]] == [3]
+    assert one(objects, "RayJob")["spec"]["suspend"] is True
+    assert one(objects, "RayJob")["spec"]["shutdownAfterJobFinishes"] is True  # Kueue asks for it
+    template = one(objects, "CronJob")["spec"]["jobTemplate"]
+    assert template["metadata"]["labels"] == {QUEUE: "nights"}
+    assert QUEUE not in str(rendered())
+
+
+@needs_helm
+def test_nights_on_clusters_of_their_own_leave_no_cluster_standing() -> None:
+    objects = rendered(None, "nights=own")
+    assert one(objects, "RayCronJob")["spec"]["suspend"] is False
+    assert {"RayCluster", "CronJob"} & {each["kind"] for each in objects} == set()
+
+
+@needs_helm
+def test_no_name_is_longer_than_kuberay_takes() -> None:
+    objects = rendered(None, release="a-release-with-a-name-as-long-as-helm-takes-it-to-be")
+    for each in objects:
+        longest = 35 if each["kind"] == "RayCronJob" else 47  # KubeRay puts up to 12 characters behind it
+        assert len(each["metadata"]["name"]) <= longest, each["kind"]
+
+
+@needs_helm
+@pytest.mark.parametrize("value", ["quueName=x", "workers.maks=3", "deadline=morning", "workers.spot=sometimes"])
+def test_a_misspelt_value_is_refused(value: str) -> None:
+    with pytest.raises(ValueError, match="schema"):
+        rendered(None, value)
+
+
+def head_and_workers(overlay: str) -> tuple[list[Object], list[Object]]:
+    objects = list(yaml.safe_load_all(chart.objects_file(overlay).read_text(encoding="utf-8")))
+    found = pods(objects)
+    heads = [pod["metadata"] for where, pod in found.items() if "headGroupSpec" in where]
+    return heads, [pod["metadata"] for where, pod in found.items() if "workerGroupSpecs" in where]
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_a_head_is_left_where_it_is_and_a_worker_may_be_moved(overlay: str) -> None:
+    heads, workers = head_and_workers(overlay)
+    keep = {"karpenter.sh/do-not-disrupt": "true", "cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
+    assert len(heads) == len(workers) == 3
+    assert all(keep.items() <= head["annotations"].items() for head in heads)
+    assert not any(keep.keys() & worker["annotations"].keys() for worker in workers)
+    objects = list(yaml.safe_load_all(chart.objects_file(overlay).read_text(encoding="utf-8")))
+    budget = one(objects, "PodDisruptionBudget")["spec"]
+    selector = budget["selector"]["matchLabels"].items()
+    assert all(selector <= head["labels"].items() for head in heads)
+    assert not any(selector <= worker["labels"].items() for worker in workers)
+    assert budget["minAvailable"] > 100  # a percentage or maxUnavailable need a controller with a scale; Ray's has none
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_a_night_s_pod_that_is_disrupted_costs_no_try(overlay: str) -> None:
+    objects = list(yaml.safe_load_all(chart.objects_file(overlay).read_text(encoding="utf-8")))
+    job = one(objects, "CronJob")["spec"]["jobTemplate"]["spec"]
+    (rule,) = job["podFailurePolicy"]["rules"]
+    assert rule == {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+    assert job["template"]["spec"]["restartPolicy"] == "Never"  # which such a policy asks for

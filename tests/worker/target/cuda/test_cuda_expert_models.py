@@ -1,0 +1,88 @@
+"""Models with experts through a GPU's forwards: the texts of transformers, rows of their own, packed as on the disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.caches.memory.model_sizes import read_sizes
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.exactness.probe import probe_rows
+from swiftbatch.worker.exactness.row_agreement import compare
+from swiftbatch.worker.kernels.cuda.stacked import stacked_weights
+from swiftbatch.worker.kernels.packed import PackedMatrix
+from swiftbatch.worker.model.dense import dense_weights
+from swiftbatch.worker.model.files import locate_model
+from tests.worker.caches.memory.test_packed_sizes import loaded_bytes
+from tests.worker.model.expert_configs import WITH_EXPERTS, write_experts
+from tests.worker.model.formats.examples import fp8
+from tests.worker.model.formats.test_native_experts import stored, write_gpt_oss
+from tests.worker.model.formats.twins import make_twins
+from tests.worker.model.test_kinds_engines import decode
+from tests.worker.target.cuda.cuda_parts import cuda_target
+
+pytestmark = pytest.mark.long
+
+CPU = torch.device("cpu")
+TRIED = "gpt-oss 120B"  # others differ from it in data alone
+
+
+def folder_of(name: str, folder: Path) -> Path:
+    write_experts(WITH_EXPERTS[name], folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "num_rows"), [(TRIED, 70), *(pytest.param(name, 200, marks=pytest.mark.slow) for name in WITH_EXPERTS)]
+)
+def test_choices_are_those_of_transformers(name: str, num_rows: int, tmp_path: Path) -> None:
+    target = cuda_target(locate_model(str(folder_of(name, tmp_path))), torch.float32, num_slots=1, longest_job=250)
+    found = compare(target, num_rows)
+    assert found.agrees, found
+    assert found.num_same_choices == found.num_rows == num_rows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Qwen3 30B A3B", TRIED])
+def test_of_random_tree_rows_none_differs_in_any_bit(name: str, tmp_path: Path) -> None:
+    target = cuda_target(locate_model(str(folder_of(name, tmp_path))), torch.bfloat16, longest_job=1700)
+    assert probe_rows(target, 60, seed=1).num_differing == 0
+
+
+def test_drafts_beside_a_resumed_job_give_plain_decoding_s_tokens(tmp_path: Path) -> None:
+    target = cuda_target(locate_model(str(folder_of("Qwen3 30B A3B", tmp_path))), torch.bfloat16)
+    params = SamplingParams(max_tokens=4, seed=3, ignore_eos=True)
+
+    def sequences() -> list[Sequence]:
+        return [Sequence(f"s{each}", [each, 5, 7, 5], params, target.vocab_size) for each in (3, 4)]
+
+    plain = [decode(target, "autoregressive", [text])[0] for text in sequences()]
+    fresh, resumed = sequences()
+    resumed.extend(plain[1][:2])
+    assert decode(target, "token-recycling", [fresh, resumed]) == plain
+
+
+@pytest.mark.parametrize("kind", ["FP8", "MXFP4"])
+def test_packed_experts_stay_so_take_what_the_plan_counts_and_give_their_twins_logits(
+    kind: str, tmp_path: Path
+) -> None:
+    if kind == "FP8":
+        packed, dense = make_twins(fp8([128, 128]), tmp_path, *stored("Qwen3 30B A3B", tmp_path / "plain"))
+    else:
+        packed, dense = write_gpt_oss(tmp_path)
+    files, rows = locate_model(str(packed)), [7 * each % 64 for each in range(18)]
+    weights, sizes = dense_weights(files, torch.bfloat16), read_sizes(files, "bfloat16")
+    assert weights is not None
+    assert sizes is not None
+    stacked = stacked_weights(weights, CPU)
+    experts = [layer.experts for layer in stacked.layers if layer.experts is not None]
+    assert all(isinstance(each.weight, PackedMatrix) for own in experts for each in (own.gate_up, own.down))
+    assert sizes.weight_bytes == loaded_bytes(stacked)
+    logits = []
+    for folder in (packed, dense):
+        target = cuda_target(locate_model(str(folder)), torch.bfloat16, num_slots=1)
+        logits.append(target.logits(target.read(target.new_cache(100), rows)))
+    assert torch.equal(*logits)
