@@ -3,45 +3,77 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e
-# An install compiles the kernels where they are not those of the source.
-INSTALLED_FROM := pyproject.toml setup.py constraints.txt worker/kernels/build.py worker/kernels/source \
-	$(wildcard worker/kernels/source/*)
+BACKEND := build/backend
+# Bytecode comes at the first import: a tenth of these files is ever imported.
+PIP = $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+PROJECT = import sys, tomllib; project = tomllib.load(open("pyproject.toml", "rb"))
+NEEDS = $(BIN)/python -c '$(PROJECT); own = project["project"]; \
+	print(*own["dependencies"], *(line for name in sys.argv[1:] for line in own["optional-dependencies"][name]), sep="\n")'
+BUILD_NEEDS = $(BIN)/python -c '$(PROJECT); print(*project["build-system"]["requires"], sep="\n")'
+# The kernels are compiled by then: pip itself would compile them before it unpacks anything, with a backend of its own.
+INSTALL = PYTHONPATH=$(BACKEND) $(PIP) --no-deps --no-build-isolation -e .
 
 # Two processes compute, two more go on while tests wait for Ray or a store; without those, one more is enough.
 PYTEST = $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder --numprocesses
 # A hundred processes start: where they may not write bytecode, each compiles all that it imports anew.
 unexport PYTHONDONTWRITEBYTECODE
+# Kernels compile on one core while pip unpacks on another, and mypy checks while tests begin.
+MAKEFLAGS += --jobs=2
 
-.PHONY: demo test test-quick test-all lint
+.PHONY: demo test test-quick test-all lint style types tests
 demo: $(VENV)/installed
 	$(BIN)/python -m swiftbatch.scheduler.demo
 
-test: lint
-	$(PYTEST) 4
+test: CHOSEN = 4
+test-quick: CHOSEN = 3 -m "not slow and not ray and not long"
+test-all: CHOSEN = 4 -m ""
+test test-quick test-all: lint tests
 
-test-quick: lint
-	$(PYTEST) 3 -m "not slow and not ray and not long"
+tests: style $(VENV)/imported
+	$(PYTEST) $(CHOSEN)
 
-test-all: lint
-	$(PYTEST) 4 -m ""
+lint: style types
+
+style: $(VENV)/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 
 # mypy finds a package by its folder alone: one with links has the rooms as an install does.
-lint: $(VENV)/installed-dev
+types: style
 	mkdir -p build/links/swiftbatch
 	for room in jobs metrics scheduler worker; do ln -sfn ../../../$$room build/links/swiftbatch/$$room; done
 	ln -sfn ../../../swiftbatch/__init__.py build/links/swiftbatch/__init__.py
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-$(VENV)/installed: $(INSTALLED_FROM)
+$(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)
-	$(INSTALL) .
-	@ls worker/kernels/lib/*.so > /dev/null 2>&1 || echo "no kernels were compiled, torch serves: see docs/kernels.md"
+
+$(VENV)/needs: pyproject.toml constraints.txt | $(BIN)/pip
+	$(NEEDS) | $(PIP) -r /dev/stdin
 	touch $@
 
-$(VENV)/installed-dev: $(INSTALLED_FROM)
-	$(PYTHON) -m venv $(VENV)
-	$(INSTALL) '.[dev]'
+$(VENV)/needs-dev: pyproject.toml constraints.txt | $(BIN)/pip
+	$(NEEDS) dev | $(PIP) -r /dev/stdin
+	touch $(VENV)/needs $@
+
+$(BACKEND)/installed: pyproject.toml | $(BIN)/pip
+	$(BUILD_NEEDS) | $(PIP) --upgrade --target $(BACKEND) -r /dev/stdin
+	touch $@
+
+build/compiled: $(BACKEND)/installed worker/kernels/build.py worker/kernels/source $(wildcard worker/kernels/source/*)
+	PYTHONPATH=$(BACKEND) $(BIN)/python -m swiftbatch.worker.kernels.build \
+		|| echo "no kernels were compiled, torch serves: see docs/kernels.md"
+	touch $@
+
+$(VENV)/installed: setup.py $(VENV)/needs build/compiled
+	$(INSTALL)
+	touch $@
+
+$(VENV)/installed-dev: setup.py $(VENV)/needs-dev build/compiled
+	$(INSTALL)
 	touch $(VENV)/installed $@
+
+# One process writes the bytecode of all that tests import. Each of those that run them would, as they start together.
+$(VENV)/imported: $(VENV)/installed-dev
+	$(BIN)/python -m pytest --collect-only --quiet > /dev/null || true
+	touch $@

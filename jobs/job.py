@@ -17,6 +17,7 @@ from swiftbatch.jobs.sampling import SamplingParams
 
 MAX_CUSTOM_ID = 512
 MAX_SLUG = 40
+SORTED = json.JSONEncoder(sort_keys=True)  # `dumps` would make one for each job
 LATER_FIELDS = {"prompt_ids", "template", "choice_index", "num_choices"}
 
 JobUrl = Literal["/v1/completions", "/v1/chat/completions"]
@@ -74,9 +75,10 @@ class Job(Strict):
         messages = None if self.messages is None else [message.as_sent() for message in self.messages]
         identity = [self.custom_id, model_fingerprint, self.prompt, messages, self.sampling.identity()]
         # jobs that say nothing of it keep the id that they had before there was such a field
-        if later := self.model_dump(mode="json", include=LATER_FIELDS, exclude_defaults=True):
+        says_later = self.prompt_ids is not None or self.template is not None or self.num_choices > 1
+        if says_later and (later := self.model_dump(mode="json", include=LATER_FIELDS, exclude_defaults=True)):
             identity.append(later)
-        digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+        digest = hashlib.sha256(SORTED.encode(identity).encode()).hexdigest()
         slug = _slug(self.custom_id) if self.num_choices == 1 else f"{_slug(self.custom_id)}-{self.choice_index}"
         return f"{slug}-{digest[:16]}"
 

@@ -56,6 +56,8 @@ LATER_FIELDS = (
     "thinking_end",
 )
 
+WRITTEN_OTHERWISE = {"logit_bias", "repetition_detection", "structured_outputs"}  # in JSON; the others are as they are
+
 StopString = Annotated[str, Field(min_length=1)]
 BadWord = Annotated[str, Field(min_length=1, pattern=r"\S")]
 BadWords = Annotated[tuple[BadWord, ...], BeforeValidator(list_of(f"a list of up to {MAX_BAD_WORDS} strings"))]
@@ -199,10 +201,17 @@ class SamplingParams(Strict):
                 expected = "expected no such field: its end is its own"
                 raise FieldError(name, f"found {found} with a structured output, {expected}")
 
+    def with_own(self, max_tokens: int, seed: int) -> Self:
+        """The same parameters for another job, with a limit and a seed that were checked."""
+        return self.model_copy(update={"max_tokens": max_tokens, "seed": seed})
+
     def identity(self) -> dict[str, Any]:
         """The parameters that tell a job from another, as JSON: the same as before later fields were known."""
-        unset = {name for name, default in _later_defaults().items() if getattr(self, name) == default}
-        return self.model_dump(mode="json", exclude=unset)
+        later = _later_defaults()
+        said = {name: value for name, value in self.__dict__.items() if name not in later or value != later[name]}
+        if not said.keys() & WRITTEN_OTHERWISE:
+            return said
+        return self.model_dump(mode="json", include=set(said))
 
 
 @functools.cache

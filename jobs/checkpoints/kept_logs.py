@@ -1,6 +1,7 @@
 """Token logs that outlive their jobs, so that these can go on with more tokens some day.
 
-tokens/<job_id>.bin         of a job that ended at its max_tokens; written before its result
+tokens/<job_id>.bin         of a job that ended at its max_tokens, or in a thought that there was no room to close;
+                            written before its result
 tokens/<job_id>.logprobs    the log-probabilities of these tokens, where the job asked for them; written before both
 """
 

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -46,6 +46,8 @@ class JobLine:
     priority: int = 0  # the job with the lower number begins first
     without_effect: tuple[str, ...] = ()  # the fields that were read and change nothing
     format_field: str | None = None  # None: no structure, or one of `structured_outputs`
+    # parameters of jobs by what is laid over `sampling`; lines that say the same share them
+    checked: dict[tuple[object, ...], SamplingParams] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def url(self) -> JobUrl:
@@ -72,14 +74,20 @@ class JobLine:
             said_end = self.sampling.get("thinking_end")
             detection = detection if said is not None or detection is None else without_closing(detection)
         kept = {"repetition_detection": detection, "thinking_end": said_end if said_end == "close" else None}
-        sampling = {**self.sampling, **kept}
         return [
-            self._job(prompt, sampling | {"max_tokens": most}, number, len(limited))
+            self._job(prompt, self._sampling(kept, most, number), number, len(limited))
             for number, (prompt, most) in enumerate(limited)
         ]
 
-    def _job(self, prompt: LinePrompt | None, sampling: dict[str, Any], choice_index: int, num_choices: int) -> Job:
-        seed = choice_seed(sampling["seed"], choice_index)
+    def _sampling(self, kept: dict[str, Any], max_tokens: int, choice_index: int) -> SamplingParams:
+        seed = choice_seed(self.sampling["seed"], choice_index)
+        known = self.checked.get(tuple(kept.values()))
+        if known is not None:
+            return known.with_own(max_tokens, seed)
+        params = SamplingParams(**{**self.sampling, **kept, "max_tokens": max_tokens, "seed": seed})
+        return self.checked.setdefault(tuple(kept.values()), params)
+
+    def _job(self, prompt: LinePrompt | None, sampling: SamplingParams, choice_index: int, num_choices: int) -> Job:
         return Job(
             custom_id=self.custom_id,
             url=self.url,
@@ -87,7 +95,7 @@ class JobLine:
             prompt_ids=prompt if isinstance(prompt, tuple) else None,
             messages=self.messages,
             template=self.template,
-            sampling=SamplingParams(**sampling | {"seed": seed}),
+            sampling=sampling,
             choice_index=choice_index,
             num_choices=num_choices,
         )
@@ -119,7 +127,7 @@ def parse_json(text: str) -> Any:
     NaN and Infinity pass here: no field takes them, and the refusal can then name the field.
     """
     try:
-        return json.loads(text, object_pairs_hook=_unique_names)
+        return _DECODER.decode(text) if text[:1] != BYTE_ORDER_MARK else json.loads(text)
     except json.JSONDecodeError as error:
         problem = error.msg.removesuffix(" at")  # as some of Python's end
         raise LineError(f"not JSON: {problem} at column {error.colno}, expected one object on the line") from None
@@ -203,9 +211,15 @@ def _job_line(
 
 
 def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in values:
-            raise LineError(f"field {shown(name)}: found twice, expected once")
-        values[name] = value
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names: set[str] = set()
+        for name, _ in pairs:
+            if name in names:
+                raise LineError(f"field {shown(name)}: found twice, expected once")
+            names.add(name)
     return values
+
+
+BYTE_ORDER_MARK = "\ufeff"  # which `loads` refuses, and says so
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique_names)  # `loads` would make one for each line

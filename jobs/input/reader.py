@@ -24,7 +24,8 @@ from swiftbatch.jobs.input.input_file import (
     other_kind,
     shown_input,
 )
-from swiftbatch.jobs.input.lines import JobLine, LineError, line_from_object, parse_object
+from swiftbatch.jobs.input.line_kinds import LineKinds
+from swiftbatch.jobs.input.lines import JobLine, LineError, parse_object
 from swiftbatch.jobs.input.parquet_rows import MAGIC, Row, parquet_rows
 from swiftbatch.jobs.input.reasons import shown
 from swiftbatch.jobs.job import MAX_CUSTOM_ID, JobUrl
@@ -71,6 +72,9 @@ class JobReader:
     _num_jobs: int = 0
     _first_lines: dict[str, int] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self._kinds = LineKinds(self.run_seed)
+
     def lines(self, path: str, name: str) -> Iterator[tuple[int, JobLine]]:
         """The jobs of a file that errors call `name`, as they are read, with their line numbers.
 
@@ -111,7 +115,7 @@ class JobReader:
     def _job(self, values: dict[str, Any] | LineError, passed_over: tuple[str, ...]) -> JobLine:
         if isinstance(values, LineError):
             raise values
-        job = line_from_object(values, self.run_seed)
+        job = self._kinds.line(values)
         if self.endpoint not in (None, job.url):
             raise LineError(f"field 'url': found a line for {job.url}, expected {self.endpoint}")
         first = self._first_lines.setdefault(job.custom_id, self._num_lines)

@@ -22,9 +22,13 @@ from swiftbatch.jobs.storage.store import Store
 if TYPE_CHECKING:
     import pyarrow as pa
 
+Row = tuple[Any, ...]
+"""The values of one job, in the order of `table_schema`."""
+
 FIRST = "jobs.parquet"
 LATER = "jobs"
 RUN, LONGEST = b"swiftbatch.run_id", b"swiftbatch.longest_job"  # in a table's metadata
+JOB = 2  # the place of the job as JSON in a row
 ROWS_PER_PART = 50_000
 LETTERS_PER_PART = 64 * 2**20  # of the jobs as JSON: prompts may be long
 
@@ -75,27 +79,21 @@ def table_schema() -> pa.Schema:
     return pa.schema([*texts.items(), ("prompt_keys", pa.large_binary()), *((name, pa.int64()) for name in numbers)])
 
 
-def _row(record: JobRecord) -> dict[str, Any]:
-    return {
-        "job_id": record.job_id,
-        "custom_id": record.job.custom_id,
-        "job": record.job.model_dump_json(),
-        "supersedes": record.supersedes,
-        "prompt_keys": record.prompt_keys,
-        "line_number": record.line_number,
-        "num_prompt_tokens": record.num_prompt_tokens,
-        "max_tokens": record.job.sampling.max_tokens,
-        "choice_index": record.job.choice_index,
-        "num_choices": record.job.num_choices,
-    }
+def _row(record: JobRecord) -> Row:
+    job = record.job
+    texts = (record.job_id, job.custom_id, job.model_dump_json(), record.supersedes, record.prompt_keys)
+    return (
+        *texts,
+        *(record.line_number, record.num_prompt_tokens, job.sampling.max_tokens, job.choice_index, job.num_choices),
+    )
 
 
-def _parts(rows: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    part: list[dict[str, Any]] = []
+def _parts(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    part: list[Row] = []
     num_letters = 0
     for row in rows:
         part.append(row)
-        num_letters += len(row["job"])
+        num_letters += len(row[JOB])
         if len(part) == ROWS_PER_PART or num_letters >= LETTERS_PER_PART:
             yield part
             part, num_letters = [], 0
@@ -103,10 +101,12 @@ def _parts(rows: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
         yield part
 
 
-def _part(rows: Sequence[dict[str, Any]]) -> pa.Table:
+def _part(rows: Sequence[Row]) -> pa.Table:
     import pyarrow as pa
 
-    return pa.Table.from_pylist(rows, schema=table_schema())
+    schema = table_schema()
+    columns = [pa.array(column, each.type) for column, each in zip(zip(*rows, strict=True), schema, strict=True)]
+    return pa.Table.from_arrays(columns, schema=schema)
 
 
 def lineages(pairs: Iterable[tuple[str, str | None]]) -> list[list[str]]:

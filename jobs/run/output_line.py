@@ -122,7 +122,7 @@ def parse_line(data: bytes, job_id: str, fingerprint: str | None) -> dict[str, A
         raise ValueError("found zero bytes alone")
     try:
         text = data.decode()
-        line: dict[str, Any] = json.loads(text, parse_constant=_number, parse_float=_number, parse_int=_whole_number)
+        line: dict[str, Any] = _DECODER.decode(text)
         found = _Line.model_validate(line)
     except ValidationError as error:
         raise ValueError(" ".join(reasons(error, _Line).split())) from None
@@ -146,3 +146,7 @@ def _whole_number(text: str) -> int:
     if len(text) > MAX_DIGITS:
         raise ValueError(f"found a number of {len(text)} digits, expected at most {MAX_DIGITS}")
     return int(text)
+
+
+# `loads` would make one for each line
+_DECODER = json.JSONDecoder(parse_constant=_number, parse_float=_number, parse_int=_whole_number)

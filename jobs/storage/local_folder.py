@@ -67,7 +67,7 @@ class LocalFolder:
     def open(self, path: str) -> FileIO | None:
         try:
             # a pipe without a writer would hold us up
-            return open(self._root / path, "rb", buffering=0, opener=_open_file)
+            return open(f"{self._root}/{path}", "rb", buffering=0, opener=_open_file)
         except FileNotFoundError:
             return None
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import errno
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_delay
@@ -52,8 +53,24 @@ class Retries:
 
         Raises the error of the last try. The last try begins within the bound, and may take its own time.
         """
-        if self.seconds <= 0:
+        started = time.monotonic()
+        try:
+            return action()  # a million of them are made, and nearly all succeed at once
+        except OSError as error:
+            seconds_left = self.seconds - (time.monotonic() - started)
+            if seconds_left <= 0 or not is_transient(error):
+                raise
+            failed = [error]
+        return replace(self, seconds=seconds_left)._call_again(action, failed)
+
+    def _call_again(self, action: Callable[[], Result], failed: list[OSError]) -> Result:
+        """`call`, where the first try has `failed` already."""
+
+        def action_again() -> Result:
+            if failed:
+                raise failed.pop()
             return action()
+
         tries = Retrying(
             stop=stop_after_delay(self.seconds),
             wait=self._pause,
@@ -61,7 +78,7 @@ class Retries:
             before_sleep=lambda _: self.on_retry(),
             reraise=True,
         )
-        return tries(action)
+        return tries(action_again)
 
     def _pause(self, state: RetryCallState) -> float:
         """Seconds to wait; the last pause is cut short so that the last try is at the bound."""

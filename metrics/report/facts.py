@@ -39,7 +39,7 @@ class JobFacts:
     error: tuple[str, str] | None
     metrics: dict[str, Any]
     attempts: tuple[Attempt, ...]
-    is_cut_thought: bool = False  # it ended at its `max_tokens` before its thought did
+    is_cut_thought: bool = False  # it ended before its thought did, for want of room
 
 
 @dataclass(frozen=True)
@@ -114,6 +114,13 @@ def _with_known_ends(jobs: list[JobFacts]) -> tuple[JobFacts, ...]:
     return tuple(replace(job, attempts=without_guesses(job.attempts)) for job in jobs)
 
 
+def _is_cut(record: JobRecord, finish_reason: str) -> bool:
+    """Return whether a thought without an answer ended for want of room: a loop that closes thoughts does it else."""
+    loops = record.job.sampling.repetition_detection
+    closes = loops is not None and loops.action == "close"
+    return finish_reason == "length" or (finish_reason == "repetition" and closes)
+
+
 class _Reader:
     """Makes facts of result lines and checkpoints."""
 
@@ -137,7 +144,7 @@ class _Reader:
             error=None,
             metrics={name: value for name, value in metrics.items() if name != "attempts"},
             attempts=attempts_of(history, OUTCOMES["finished"], ended, self._driver_starts),
-            is_cut_thought=is_thought_alone and choice["finish_reason"] == "length",
+            is_cut_thought=is_thought_alone and _is_cut(record, choice["finish_reason"]),
         )
 
     def unfinished(

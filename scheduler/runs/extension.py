@@ -22,6 +22,8 @@ from swiftbatch.worker.model.shifting_rotary import short_length
 
 Line = dict[str, Any]
 
+ENDS_OF_THOUGHTS = ("stop", "repetition")  # where there was no room for the closing marker
+
 
 class NotExtendedError(ValueError):
     """A job can't be taken on; the text says why."""
@@ -43,7 +45,7 @@ class Extension:
 def extend_jobs(
     hold: Hold, max_tokens: int, custom_ids: Collection[str], files: ModelFiles, room: KVRoom | None
 ) -> Extension:
-    """Have jobs go on to `max_tokens` tokens: those of these `custom_ids`, or for none of them all that ended so.
+    """Have jobs go on to `max_tokens` tokens: those of these `custom_ids`, or for none all that a limit ended.
 
     Each becomes a job of its own, which takes the place of the shorter one. Its checkpoint is written first, then all
     are added at once: killed before that, nothing has changed, and afterwards they go on as any job. Raises StoreError,
@@ -51,11 +53,12 @@ def extend_jobs(
     """
     run, found = hold.epoch.run, Extension()
     kept, bound = KeptLogs.of(run), short_length(read_config(files.name, files.path))
+    with_tokens = kept.sizes().keys()  # of jobs that might have gone on
     for record, line in run.output_lines():
         if custom_ids and record.job.custom_id not in custom_ids:
             continue
         try:
-            if not _is_due(record, line, max_tokens, is_named=bool(custom_ids)):
+            if not _is_due(record, line, max_tokens, bool(custom_ids), record.job_id in with_tokens):
                 if custom_ids and record.job.sampling.max_tokens >= max_tokens:
                     found.already.append(record.job.name)
                 continue
@@ -82,7 +85,7 @@ def extend_jobs(
     return found
 
 
-def _is_due(record: JobRecord, line: Line | None, max_tokens: int, *, is_named: bool) -> bool:
+def _is_due(record: JobRecord, line: Line | None, max_tokens: int, is_named: bool, has_tokens: bool) -> bool:
     """Return whether a job is to go on. Raises NotExtendedError where its user should hear that it does not."""
     own = record.job.sampling.max_tokens
     if line is None:
@@ -99,12 +102,14 @@ def _is_due(record: JobRecord, line: Line | None, max_tokens: int, *, is_named: 
             raise NotExtendedError(f"--max-tokens: found {max_tokens}, expected more than the {own} that it may have")
         return False
     reason = line["response"]["body"]["choices"][0]["finish_reason"]
+    # by whatever it ended: its tokens were kept where a larger limit would have closed its thought
+    may_go_on = reason == "length" or (has_tokens and reason in ENDS_OF_THOUGHTS)
     # a line may have choices of both kinds
-    if reason != "length" and is_named and record.job.num_choices == 1:
+    if not may_go_on and is_named and record.job.num_choices == 1:
         raise NotExtendedError(
             f"it ended with finish_reason {reason!r}, expected 'length': there is nothing to go on to"
         )
-    return bool(reason == "length")
+    return may_go_on
 
 
 def _kept_log(kept: KeptLogs, record: JobRecord, line: Line) -> TokenLog:

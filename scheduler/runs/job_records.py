@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 from swiftbatch.jobs.input.lines import JobLine
 from swiftbatch.jobs.input.reader import Reject
@@ -15,7 +16,13 @@ from swiftbatch.jobs.shared_prompts import prompt_keys
 from swiftbatch.worker.caches.room import KVRoom, KVRoomError
 from swiftbatch.worker.constraints.definitions import StructureError
 from swiftbatch.worker.model.files import ModelFiles
-from swiftbatch.worker.model.text import TextCodec
+from swiftbatch.worker.model.text import Chat, TextCodec
+
+LINES_AT_ONCE = 256
+LETTERS_AT_ONCE = 2**20
+
+Encoded = list[int] | ValueError
+"""The tokens of a prompt, or why there are none."""
 
 RULED = ("thinking_token_budget", "thinking_end", "structured_outputs")  # fields that a model may not be able to follow
 
@@ -49,9 +56,9 @@ def make_records(
     positions leave; `loop_guard` and `thinking_end` are for a line that says nothing of these.
     """
     longest = 0  # that is known to have room: to look up what is free costs more than all else
-    for line_number, line in lines:
+    for line_number, line, encoded in _encoded(lines, codec):
         try:
-            prompts = _prompts(line, codec, max_tokens, files)
+            prompts = _prompts(line, encoded, max_tokens, files)
             _refuse_unfit_sampling(line, min(prompt.limit for prompt in prompts), codec, files.vocab_size)
             length = max(prompt.num_tokens + prompt.limit for prompt in prompts)
             if room is not None and length > longest:
@@ -78,22 +85,42 @@ class _Prompt:
     keys: bytes
 
 
-def _prompts(line: JobLine, codec: TextCodec, max_tokens: int | None, files: ModelFiles) -> list[_Prompt]:
+def _encoded(lines: Iterable[tuple[int, JobLine]], codec: TextCodec) -> Iterator[tuple[int, JobLine, list[Encoded]]]:
+    """The lines with what `encode_all` makes of their prompts or messages, a bounded number at once."""
+    rest = iter(lines)
+    while some := list(_some(rest)):
+        asked = [_asked(line) for _, line in some]
+        encoded = iter(codec.encode_all([each for own in asked for each in own]))
+        for (line_number, line), own in zip(some, asked, strict=True):
+            yield line_number, line, list(islice(encoded, len(own)))
+
+
+def _some(lines: Iterator[tuple[int, JobLine]]) -> Iterator[tuple[int, JobLine]]:
+    """The next lines: few where they are long."""
+    num_letters = 0
+    for line_number, line in islice(lines, LINES_AT_ONCE):
+        yield line_number, line
+        num_letters += sum(map(len, line.prompts)) + sum(len(message.content) for message in line.messages or ())
+        if num_letters >= LETTERS_AT_ONCE:
+            return
+
+
+def _asked(line: JobLine) -> tuple[str | tuple[int, ...] | Chat, ...]:
+    return line.prompts if line.messages is None else (Chat(line.messages, line.template),)
+
+
+def _prompts(line: JobLine, encoded: list[Encoded], max_tokens: int | None, files: ModelFiles) -> list[_Prompt]:
     """Each prompt of a line, or its messages. Raises ValueError."""
-
-    def measured(token_ids: list[int]) -> _Prompt:
-        limit = _limit(line, len(token_ids), max_tokens, files)
-        return _Prompt(len(token_ids), limit, prompt_keys(token_ids))
-
-    if line.messages is not None:
-        return [measured(codec.encode_chat(line.messages, line.template))]
     prompts = []
-    for number, prompt in enumerate(line.prompts, start=1):
+    for number, found in enumerate(encoded, start=1):
         try:
-            prompts.append(measured(codec.encode_prompt(prompt)))
+            if isinstance(found, ValueError):
+                raise found
+            limit = _limit(line, len(found), max_tokens, files)
         except ValueError as error:
-            which = f" (prompt {number} of {len(line.prompts)})" if len(line.prompts) > 1 else ""
+            which = f" (prompt {number} of {len(encoded)})" if len(encoded) > 1 else ""
             raise ValueError(f"{error}{which}") from None
+        prompts.append(_Prompt(len(found), limit, prompt_keys(found)))
     return prompts
 
 

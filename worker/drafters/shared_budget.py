@@ -79,7 +79,7 @@ class SharedBudget:
     """The running acceptance of every sequence, and what follows from it."""
 
     def __init__(self, costs: StepCosts) -> None:
-        self._costs = costs
+        self._probed = self._costs = costs
         self._own: dict[str, NodeAcceptance] = {}
         self._mean = PRIOR_ACCEPTANCE  # of the sequences that left: what the next one begins with
         self._look_every = 0  # steps between looks at the newest of them; where they found nothing, few are due
@@ -211,6 +211,7 @@ class SharedBudget:
             self._plan_shares(names, requests)
 
     def _plan_shares(self, names: list[str], requests: list[DraftRequest]) -> None:
+        self._costs = self._probed.as_routed()
         tokens, lengths, overhead = self.tokens(requests), lengths_of(requests), self._overhead(requests)
         proposing = self.clock.drafting_seconds
         shares = best_shares(self._costs, tokens, lengths, overhead, proposing)

@@ -1,14 +1,10 @@
-"""Ends a generation at an end-of-sequence or stop token, a stop string, its last token, or a loop; cuts its text.
-
-Where the text would end within a thought, it may close the thought: the closing marker comes there, then the answer.
-"""
+"""Ends a generation at an end-of-sequence or stop token, a stop string, its last token, or a loop; cuts its text."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from swiftbatch.jobs.repetition import RepetitionDetection
-from swiftbatch.worker.constraints.thought import Thinking
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.texts.output_text import OutputText
 from swiftbatch.worker.texts.stop_strings import first_stop
@@ -158,30 +154,3 @@ def _num_alike(token_ids: np.ndarray, size: int) -> int:
     """Count the last tokens that are the same as those `size` tokens before them."""
     differs = token_ids[size:] != token_ids[:-size]
     return int(differs[::-1].argmax()) if differs.any() else len(differs)
-
-
-def closed(sequence: Sequence, thinking: Thinking | None) -> Sequence | None:
-    """An ended sequence with its thought closed, which goes on; None where it is to end as it has.
-
-    The marker stands in the place of the end-of-sequence token, or behind a loop. It is put there, not drawn. What
-    comes behind it is drawn as ever, so all of it is a function of the job, whoever resumes it. A thought is closed
-    where there is room for the marker and for one more token.
-    """
-    if thinking is None or not _is_to_close(sequence):
-        return None
-    output_ids = sequence.output_ids[:-1] if sequence.finish_reason == STOP else sequence.output_ids
-    thought = thinking.in_output(output_ids.tolist())
-    marker = thinking.markers.end[thought.num_matched :] if thought.is_open else ()
-    if not marker or len(output_ids) + len(marker) >= sequence.sampling.max_tokens:
-        return None
-    return sequence.with_output([*output_ids.tolist(), *marker])
-
-
-def _is_to_close(sequence: Sequence) -> bool:
-    """Return whether its job asks for that where it has ended."""
-    params = sequence.sampling
-    if sequence.finish_reason == STOP:
-        is_end = int(sequence.output_ids[-1]) in sequence.eos_token_ids and not params.ignore_eos
-        return params.thinking_end == "close" and is_end
-    detection = params.repetition_detection
-    return sequence.finish_reason == REPETITION and detection is not None and detection.action == "close"

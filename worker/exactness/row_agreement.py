@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from swiftbatch.worker.caches.full import FullKVCache
+from swiftbatch.worker.caches.recurrent import new_cache_of
 from swiftbatch.worker.kernels.sizes import TILE_ROWS
 from swiftbatch.worker.target.target import TargetModel
 
@@ -22,6 +24,20 @@ MEDIAN_SHIFTED = {
 
 
 @dataclass(frozen=True)
+class KeptRows:
+    """The distance between logits with caches of 8 bits and those with caches of the run's dtype, both our own."""
+
+    shift: float  # as `Agreement.shift`
+    num_same_choices: int
+
+    def summary(self, num_rows: int) -> str:
+        return (
+            f"its 8-bit keys and values shift logits by {self.shift:.2g} of their spread, {self.num_same_choices} of "
+            f"{num_rows} rows have the same best token as without them"
+        )
+
+
+@dataclass(frozen=True)
 class Agreement:
     """The distance between the logits of some rows and those of transformers."""
 
@@ -30,6 +46,7 @@ class Agreement:
     shift: float  # root mean square of the differences, as a share of the spread of the logits
     num_same_choices: int  # rows whose best token is the same
     agrees: bool
+    kept: KeptRows | None = None  # what keys and values in 8 bits change; None without them
 
     def summary(self) -> str:
         found = (
@@ -37,22 +54,27 @@ class Agreement:
             f"{self.num_rows} rows have the same best token"
         )
         if self.agrees:
-            return f"the forward agrees with that of transformers: {found}"
+            kept = "" if self.kept is None else f"\n{self.kept.summary(self.num_rows)}"
+            return f"the forward agrees with that of transformers: {found}{kept}"
         return f"THE FORWARD IS NOT THAT OF TRANSFORMERS: {found}; do not use this model here, and please report it"
 
 
 @torch.inference_mode()
 def compare(target: TargetModel, num_rows: int = NUM_COMPARED_ROWS, seed: int = 0) -> Agreement:
-    """Run a text of `num_rows` random tokens through the target's tiles and through transformers' eager forward."""
+    """Run a text of `num_rows` random tokens through the target's tiles and through transformers' eager forward.
+
+    With caches of the run's dtype: what 8 bits change is no matter of the forward, and is told beside it.
+    """
     num_rows = min(num_rows, target.files.max_positions)
     generator = torch.Generator().manual_seed(seed)
     token_ids = torch.randint(target.vocab_size, (num_rows,), generator=generator)
-    ours = _our_logits(target, token_ids.tolist())
+    ours = _our_logits(target, token_ids.tolist(), _plain_cache(target, num_rows))
     with _eager(target.model):
         theirs = target.model(input_ids=token_ids[None].to(target.device), use_cache=False).logits[0].float()
     difference = ours - theirs
     spread = max(float(theirs.std()), torch.finfo(torch.float32).tiny)  # none where there is one token
     shift = float(difference.square().mean().sqrt()) / spread
+    kept = _kept_rows(target, token_ids.tolist(), ours) if target.cache_shape.kv_dtype is not None else None
     median = float(difference.square().mean(-1).sqrt().median()) / spread
     return Agreement(
         num_rows=num_rows,
@@ -60,7 +82,22 @@ def compare(target: TargetModel, num_rows: int = NUM_COMPARED_ROWS, seed: int = 
         shift=shift,
         num_same_choices=int((ours.argmax(-1) == theirs.argmax(-1)).sum()),
         agrees=_is_near(target, shift, median),
+        kept=kept,
     )
+
+
+def _kept_rows(target: TargetModel, token_ids: list[int], plain: torch.Tensor) -> KeptRows:
+    found = _our_logits(target, token_ids, target.new_cache(len(token_ids) + TILE_ROWS))
+    spread = max(float(plain.std()), torch.finfo(torch.float32).tiny)
+    shift = float((found - plain).square().mean().sqrt()) / spread
+    return KeptRows(shift, int((found.argmax(-1) == plain.argmax(-1)).sum()))
+
+
+def _plain_cache(target: TargetModel, num_rows: int) -> FullKVCache:
+    """A cache of the run's dtype, where caches are made one by one; else one of the target's."""
+    if target.cache_shape.kv_dtype is None or target.forwards.arena is not None:
+        return target.new_cache(num_rows + TILE_ROWS)
+    return new_cache_of(replace(target.cache_shape, kv_dtype=None), num_rows + TILE_ROWS)
 
 
 def _is_near(target: TargetModel, shift: float, median: float) -> bool:
@@ -70,8 +107,8 @@ def _is_near(target: TargetModel, shift: float, median: float) -> bool:
     return shift <= MOST_SHIFTED[target.dtype]
 
 
-def _our_logits(target: TargetModel, token_ids: list[int]) -> torch.Tensor:
-    cache = target.new_cache(len(token_ids) + TILE_ROWS)
+def _our_logits(target: TargetModel, token_ids: list[int], cache: FullKVCache | None = None) -> torch.Tensor:
+    cache = target.new_cache(len(token_ids) + TILE_ROWS) if cache is None else cache
     logits = []
     while cache.length < len(token_ids):
         logits.append(target.logits(target.read(cache, token_ids[cache.length :])))

@@ -53,6 +53,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {  # what comes back, what goes i
     "decoder_load_quantized_mixer": (None, [POINTER, INT, INT, POINTER, POINTER]),
     "decoder_free": (None, [POINTER]),
     "decoder_forward": (None, [POINTER, POINTER, POINTER]),
+    "decoder_experts_met": (LONG, [POINTER]),
     "draw_chains": (INT, [POINTER, POINTER, POINTER, POINTER]),
     "decoder_head": (None, [POINTER, POINTER, INT, POINTER, POINTER]),
     "scan_take_in": (None, [POINTER, POINTER, POINTER, INT, INT]),

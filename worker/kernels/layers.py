@@ -147,6 +147,11 @@ class NativeLayers:
             raise ValueError(f"found layers {layers} of a decoder with mixers, expected all {self.sizes.num_layers}")
         return SequenceTable.of(groups, self._conv_width)
 
+    @property
+    def num_experts_met(self) -> int:
+        """The experts that rows of all calls so far met, each once in a layer of a call."""
+        return int(self._library.decoder_experts_met(self.handle))
+
     def table(self, groups: Sequence[Rows], layers: range) -> RowTable:
         """The rows of a call over some layers of their caches. Raises ValueError for what would reach beyond one."""
         attending = self._attending_among(layers)

@@ -98,10 +98,21 @@ def _said(config: Config, keys: tuple[str, ...]) -> int | None:
 
 
 def _states(config: Config) -> Iterator[str]:
+    yield from _state_heads(config)
     pairs = (("linear_num_value_heads", "linear_num_key_heads"), ("mamba_n_heads", "mamba_n_groups"))
     for many, few in (*pairs, ("mamba_num_heads", "n_groups")):
         if config.get(many) and config.get(few) and config[many] % config[few]:
             yield f"config.json has {many} = {config[many]} for {few} = {config[few]}; expected a multiple"
+
+
+def _state_heads(config: Config) -> Iterator[str]:
+    """Heads of Mamba-2 that are not as wide together as its rows are."""
+    if "mamba_d_head" not in config or config["mamba_d_head"] == "auto":
+        return
+    width, heads = config["mamba_d_head"], config.get("mamba_n_heads") or 1
+    rows = config.get("mamba_d_ssm") or (config.get("mamba_expand") or 2) * (config.get("hidden_size") or 0)
+    if not SIZE.holds(width) or (rows and width * heads != rows):
+        yield f"config.json has mamba_d_head = {width!r} for {heads} heads of {rows}; expected auto, or their width"
 
 
 def keys_fault(config: Config, stored: Mapping[str, StoredTensor]) -> str | None:

@@ -70,6 +70,7 @@ NOT_NEGATIVE = real("a finite number, 0 or more", is_open=False)
 FLOAT = real("a finite number above 0 with a decimal point", types=(float,))  # so transformers' classes want it
 FLOAT_OR_ZERO = real("a finite number with a decimal point, 0.0 or more", is_open=False, types=(float,))
 SHARE = KeyRule("a number above 0, at most 1", lambda value: type(value) in (int, float) and 0 < value <= 1)
+UNIT = KeyRule("a number from 0.0 to 1.0, with a decimal point", lambda value: type(value) is float and 0 <= value <= 1)
 DROPOUT = KeyRule("a number from 0 to 1", lambda value: type(value) in (int, float) and 0 <= value <= 1)
 LIMIT = KeyRule(
     "a number, 0 or more, or Infinity",  # which transformers writes in its own way
@@ -145,11 +146,15 @@ RULES: dict[str, KeyRule] = {
     "attn_layer_indices": COUNT.list_of(),
     "dtype": DTYPE.or_null(),
     "full_attn_idxs": COUNT.list_of().or_null(),
-    "initializer_range": KeyRule("a number from 0.0 to 1.0", lambda value: type(value) is float and 0 <= value <= 1),
+    "initializer_range": UNIT,
+    "layers_block_type": WORD.list_of().or_null(),
     "mlp_multipliers": POSITIVE.list_of(2),
     "mlp_only_layers": COUNT.list_of().or_null(),
     "moe_layer_end_index": whole(-1, f"an integer from -1 to {MOST:,}"),
     "moe_layers": COUNT.list_of().or_null(),
+    "mtp_layers_block_type": WORD.list_of().or_null(),
+    "num_logits_to_keep": COUNT.or_null(),
+    "position_embedding_type": WORD.or_null(),
     "sliding_window": SIZE,
     "sliding_window_pattern": SIZE.or_else(WORD).or_null(),
     "ssm_multipliers": POSITIVE.list_of(5),
@@ -182,14 +187,18 @@ WIDTH_MAY_BE_NULL = {  # kinds in which heads then share the width of a row
 }
 HUNYUAN: dict[str, KeyRule | None] = {"moe_intermediate_size": None}
 OF_KINDS: dict[str, dict[str, KeyRule | None]] = {  # where a kind has other rules; None: it does not read the key
-    "cohere2_moe": {"rms_norm_eps": FLOAT.or_null()},
-    "cwm": {"sliding_window": SIZE},
+    "cohere2_moe": {"attention_dropout": UNIT, "rms_norm_eps": FLOAT.or_null(), "sliding_window_pattern": SIZE},
+    "cwm": {"bos_token_id": ID, "sliding_window": SIZE},
+    "deepseek_v2": {"attention_dropout": UNIT},
     "exaone_moe": {"sliding_window": SIZE},
+    "flex_olmo": {"attention_dropout": UNIT},
     "granitemoehybrid": {"num_experts_per_tok": COUNT},  # which may have no experts
     "hunyuan_v1_dense": HUNYUAN,
     "hunyuan_v1_moe": HUNYUAN,
+    "hy_v3": {"attention_dropout": UNIT},
     "laguna": {"sliding_window": SIZE},
     "lfm2_moe": {"layer_types": WORD.list_of()},
+    "nemotron_h": {"num_logits_to_keep": COUNT},
 }
 
 
@@ -197,7 +206,7 @@ def numbers_fault(config: Config) -> str | None:
     """Say which number of a text model's config is none that a forward can take, and what was expected."""
     rules = _rules_of(str(config.get("model_type")))
     if config.get("use_sliding_window") is False:
-        rules["sliding_window"] = None
+        rules["sliding_window"] = COUNT.or_null()
     for key, value in config.items():
         if (rule := rules.get(key)) is not None and not rule.holds(value):
             return fault_of(key, value, rule)

@@ -119,7 +119,7 @@ def _layer(tensors: Mapping[str, Weight], number: int, dense: DenseConfig, dtype
         norms |= {role: _head_norm(tensors, prefix + part, dense) for role, part in dense.head_norms.items()}
         linears |= _heads(linears, dense)
     view: dict[str, Any] = {"is_still": number in dense.still_layers, "window": dense.windows[number]}
-    view["rotary"] = dense.window_rotary if number in dense.windowed_layers else None
+    view["rotary"] = dense.other_rotary if number in dense.other_layers else None
     view["curve"] = _curve([plain(tensors[prefix + part]) for part in dense.form.curve])
     if dense.form.has_sinks:
         view["sinks"] = plain(tensors[prefix + SINKS]).float()

@@ -19,7 +19,7 @@ from swiftbatch.worker.model.dense_forms import ALWAYS, ATTENTION, Form
 from swiftbatch.worker.model.dense_keys import what_is_not_understood
 from swiftbatch.worker.model.dense_kinds import KINDS
 from swiftbatch.worker.model.expert_config import ExpertConfig, read_experts
-from swiftbatch.worker.model.layer_angles import num_turned_of, own_rotary, window_rotary
+from swiftbatch.worker.model.layer_angles import num_turned_of, other_layers, other_rotary, own_rotary
 from swiftbatch.worker.model.layer_windows import Windows
 from swiftbatch.worker.model.mixer_forms import MixerConfig, read_mixers
 from swiftbatch.worker.model.recurrent_sizes import RECURRENT, layer_types
@@ -49,8 +49,8 @@ class DenseConfig:
     num_turned: int  # dimensions of a head that are turned
     still_layers: frozenset[int]  # that turn no heads
     windows: Windows
-    window_rotary: Rotary | None  # of layers that have windows, where these have one of their own
-    windowed_layers: frozenset[int]  # also those whose windows hide nothing
+    other_rotary: Rotary | None  # of some layers, as those that have windows, where these have one of their own
+    other_layers: frozenset[int]
     scales: Mapping[str, float]  # of `Form.scales`; of scores, 1 is none
     caps: Mapping[str, float]  # of `Form.caps`; 0 is none
     head_norms: Mapping[str, str]  # their names by their roles
@@ -173,8 +173,8 @@ def _read(config: dict[str, Any]) -> DenseConfig:
         num_turned=num_turned,
         still_layers=form.still(config, windows) if form.still else frozenset(),
         windows=_that_hide(windows, config),
-        window_rotary=window_rotary(config, form, head_dim),
-        windowed_layers=frozenset(number for number, size in enumerate(windows) if size is not None),
+        other_rotary=other_rotary(config, form, head_dim),
+        other_layers=other_layers(config, form, windows),
         scales={what: number_of(config, key) for what, key in form.scales.items()},
         caps={what: 0.0 if config[key] is None else number_of(config, key) for what, key in form.caps.items()},
         head_norms=form.head_norms(config),

@@ -9,8 +9,8 @@ from typing import Any
 from swiftbatch.worker.kernels.forms import Activation, NormForm
 from swiftbatch.worker.model.expert_forms import ExpertForm
 from swiftbatch.worker.model.layer_windows import IS_WINDOWED, WindowForm
+from swiftbatch.worker.model.layers_without_rotary import StillForm
 from swiftbatch.worker.model.mixer_forms import MixerNames
-from swiftbatch.worker.model.still_layers import StillForm
 
 ALWAYS = "always"  # in place of a key that says whether there are biases
 IN_FRONT = {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
@@ -78,6 +78,7 @@ class Form:
     head_bias: str | None = None
     windows: WindowForm | None = None  # None: all layers see all positions
     window_angles: WindowAngles | None = None  # layers with windows turn heads by angles of their own
+    thetas_key: str | None = None  # of the bases that each layer turns by; 0 for a layer that turns no heads
     growth_key: str | None = None  # among the angles: how queries grow with their positions
     has_sinks: bool = False
     is_parallel: bool = False  # products read what attention reads

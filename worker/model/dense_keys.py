@@ -11,8 +11,8 @@ from swiftbatch.worker.model.dense_forms import Form
 from swiftbatch.worker.model.dense_kinds import KINDS
 from swiftbatch.worker.model.kinds import KERNELS_LACK
 from swiftbatch.worker.model.layer_windows import IS_WINDOWED, TypesOrPattern, looks_at_types
+from swiftbatch.worker.model.layers_without_rotary import by_no_rope_layers
 from swiftbatch.worker.model.recurrent_sizes import ATTENDING, RECURRENT, STATELESS
-from swiftbatch.worker.model.still_layers import by_no_rope_layers
 
 SIZES = {
     "num_hidden_layers",
@@ -121,6 +121,7 @@ def _may_matter(key: str, value: Any, form: Form) -> bool:
     known |= STILL_KEYS if form.still is by_no_rope_layers else set()
     known |= {form.windows.key or ""} if isinstance(form.windows, TypesOrPattern) else set()
     known |= {form.window_angles.windowed_key or ""} if form.window_angles else set()
+    known |= {form.thetas_key or ""}
     beginnings = (*form.unused, *(() if form.mixer is None else form.mixer.keys))
     if key in known or key.endswith(("_token_id", "_token_ids")) or key.startswith(beginnings or ("\0",)):
         return False

@@ -27,11 +27,7 @@ from swiftbatch.worker.model.layer_windows import (
     in_all_layers_if_said,
     where_switched_on,
 )
-from swiftbatch.worker.model.still_layers import (
-    by_no_rope_layers,
-    without_windows,
-    without_windows_if_said,
-)
+from swiftbatch.worker.model.layers_without_rotary import by_no_rope_layers, without_windows, without_windows_if_said
 
 FUSED_QUERIES = dict.fromkeys(("query", "key", "value"), "self_attn.qkv_proj")
 FUSED_GATES = dict.fromkeys(("gate", "up"), "mlp.gate_up_proj")

@@ -29,7 +29,11 @@ from swiftbatch.worker.model.expert_forms import (
     products_of,
 )
 from swiftbatch.worker.model.layer_windows import by_layer_types, by_layer_types_if_said, in_all_layers_if_said, never
-from swiftbatch.worker.model.still_layers import without_windows_but_dense, without_windows_if_said
+from swiftbatch.worker.model.layers_without_rotary import (
+    by_thetas,
+    without_windows_but_dense,
+    without_windows_if_said,
+)
 
 MIXTRAL = "block_sparse_moe"
 OF_MIXTRAL = {role: f"{MIXTRAL}.experts.{{}}.w{number}.weight" for role, number in zip(ROLES, (1, 3, 2), strict=True)}
@@ -154,6 +158,23 @@ EXPERT_KINDS = {
         ),
     ),
     "granitemoe": GRANITE_MOE,
+    "granitemoe_swa": replace(
+        GRANITE_MOE,
+        windows=by_layer_types,
+        still=by_thetas,
+        thetas_key="layer_rope_theta",
+        has_sinks=True,
+        experts=replace(
+            GRANITE_EXPERTS,
+            names=ExpertNames(
+                router=f"{MIXTRAL}.router.weight",
+                each=None,
+                fused=FusedNames(f"{MIXTRAL}.experts.gate_up_proj", f"{MIXTRAL}.experts.down_proj"),
+                shared=SHARED_GATES,
+            ),
+            shared_width="shared_intermediate_size",
+        ),
+    ),
     "granitemoeshared": replace(GRANITE_MOE, experts=replace(GRANITE_EXPERTS, shared_width="shared_intermediate_size")),
     "hunyuan_v1_moe": replace(
         HUNYUAN,

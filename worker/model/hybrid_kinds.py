@@ -17,8 +17,8 @@ from swiftbatch.worker.model.expert_forms import (
     products_of,
 )
 from swiftbatch.worker.model.expert_kinds import GRANITE_EXPERTS
+from swiftbatch.worker.model.layers_without_rotary import where_no_rope_is_said
 from swiftbatch.worker.model.mixer_forms import DELTA_NET, JOINT_DELTA_NET, MAMBA, SHORT_CONVOLUTION, lfm2_width
-from swiftbatch.worker.model.still_layers import where_no_rope_is_said
 
 LFM2_PRODUCTS = {"gate": "w1", "up": "w3", "down": "w2"}
 LFM2 = Form(

@@ -96,7 +96,6 @@ KERNELS_LACK = {  # what keeps kinds that run here from our kernels, which then 
     "glm4_moe_lite": "its layers have experts, and latent keys and values",
     "gpt_neox": "its norms subtract means, and its layers attend and feed forward side by side",
     "granite_swa": "its layers have sinks, and angles of their own",
-    "granitemoe_swa": "its layers have sinks, and angles of their own",
     "laguna": "its attention has gates, and its layers different numbers of heads",
     "llama4_text": "its layers have experts and chunks",
     "olmo": "its norms have no weights, and subtract means",

@@ -9,6 +9,7 @@ from swiftbatch.worker.kernels.frequencies import QueryGrowth, Rotary, rotary_of
 from swiftbatch.worker.model.config_numbers import number_of
 from swiftbatch.worker.model.dense_forms import Form, WindowAngles
 from swiftbatch.worker.model.dense_kinds import KINDS
+from swiftbatch.worker.model.layer_windows import Windows
 
 
 def num_turned_of(config: dict[str, Any], form: Form, head_dim: int) -> int:
@@ -45,18 +46,39 @@ def _angles_by_type(config: dict[str, Any], own: WindowAngles, layers: str) -> d
     return {"rope_theta": config.get("rope_theta", own.full)} | said
 
 
-def window_rotary(config: dict[str, Any], form: Form, head_dim: int) -> Rotary | None:
-    """Read the angles of layers that have windows; None where all layers turn alike. Raises as `own_rotary` does."""
-    if form.window_angles is None:
+def other_rotary(config: dict[str, Any], form: Form, head_dim: int) -> Rotary | None:
+    """Read the angles of those layers that turn otherwise; None where all turn alike. Raises as `own_rotary` does."""
+    if form.thetas_key is not None and (bases := thetas_of(config, form.thetas_key)[1:]):
+        said = _angles(config) | {"rope_theta": bases[0]}
+    elif form.window_angles is not None:
+        said = _angles(config, "sliding_attention")
+    else:
         return None
-    rotary = rotary_of(_angles(config, "sliding_attention"), head_dim, is_strict=True)
-    return replace(rotary, is_rounded=form.rounds_angles)
+    return replace(rotary_of(said, head_dim, is_strict=True), is_rounded=form.rounds_angles)
+
+
+def other_layers(config: dict[str, Any], form: Form, windows: Windows) -> frozenset[int]:
+    """Find the layers of `other_rotary`: by their bases, or those with windows, also with such that hide nothing."""
+    if form.thetas_key is None:
+        return frozenset(number for number, size in enumerate(windows) if size is not None)
+    thetas, bases = config[form.thetas_key] or [], thetas_of(config, form.thetas_key)[1:]
+    return frozenset(number for number, theta in enumerate(thetas) if theta in bases)
+
+
+def thetas_of(config: dict[str, Any], key: str) -> list[float]:
+    """The bases that layers turn by. Raises KeyError or ValueError for more than the kernels take."""
+    found = list(dict.fromkeys(theta for theta in config[key] or [] if theta))
+    if len(found) > 2:
+        raise ValueError(f"its {key} has {len(found)} bases")
+    return found
 
 
 def own_rotary(config: dict[str, Any], form: Form, head_dim: int, num_turned: int) -> Rotary:
     """Read the angles. Raises KeyError, TypeError or ValueError for those left to a default, or none of ours."""
     beside = {"partial_rotary_factor", form.growth_key, "max_position_embeddings" if form.growth_key else None}
     said = {name: value for name, value in _angles(config).items() if name not in beside}
+    if form.thetas_key is not None and (bases := thetas_of(config, form.thetas_key)):
+        said["rope_theta"] = bases[0]
     kinds = (said.get("rope_type"), said.get("type"))
     if "longrope" in kinds:
         said = _long_angles(said, config)

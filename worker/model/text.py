@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
 from typing import Any
@@ -31,6 +32,22 @@ PLAIN_KINDS = ("llama", "qwen3")  # whose tokenizers are what `tokenizer.json` s
 
 
 NO_MARKERS = "and no markers of thinking are known of this model (--thinking-markers names them)"
+
+
+@dataclass(frozen=True)
+class Chat:
+    """What a chat's tokens come of."""
+
+    messages: Sequence[Message]
+    options: TemplateOptions | None
+
+
+@dataclass(frozen=True)
+class _Text:
+    """A text whose tokens are yet to be found."""
+
+    text: str
+    adds_special_tokens: bool
 
 
 class TextCodec:
@@ -71,20 +88,70 @@ class TextCodec:
         Raises ValueError, with a reason for the user, where there are no tokens, where the text is so long that it has
         no room in the model, however it is cut into tokens, and where a token is none of the model's.
         """
-        if isinstance(prompt, tuple):
-            if (most := max(prompt)) >= self._vocab_size:
-                raise ValueError(f"prompt: found the token id {most:,}, expected ids below {self._vocab_size:,}")
-            return list(prompt)
-        self._refuse_far_too_long(prompt)
-        return self._checked(self.encode(prompt))
+        [found] = self.encode_all([prompt])
+        if isinstance(found, ValueError):
+            raise found
+        return found
 
     def encode_chat(self, messages: Sequence[Message], options: TemplateOptions | None) -> list[int]:
         """Token ids of messages. Raises ValueError as `encode_prompt`, and as `ChatTemplate.render`."""
-        if (token_ids := self.chat.own_tokens(messages, options)) is not None:
-            return self._checked(token_ids)
-        text = self.chat.render(messages, options)
-        self._refuse_far_too_long(text)
-        return self._checked(self.encode(text, add_special_tokens=False))  # a template writes its own special tokens
+        [found] = self.encode_all([Chat(messages, options)])
+        if isinstance(found, ValueError):
+            raise found
+        return found
+
+    def encode_all(self, asked: Sequence[str | tuple[int, ...] | Chat]) -> list[list[int] | ValueError]:
+        """The token ids of each, or the error that `encode_prompt` or `encode_chat` would raise for it.
+
+        Many at once cost less than each alone.
+        """
+        begun = [self._begun_with(each) for each in asked]
+        tokens = {}
+        for adds in (True, False):
+            texts = [each.text for each in begun if isinstance(each, _Text) and each.adds_special_tokens == adds]
+            tokens[adds] = iter(self._encode_many(texts, adds))
+        found = [next(tokens[each.adds_special_tokens]) if isinstance(each, _Text) else each for each in begun]
+        return [each if isinstance(each, ValueError) else self._checked_or_error(each) for each in found]
+
+    def _begun_with(self, asked: str | tuple[int, ...] | Chat) -> list[int] | ValueError | _Text:
+        """The tokens of what says them itself, else the text that they come of, or why they can't."""
+        try:
+            if isinstance(asked, Chat):
+                if (token_ids := self.chat.own_tokens(asked.messages, asked.options)) is not None:
+                    return token_ids
+                # a template writes its own special tokens
+                text = _Text(self.chat.render(asked.messages, asked.options), adds_special_tokens=False)
+            elif isinstance(asked, tuple):
+                return self._known(asked)
+            else:
+                text = _Text(asked, adds_special_tokens=True)
+            self._refuse_far_too_long(text.text)
+        except ValueError as error:
+            return error
+        return text
+
+    def _known(self, token_ids: tuple[int, ...]) -> list[int]:
+        if (most := max(token_ids)) >= self._vocab_size:
+            raise ValueError(f"prompt: found the token id {most:,}, expected ids below {self._vocab_size:,}")
+        return list(token_ids)
+
+    def _encode_many(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+        """Token ids of texts, as `encode`, by one call of the library where its class encodes as the library does."""
+        first = [
+            self.encode(text, add_special_tokens) for text in texts[:1]
+        ]  # which also settles the library's options
+        if not self._is_the_library_s:
+            return first + [self.encode(text, add_special_tokens) for text in texts[1:]]
+        many = self._tokenizer.backend_tokenizer.encode_batch_fast(texts[1:], add_special_tokens=add_special_tokens)
+        return first + [each.ids for each in many]
+
+    @cached_property
+    def _is_the_library_s(self) -> bool:
+        from transformers import PreTrainedTokenizerFast
+
+        method = "_encode_plus"  # what `encode` calls, and few kinds of models have another
+        own = getattr(type(self._tokenizer), method, None)
+        return own is not None and own is getattr(PreTrainedTokenizerFast, method, None)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text."""
@@ -145,6 +212,12 @@ class TextCodec:
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for, special ones too; none for one that the tokenizer does not have."""
         return self._bytes.of(token_id)
+
+    def _checked_or_error(self, token_ids: list[int]) -> list[int] | ValueError:
+        try:
+            return self._checked(token_ids)
+        except ValueError as error:
+            return error
 
     def _checked(self, token_ids: list[int]) -> list[int]:
         if not token_ids:

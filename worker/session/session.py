@@ -30,8 +30,9 @@ from swiftbatch.worker.drafters.gpu_room import slots_wanted
 from swiftbatch.worker.drawing.rules import CONSTRAINT_REFUSED, ConstraintError
 from swiftbatch.worker.drawing.sampling import NOT_FINITE
 from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.engine.closing import closed, may_be_extended
 from swiftbatch.worker.engine.engine import Engine
-from swiftbatch.worker.engine.stopping import LENGTH, closed, may_rewind, rewound, text_of
+from swiftbatch.worker.engine.stopping import may_rewind, rewound, text_of
 from swiftbatch.worker.exactness.verdicts import exactness_of
 from swiftbatch.worker.model.files import ModelFiles
 from swiftbatch.worker.model.text import TextCodec
@@ -230,7 +231,7 @@ class WorkerSession:
             self.engine.counters.num_stale_attempt_rejections += 1
             failed.append((job.job_id, f"attempt {job.assignment.attempt} was overtaken by attempt {newest}"))
             return
-        if job.sequence.finish_reason == LENGTH:  # it may be extended: before its result says that it is there
+        if may_be_extended(job.sequence, job.thinking):  # before its result says that it is there
             log = TokenLog(job.sequence.output_ids.astype("uint32"), job.sequence.rewinds)
             self._kept_logs.write(job.job_id, log, job.sequence.kept_logprobs)
         self._run.write_result(job.job_id, self._result_line(job))
@@ -242,7 +243,7 @@ class WorkerSession:
 
     def _is_kept(self, job: RunningJob) -> bool:
         """Return whether a finished job's checkpoints stay."""
-        return self._config.keep_state and job.sequence.finish_reason == LENGTH
+        return self._config.keep_state and may_be_extended(job.sequence, job.thinking)
 
     def _result_line(self, job: RunningJob) -> dict[str, Any]:
         record, output_ids = job.assignment.record, job.sequence.output_ids.astype("uint32")

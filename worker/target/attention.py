@@ -12,9 +12,9 @@ from transformers import AttentionInterface
 
 from swiftbatch.worker.kernels.sizes import TILE_ROWS
 from swiftbatch.worker.model.span import FULL, Span
-from swiftbatch.worker.target.attention_kernel import attention_kernel, flash_attention, query_row_quantum
 from swiftbatch.worker.target.seen import Seen, see
 from swiftbatch.worker.target.tiles import SequenceRows
+from swiftbatch.worker.target.torch_attention import attention_kernel, flash_attention, query_row_quantum
 
 ATTENTION_NAME = "swiftbatch_row_groups"
 

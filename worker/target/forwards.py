@@ -11,6 +11,7 @@ from swiftbatch.worker.caches.full import CacheShape, FullKVCache
 from swiftbatch.worker.caches.partial import NewEntries, PartialCacheFactory
 from swiftbatch.worker.kernels.team import Team
 from swiftbatch.worker.target.chains import Drawn
+from swiftbatch.worker.target.expert_counts import ExpertCounts
 from swiftbatch.worker.target.partial_rows import PartialRows
 from swiftbatch.worker.target.tiles import SequenceRows
 
@@ -40,6 +41,13 @@ class Forwards(Protocol):
 
     So it is with soft caps of scores, too.
     """
+
+    has_experts: bool
+    """Rows meet experts of their own: no row is free, however many a forward has."""
+
+    @property
+    def expert_counts(self) -> ExpertCounts | None:
+        """What counts the experts that the rows of `run` meet; None where nothing does."""
 
     @property
     def team(self) -> Team | None:

@@ -16,6 +16,7 @@ from swiftbatch.worker.kernels.kv_dtypes import with_kv
 from swiftbatch.worker.kernels.mixer_sizes import MOST_ROWS
 from swiftbatch.worker.kernels.native import NativeDecoder
 from swiftbatch.worker.target.chains import Drawn, draw_chains
+from swiftbatch.worker.target.expert_counts import ExpertCounts
 from swiftbatch.worker.target.forwards import MOST_READ, DrawChains
 from swiftbatch.worker.target.partial_rows import PartialRows
 from swiftbatch.worker.target.tiles import SequenceRows, known_rows, tree_rows
@@ -37,6 +38,8 @@ class NativeForwards:
         """Raises ValueError for weights that do not fit together."""
         self.sizes = sizes = weights.sizes
         self.has_windows = bool(sizes.score_cap) or any(layer.window for layer in weights.layers)
+        self.has_experts = any(layer.experts is not None for layer in weights.layers)
+        self.expert_counts = ExpertCounts() if self.has_experts else None
         self.device, self.dtype = torch.device("cpu"), sizes.dtype
         self.cache_shape = CacheShape.of(weights, self.device, kv_dtype)
         self._most_read = MOST_READ if self.cache_shape.recurrent is None else MOST_ROWS
@@ -52,8 +55,11 @@ class NativeForwards:
         return create_drawing(self.vocab_size, self.device)
 
     def run(self, groups: list[SequenceRows]) -> tuple[torch.Tensor, torch.Tensor]:
+        met = self._decoder.num_experts_met
         hidden, logits = self._forward(groups, with_logits=True)
         assert logits is not None
+        if self.expert_counts is not None:
+            self.expert_counts.observe(len(hidden), self._decoder.num_experts_met - met)
         return hidden, logits
 
     def read(self, cache: FullKVCache, token_ids: list[int]) -> torch.Tensor:

@@ -22,10 +22,8 @@ from swiftbatch.worker.model.causal_lm import decoder_of
 from swiftbatch.worker.model.layer_needs import attention_of, form_of, recurrent_layers
 from swiftbatch.worker.model.recurrent_sizes import RecurrentShape
 from swiftbatch.worker.target.attention import ExactRows
-from swiftbatch.worker.target.delta_nets import DeltaNet
-from swiftbatch.worker.target.mamba_layers import MambaLayer
 from swiftbatch.worker.target.mixers import Mixer, Projected, StateWalk
-from swiftbatch.worker.target.short_convolutions import ShortConvolution
+from swiftbatch.worker.target.recurrent_mixers import DeltaNet, MambaLayer, ShortConvolution
 from swiftbatch.worker.target.tiles import SequenceRows
 
 MIXERS: dict[str, Callable[[Any], Mixer]] = {

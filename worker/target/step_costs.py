@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from swiftbatch.worker.caches.recurrent import new_cache_of
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.kernels.sizes import BLOCK, TILE_ROWS
 from swiftbatch.worker.target.cuda.clock import clock_of
+from swiftbatch.worker.target.expert_counts import ExpertCounts, ExpertSpread
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.tiles import SequenceRows, tree_rows
 
@@ -34,12 +35,22 @@ class StepCosts:
     """Seconds of a forward on a grid of cache lengths and row counts; linear between and beyond.
 
     Where forwards have multiples of `rows_per_forward` rows in any case, what all rows share takes as long for one as
-    for so many, those of all sequences together; the next row costs another forward.
+    for so many, those of all sequences together; the next row costs another forward. But no row is free that
+    `has_experts` of its own to meet.
     """
 
     lengths: tuple[int, ...]
     seconds: np.ndarray  # [num_lengths, len(ROW_COUNTS)]
     rows_per_forward: int = 1
+    has_experts: bool = False
+    spread: ExpertSpread | None = None  # by which real steps correct it
+
+    def as_routed(self) -> StepCosts:
+        """The costs of rows that meet as many experts as those of real steps did; the same ones until these tell."""
+        if self.spread is None:
+            return self
+        seconds = np.maximum(LEAST_SECONDS, self.seconds - self.spread.saved_seconds())
+        return replace(self, seconds=np.maximum.accumulate(seconds, axis=1), spread=None)
 
     def at(self, num_rows: int, length: int) -> float:
         """Seconds of one sequence's forward over `num_rows` rows behind `length` cached positions."""
@@ -55,7 +66,11 @@ class StepCosts:
     def shared_seconds(self, num_rows: int) -> float:
         """Seconds of what all rows of a forward share, its linear layers: those behind an empty cache."""
         if self.rows_per_forward > 1:
-            return -(-num_rows // self.rows_per_forward) * self._empty[0]
+            full, left = divmod(num_rows, self.rows_per_forward)
+            return full * self._one_forward(self.rows_per_forward) + (self._one_forward(left) if left else 0.0)
+        return self._one_forward(num_rows)
+
+    def _one_forward(self, num_rows: int) -> float:
         beyond = max(0, num_rows - ROW_COUNTS[-1])
         return self._empty[num_rows - beyond] + beyond * self._row_seconds(num_rows)
 
@@ -66,7 +81,8 @@ class StepCosts:
         is the one at which exactly that many rows are asked for, so there are several to try.
         """
         if self.rows_per_forward > 1:
-            return tuple(price * self._empty[0] / self.rows_per_forward for price in ROW_PRICES)
+            own = (self._row_seconds(num_rows),) if self.has_experts else ()
+            return (*own, *(price * self._empty[0] / self.rows_per_forward for price in ROW_PRICES))
         return (self._row_seconds(num_rows),)
 
     def _row_seconds(self, num_rows: int) -> float:
@@ -107,7 +123,7 @@ class StepCosts:
     @functools.cached_property
     def _empty(self) -> list[float]:
         """Seconds of what is shared for every number of rows up to the most that was measured."""
-        shares_all = self.rows_per_forward > 1
+        shares_all = self.rows_per_forward > 1 and not self.has_experts
         return [self.at(1 if shares_all else number, 0) for number in range(ROW_COUNTS[-1] + 1)]
 
     def replay_seconds(self, start: int, end: int) -> float:
@@ -141,7 +157,25 @@ def measure_step_costs(target: TargetModel) -> StepCosts:
         seconds[i] = _least_seconds(target, forwards)
     # disturbances only add time, so fewer rows never take more than the best time of more rows
     rising = np.minimum.accumulate(seconds[:, ::-1], axis=1)[:, ::-1]
-    return StepCosts(lengths, rising, target.forwards.rows_per_forward)
+    counts = target.forwards.expert_counts
+    spread = None if counts is None else _measure_spread(target, cache, counts)
+    return StepCosts(lengths, rising, target.forwards.rows_per_forward, target.forwards.has_experts, spread)
+
+
+def _measure_spread(target: TargetModel, cache: FullKVCache, counts: ExpertCounts) -> ExpertSpread:
+    """Time rows that meet the same experts beside those that meet their own, and count these."""
+    cache.roll_back(0)
+    cache.advance(BLOCK)
+    seconds, met = np.zeros((2, len(ROW_COUNTS))), np.zeros((2, len(ROW_COUNTS)))
+    for which, stride in enumerate((0, PROBE_STRIDE)):
+        rows = [_probe_rows(cache, number, target.vocab_size, stride) for number in ROW_COUNTS]
+        seconds[which] = _least_seconds(target, [functools.partial(target.verify, [each]) for each in rows])
+        for column, each in enumerate(rows):
+            target.verify([each])
+            met[which, column] = counts.newest
+    counts.forget()
+    alike, apart = np.maximum.accumulate(seconds, axis=1)
+    return ExpertSpread(ROW_COUNTS, np.maximum(0, apart - alike), met[0], met[1], counts)
 
 
 def _least_seconds(target: TargetModel, forwards: Sequence[Callable[[], object]]) -> list[float]:
@@ -154,9 +188,9 @@ def _least_seconds(target: TargetModel, forwards: Sequence[Callable[[], object]]
     return [min(taken) for taken in times]
 
 
-def _probe_rows(cache: FullKVCache, number: int, vocab_size: int) -> SequenceRows:
+def _probe_rows(cache: FullKVCache, number: int, vocab_size: int, stride: int = PROBE_STRIDE) -> SequenceRows:
     """Rows whose tokens lie far apart. So they meet as many experts as rows may: what these cost counts in full."""
-    token_ids = [PROBE_STRIDE * each % vocab_size for each in range(number)]
+    token_ids = [stride * each % vocab_size for each in range(number)]
     return tree_rows(cache, token_ids[0], DraftTree.chain(token_ids[1:]))
 
 

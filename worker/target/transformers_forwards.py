@@ -31,9 +31,9 @@ from swiftbatch.worker.target.attention import (
     RowGroup,
     attention_by_definition,
 )
+from swiftbatch.worker.target.attention_choice import attends_of, attention_numerics
 from swiftbatch.worker.target.experts import EXPERTS_NAME
 from swiftbatch.worker.target.hardware import hardware_of
-from swiftbatch.worker.target.kernel_attention import attends_of, attention_numerics
 from swiftbatch.worker.target.partial_rows import PartialRows
 from swiftbatch.worker.target.recurrent_rows import runs_in_kernels, take_over_recurrent_layers
 from swiftbatch.worker.target.tiles import SequenceRows, Tile, chain_rows, needs_whole_tiles, pack_tiles, tree_rows
@@ -47,6 +47,7 @@ class TransformersForwards:
     arena = None
     team = None
     draw_chains = None
+    expert_counts = None
 
     def __init__(
         self, model: Any, files: ModelFiles, variant: str | None = None, kv_dtype: KVDtype | None = None
@@ -70,6 +71,7 @@ class TransformersForwards:
         self.cache_shape = CacheShape(*sizes, self.dtype, self.device, recurrent, kv_dtype=kv_dtype)
         self.spans = [needs.span for needs in layers]
         self.has_windows = set(self.spans) != {FULL}
+        self.has_experts = any("Experts" in type(module).__name__ for module in model.modules())
         self._attends, self._variant = attends_of(layers, self.dtype, variant), variant
         self._decoder, self._head = decoder_of(model), Head(model)
         self._pads_rows = needs_whole_tiles(self.device.type, self.dtype, _narrowest(self._decoder))

@@ -442,6 +442,30 @@ WITH_EXPERTS: dict[str, dict[str, Any]] = {
         "sliding_window": 20,
         "tie_word_embeddings": True,
     },
+    "Granite MoE with windows and sinks": SMALL
+    | {
+        "architectures": ["GraniteMoeSWAForCausalLM"],
+        "attention_bias": False,
+        "attention_multiplier": 0.015625,
+        "embedding_multiplier": 12.0,
+        "intermediate_size": 48,
+        "layer_rope_theta": [0, 10000.0, 500000.0],
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        "logits_scaling": 6.0,
+        "max_position_embeddings": 131072,
+        "model_type": "granitemoe_swa",
+        "num_experts_per_tok": 3,
+        "num_hidden_layers": 3,
+        "num_local_experts": 8,
+        "output_router_logits": False,
+        "residual_multiplier": 0.22,
+        "rms_norm_eps": 1e-06,
+        "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+        "router_aux_loss_coef": 0.0,
+        "shared_intermediate_size": 96,
+        "sliding_window": 20,
+        "tie_word_embeddings": True,
+    },
 }
 
 

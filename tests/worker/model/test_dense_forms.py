@@ -12,25 +12,24 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.exactness.probe import probe_rows
-from swiftbatch.worker.exactness.row_agreement import _our_logits, compare
+from swiftbatch.worker.exactness.row_agreement import _our_logits
 from swiftbatch.worker.kernels.angles import angles
 from swiftbatch.worker.kernels.forms import Activation
 from swiftbatch.worker.model.causal_lm import load_causal_lm
 from swiftbatch.worker.model.dense import dense_weights
-from swiftbatch.worker.model.files import DRAFT_FOLDER, PARTS_FOLDER, locate_model
-from swiftbatch.worker.papers.griffin.griffin_weights import save_griffin
-from swiftbatch.worker.papers.griffin.model import GriffinConfig, GriffinModel
-from swiftbatch.worker.papers.tokenswift.heads import save_heads
-from swiftbatch.worker.target.native_forwards import NativeForwards
-from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.model.files import locate_model
 from tests.worker.kernels.kernel_parts import needs_kernels
 from tests.worker.kernels.reference import ACTIVATIONS, ReferenceDecoder
+from tests.worker.model.kind_promises import (
+    check_a_disk_changes_no_text,
+    check_engines_give_plain_tokens_beside_a_resumed_job,
+    check_texts_are_those_of_transformers,
+    loaded,
+    save_parts,
+)
 from tests.worker.model.test_dense import saved
-from tests.worker.model.test_kinds_engines import decode
-from tests.worker.model.test_published_configs import OTHER_FORMS, PUBLISHED
+from tests.worker.model.test_published_configs import OTHER_FORMS
 
 pytestmark = needs_kernels
 
@@ -54,8 +53,6 @@ FORMS = {
 }
 TREES = ("glm4", "olmo2", "gemma", "gemma2")
 ACTIVATION_NAMES = {"glm4": "activation_fn", "starcoder2": "act"}  # in their classes
-ENGINES = ("auto", "griffin", "token-recycling", "triforce")
-NUM_PROMPT_TOKENS, NUM_TOKENS, NUM_RECOVERED = 50, 40, 23
 
 
 @pytest.fixture(scope="module")
@@ -68,35 +65,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         config = AutoConfig.for_model(**published)
         saved(folder, config)
         (folder / "config.json").write_text(json.dumps(published))
-        saved(folder / PARTS_FOLDER / DRAFT_FOLDER, AutoConfig.for_model(**PUBLISHED["Llama 3.2 1B"]))
-        fingerprint = locate_model(str(folder)).fingerprint
-        save_heads(folder / PARTS_FOLDER, 0.02 * torch.randn(3, config.hidden_size, config.hidden_size), fingerprint)
-        save_griffin(folder / PARTS_FOLDER, GriffinModel(GriffinConfig.for_target(config)), fingerprint)
+        save_parts(folder, config)
     return found
-
-
-def loaded(folder: Path, dtype: str, kv_offload: str | None = None) -> TargetModel:
-    target = TargetModel.load(locate_model(str(folder)), dtype, "cpu", kv_offload)
-    assert isinstance(target.forwards, NativeForwards)
-    return target
-
-
-def sequences(target: TargetModel, temperature: float = 1.0) -> list[Sequence]:
-    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=temperature, seed=3, ignore_eos=True)
-    texts = torch.randint(3, target.vocab_size, (2, NUM_PROMPT_TOKENS), generator=torch.Generator().manual_seed(5))
-    return [Sequence(f"s{i}", text.tolist(), params, target.vocab_size) for i, text in enumerate(texts)]
 
 
 @pytest.mark.parametrize("kind", FORMS)
 def test_logits_and_greedy_texts_are_those_of_transformers(kind: str, folders: dict[str, Path]) -> None:
-    target = loaded(folders[kind], "float32")
-    found = compare(target)
-    assert found.agrees, found
-    assert found.num_same_choices == found.num_rows
-    texts, theirs = sequences(target, temperature=0.0), load_causal_lm(target.files, torch.float32)
-    for text, output in zip(texts, decode(target, "autoregressive", texts), strict=True):
-        best = theirs(input_ids=torch.from_numpy(text.token_ids)[None]).logits[0].argmax(-1)
-        assert output == best[NUM_PROMPT_TOKENS - 1 : -1].tolist()
+    check_texts_are_those_of_transformers(loaded(folders[kind], "float32"))
 
 
 @pytest.mark.parametrize("kind", FORMS)
@@ -137,23 +112,14 @@ def test_bf16_is_as_near_to_float64_as_in_transformers(kind: str, folders: dict[
 
 @pytest.mark.parametrize("kind", FORMS)
 def test_every_engine_gives_plain_decoding_s_tokens_beside_a_resumed_job(kind: str, folders: dict[str, Path]) -> None:
-    target = loaded(folders[kind], "bfloat16")
-    plain = [decode(target, "autoregressive", [text])[0] for text in sequences(target)]
-    for engine in ENGINES:
-        fresh, resumed = sequences(target)
-        resumed.extend(plain[1][:NUM_RECOVERED])
-        assert decode(target, engine, [fresh, resumed]) == plain, engine
+    check_engines_give_plain_tokens_beside_a_resumed_job(loaded(folders[kind], "bfloat16"))
 
 
 @pytest.mark.parametrize("kind", FORMS)
 def test_texts_are_the_same_where_keys_and_values_lie_on_a_disk(
     kind: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    outputs = []
-    for kv_offload in (None, str(tmp_path)):
-        target = loaded(folders[kind], "bfloat16", kv_offload)
-        outputs.append(decode(target, "token-recycling", sequences(target)))
-    assert outputs[0] == outputs[1]
+    check_a_disk_changes_no_text(folders[kind], tmp_path)
 
 
 @pytest.mark.parametrize("num_rows", [300, pytest.param(10_000, marks=pytest.mark.slow)])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
 import unicodedata
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,7 +25,7 @@ from swiftbatch.jobs.job import Job
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.scheduler.cli import main
 from swiftbatch.worker.model.files import ModelFiles, locate_model
-from swiftbatch.worker.model.text import TextCodec
+from swiftbatch.worker.model.text import Chat, TextCodec
 from swiftbatch.worker.model.token_length import max_chars_per_token
 from tests import ROOT
 from tests.scheduler.commands.submit_parts import submit_file
@@ -36,6 +38,23 @@ SAMPLING = SamplingParams(max_tokens=5, seed=1)
 def model(tmp_path: Path, tiny_model: Path) -> Path:
     """A copy of the tiny model, to be changed."""
     return Path(shutil.copytree(tiny_model, tmp_path / "model"))
+
+
+def test_many_prompts_come_to_the_tokens_that_each_comes_to_alone(embedded_files: ModelFiles) -> None:
+    codec = TextCodec(replace(embedded_files, max_positions=1000))
+    assert codec._is_the_library_s
+    texts = ["once", "", "na\u00efve \U0001f642\n\n", "<|endoftext|>", "x" * 10**6, "the river " * 50]
+    chat, too_large = Chat([Message(role="user", content="hi")], None), (1, 10**6)
+    found = codec.encode_all([*texts, chat, (3, 4), too_large])
+    for text, each in zip(texts, found, strict=False):
+        if text == texts[4]:
+            with pytest.raises(ValueError, match=re.escape(str(each))):
+                codec.encode_prompt(text)
+        else:
+            assert each == codec._tokenizer.encode(text) == codec.encode_prompt(text)
+    assert found[-3] == codec.encode_chat(chat.messages, None)
+    assert found[-2] == [3, 4]
+    assert "found the token id 1,000,000" in str(found[-1])
 
 
 def test_the_tokenizer_is_the_one_that_transformers_chooses(embedded_files: ModelFiles, model: Path) -> None:

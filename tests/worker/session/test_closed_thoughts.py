@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.worker.model.files import eos_token_ids_of, locate_model
+from tests.scheduler.runs.extension_parts import extend
 from tests.worker.session.session_parts import claimed, digest, make_run, session, to_the_end, until
 from tests.worker.session.test_thinking import ENGINES, MARKERS, chat, done, end_of, model, run
 
@@ -84,3 +86,23 @@ def test_a_thought_without_room_for_its_end_stays_open(run: Run, model: Path, th
     num_tokens = thought["usage"]["completion_tokens"] - 1 + len(end_of(model)[0])
     job = asking(model, "close", max_tokens=num_tokens)
     assert done(run, model, job, engine="suffix")["choices"] == thought["choices"]
+    assert KeptLogs.of(run).sizes().keys() == {job.job_id}
+
+
+@pytest.mark.parametrize("reason", ["stop", "repetition"])
+def test_a_thought_that_had_no_room_for_its_end_is_closed_when_its_job_is_extended(
+    run: Run, tmp_path: Path, model: Path, thought: dict[str, Any], reason: str
+) -> None:
+    loops = {"max_pattern_size": 1, "min_count": 4, "action": "close"}
+    forever = {"temperature": 0.0, "logit_bias": {"77": 100.0}, "repetition_penalty": 1.0}
+    drawn = {"repetition_detection": loops, **forever} if reason == "repetition" else {}
+    num_thought = 4 if drawn else thought["usage"]["completion_tokens"] - 1
+    longest, single = num_thought + len(end_of(model)[0]) + 9, make_run(tmp_path / "single")
+    short, wide = (asking(model, "close", max_tokens=most, **drawn) for most in (num_thought + 2, longest))
+    run.add_jobs([short])
+    assert done(run, model, short, engine="suffix")["choices"][0]["finish_reason"] == reason
+    for most in (num_thought + 3, longest):  # the first of them has no room either
+        [longer] = extend(run, model, most).records
+        to_the_end(session(run, model, engine="suffix", thinking_markers=MARKERS), claimed(run, longer))
+    done(single, model, wide, engine="autoregressive")
+    assert digest(run, longer) == digest(single, wide)

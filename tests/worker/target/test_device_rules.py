@@ -13,7 +13,7 @@ from swiftbatch.worker.exactness.probe import probe_rows
 from swiftbatch.worker.exactness.verdicts import verdict_key
 from swiftbatch.worker.kernels.sizes import BLOCK, TILE_ROWS
 from swiftbatch.worker.model.files import locate_model
-from swiftbatch.worker.target import attention, attention_kernel, hardware, step_costs
+from swiftbatch.worker.target import attention, hardware, step_costs, torch_attention
 from swiftbatch.worker.target.loading import DTYPES, load_transformers
 from swiftbatch.worker.target.step_costs import PROBE_LENGTHS, measure_step_costs
 from swiftbatch.worker.target.target import TargetModel
@@ -40,8 +40,8 @@ def test_off_the_cpu_every_forward_has_the_same_number_of_rows_in_any_dtype() ->
 def test_the_host_s_cpu_decides_nothing_about_rows_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for has_amx in (True, False):
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda has_amx=has_amx: has_amx)
-        assert attention_kernel.attention_kernel("cuda", torch.bfloat16) == "attention by definition"
-        assert attention_kernel.query_row_quantum("cuda", torch.bfloat16, group=3) == 3 * TILE_ROWS
+        assert torch_attention.attention_kernel("cuda", torch.bfloat16) == "attention by definition"
+        assert torch_attention.query_row_quantum("cuda", torch.bfloat16, group=3) == 3 * TILE_ROWS
 
 
 @pytest.fixture
@@ -51,11 +51,11 @@ def no_flash_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def refuse(*_: object) -> None:
         raise RuntimeError("pack_vnni2 is only supported when avx512 is supported")
 
-    for module in (attention, attention_kernel):
+    for module in (attention, torch_attention):
         monkeypatch.setattr(module, "flash_attention", refuse)
-    attention_kernel.attention_kernel.cache_clear()
+    torch_attention.attention_kernel.cache_clear()
     yield
-    attention_kernel.attention_kernel.cache_clear()
+    torch_attention.attention_kernel.cache_clear()
     torch.backends.cuda.enable_flash_sdp(True)
 
 

@@ -15,6 +15,7 @@ from swiftbatch.worker.drafters.budget import NODE_CHOICES, NodeBudget
 from swiftbatch.worker.drafters.shared_budget import NUM_ROWS, best_shares
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.target import step_costs
+from swiftbatch.worker.target.expert_counts import ExpertCounts, ExpertSpread
 from swiftbatch.worker.target.step_costs import ROW_COUNTS, StepCosts, measure_step_costs
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.target.cuda.cuda_parts import cuda_target
@@ -116,6 +117,82 @@ def test_a_clock_that_sees_nothing_leaves_every_choice_open() -> None:
     assert NodeBudget(nothing).best(64, 2, 0.0).num_nodes in NODE_CHOICES
     shares = best_shares(nothing, np.ones((2, len(NODE_CHOICES))), np.array([64, 64]), 0.0, 0.0)
     assert len(shares) == 2
+
+
+NUM_EXPERTS, NUM_CHOSEN, NUM_LAYERS = 128, 8, 4
+BASE, PER_EXPERT = 0.01, 0.001  # seconds of a step beside its experts, and of each that is read in all layers
+
+
+def distinct(num_rows: int, share: float) -> float:
+    """Experts of a layer that rows meet which choose evenly; of those beyond one row's a share alone."""
+    apart = NUM_EXPERTS * (1 - (1 - NUM_CHOSEN / NUM_EXPERTS) ** num_rows)
+    return NUM_CHOSEN + share * (apart - NUM_CHOSEN)
+
+
+def step_seconds(num_rows: int, share: float) -> float:
+    return BASE + PER_EXPERT * distinct(num_rows, share)
+
+
+def routed_costs(counts: ExpertCounts, probed: float = 1.0) -> StepCosts:
+    """What probes would find; `probed` is the share that their rows meet apart."""
+    seconds = np.array([[step_seconds(rows, probed) for rows in ROW_COUNTS]] * 2)
+    alike, apart = ([NUM_LAYERS * distinct(rows, share) for rows in ROW_COUNTS] for share in (0.0, probed))
+    spread = ExpertSpread(ROW_COUNTS, seconds[0] - step_seconds(1, 0.0), np.array(alike), np.array(apart), counts)
+    return StepCosts((64, 8192), seconds, has_experts=True, spread=spread)
+
+
+def true_rate(num_nodes: int, accepted: float, share: float) -> float:
+    tokens = 1.0 + sum(accepted ** (1 + each) for each in range(num_nodes))
+    return tokens / step_seconds(num_nodes + 1, share)
+
+
+def settled_choice(costs: StepCosts, counts: ExpertCounts, accepted: float, share: float) -> int:
+    """The nodes that one sequence drafts once real steps were seen, with a look now and then."""
+    tokens = np.array([[1.0 + sum(accepted ** (1 + each) for each in range(nodes)) for nodes in NODE_CHOICES]])
+    choice = 0
+    for _ in range(12):
+        for nodes in (0, NODE_CHOICES[choice], NODE_CHOICES[min(choice + 1, len(NODE_CHOICES) - 1)]):
+            counts.observe(nodes + 1, round(NUM_LAYERS * distinct(nodes + 1, share)))
+        choice = int(best_shares(costs.as_routed(), tokens, np.array([64]), 0.0, 0.0)[0])
+    return NODE_CHOICES[choice]
+
+
+@pytest.mark.parametrize("probed", [1.0, 0.5])
+@pytest.mark.parametrize("share", [0.1, 0.5, 1.0])
+@pytest.mark.parametrize("accepted", [0.3, 0.6, 0.8, 0.95])
+def test_drafts_are_never_chosen_where_the_experts_of_real_steps_make_them_lose(
+    accepted: float, share: float, probed: float
+) -> None:
+    """Whatever probes met: with half as many experts they make drafts look too good."""
+    counts = ExpertCounts()
+    chosen = settled_choice(routed_costs(counts, probed), counts, accepted, share)
+    plain, best = (max(true_rate(nodes, accepted, share) for nodes in all_nodes) for all_nodes in ((0,), NODE_CHOICES))
+    assert true_rate(chosen, accepted, share) >= 0.97 * plain
+    assert true_rate(chosen, accepted, share) >= 0.9 * best
+
+
+def test_before_real_steps_tell_rows_count_as_many_experts_as_rows_may_meet() -> None:
+    counts = ExpertCounts()
+    costs = routed_costs(counts)
+    assert np.array_equal(costs.as_routed().seconds, costs.seconds)
+    counts.observe(8, round(NUM_LAYERS * distinct(8, 0.25)))
+    found = costs.as_routed()
+    for rows in (1, 4, 32):
+        assert found.at(rows, 64) == pytest.approx(step_seconds(rows, 0.25), rel=0.01)
+    counts.forget()
+    assert np.array_equal(costs.as_routed().seconds, costs.seconds)
+
+
+def test_on_a_gpu_no_row_is_free_that_meets_experts_of_its_own() -> None:
+    seconds = np.array([[step_seconds(rows, 1.0) for rows in ROW_COUNTS]] * 2)
+    costs = StepCosts((64, 8192), seconds, 64, has_experts=True)
+    assert costs.shared_seconds(1) == pytest.approx(step_seconds(1, 1.0))
+    assert costs.shared_seconds(32) == pytest.approx(step_seconds(32, 1.0))
+    assert costs.shared_seconds(66) == pytest.approx(costs.shared_seconds(64) + costs.shared_seconds(2))
+    tokens = np.array([[1.0 + sum(0.3 ** (1 + each) for each in range(nodes)) for nodes in NODE_CHOICES]])
+    assert not best_shares(costs, tokens, np.array([64]), 0.0, 0.0).any(), "a second row takes nearly as long again"
+    free = StepCosts((64, 8192), np.full((2, len(ROW_COUNTS)), step_seconds(1, 1.0)), 64)
+    assert best_shares(free, tokens, np.array([64]), 0.0, 0.0).any()
 
 
 def test_where_caches_have_little_memory_costs_are_probed_in_that_of_one_layer(

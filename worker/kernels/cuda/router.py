@@ -22,7 +22,9 @@ PART_DEPTH = 512  # of a program: more of them than experts alone would make
 TILE = 16  # rows of an expert that are multiplied together: tensor cores take no fewer
 SORTED_EXPERTS = 64  # at a time
 SOFTMAX, SIGMOID = tl.constexpr(int(Score.SOFTMAX)), tl.constexpr(int(Score.SIGMOID))
-OF_CHOSEN = tl.constexpr(int(Score.SOFTMAX_OF_CHOSEN))
+SOFTMAX_OF_CHOSEN = tl.constexpr(int(Score.SOFTMAX_OF_CHOSEN))
+SIGMOID_OF_CHOSEN = tl.constexpr(int(Score.SIGMOID_OF_CHOSEN))
+SPARSE_MIXER = tl.constexpr(int(Score.SPARSE_MIXER))
 
 
 def num_parts(hidden: int) -> int:
@@ -111,8 +113,10 @@ def weighed(
     LEAST_SUM: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     """The weights `[1, ranks]` of chosen experts, whose scores are summed in the order of ranks."""
-    if SCORE == OF_CHOSEN:
+    if SCORE == SOFTMAX_OF_CHOSEN:
         scores = softmax(scores, ranks < NUM_CHOSEN)
+    if SCORE == SIGMOID_OF_CHOSEN:
+        scores = sigmoid(scores)
     if IS_NORMALISED:
         total = 0.0
         for rank in range(NUM_CHOSEN):
@@ -120,6 +124,18 @@ def weighed(
         total = tl.where(total < LEAST_SUM, LEAST_SUM, total)
         scores = tl.div_rn(scores, tl.zeros_like(scores) + total)
     return scores * SCALE
+
+
+@triton.jit
+def sparse_share(logits, is_left, most, JITTER: tl.constexpr):
+    """The share of an expert with the logit `most` among those that are left and no further away than twice the jitter.
+
+    By the greater of both; in float64, rounded once.
+    """
+    size = tl.abs(logits)
+    is_far = tl.div_rn(most - logits, tl.where(size < most, most, size)) > 2 * JITTER
+    powers = tl.exp(logits.to(tl.float64) - most.to(tl.float64))
+    return (1.0 / whole_sum(tl.where(is_left & ~is_far, powers, 0.0))).to(tl.float32)
 
 
 @triton.jit
@@ -160,7 +176,7 @@ def choose_row(
     NUM_CHOSEN: tl.constexpr, RANKS: tl.constexpr, NUM_GROUPS: tl.constexpr, NUM_CHOSEN_GROUPS: tl.constexpr,
     GROUPS: tl.constexpr, MEMBERS: tl.constexpr, SCORE: tl.constexpr, IS_NORMALISED: tl.constexpr,
     LEAST_SUM: tl.constexpr, SCALE: tl.constexpr, ROUNDS_LOGITS: tl.constexpr, ROUNDS_WEIGHTS: tl.constexpr,
-    ROUNDS_SHARES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_CHOICE_BIAS: tl.constexpr,
+    ROUNDS_SHARES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_CHOICE_BIAS: tl.constexpr, JITTER: tl.constexpr,
 ):  # fmt: skip
     """Program (row): marks of all experts, 0 or the rank of a chosen one and 1; weights by rank.
 
@@ -194,7 +210,10 @@ def choose_row(
     weights = tl.zeros([1, RANKS], tl.float32)
     for rank in range(NUM_CHOSEN):
         is_best = is_real & (experts == take_best(shifted, is_left, experts, NUM_EXPERTS))
-        weights = tl.where(ranks == rank, whole_sum(tl.where(is_best, scores, 0.0)), weights)
+        weight = whole_sum(tl.where(is_best, scores, 0.0))
+        if SCORE == SPARSE_MIXER:
+            weight = sparse_share(logits, is_left, weight, JITTER)
+        weights = tl.where(ranks == rank, weight, weights)
         marks = tl.where(is_best, rank + 1, marks)
         is_left &= ~is_best
     weights = weighed(weights, ranks, NUM_CHOSEN, SCORE, IS_NORMALISED, LEAST_SUM, SCALE)
@@ -281,6 +300,7 @@ def choice_constants(
         "ROUNDS_SHARES": rounds,
         "HAS_BIAS": has_bias,
         "HAS_CHOICE_BIAS": has_choice_bias,
+        "JITTER": routing.jitter,
         "num_warps": 1 if routing.num_experts <= 256 else 4,
     }
 

@@ -258,6 +258,8 @@ typedef struct {
 } forward_call;
 
 EXPORT void decoder_forward(decoder *decoder, team *team, const forward_call *call);
+// The experts that rows of all calls so far met, each once in a layer of a call.
+EXPORT int64_t decoder_experts_met(const decoder *decoder);
 // Logits of hidden states that an earlier call gave.
 EXPORT void decoder_head(decoder *decoder, team *team, int num_rows, const void *hidden, float *logits);
 

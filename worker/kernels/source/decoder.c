@@ -32,6 +32,7 @@ struct decoder {
     float *final_norm;
     matrix head;
     layer_weights *layers;
+    int64_t num_experts_met;
 };
 
 typedef struct {
@@ -527,8 +528,11 @@ void decoder_forward(decoder *decoder, team *team, const forward_call *call) {
         store((element)sizes->element, pass.normed, call->num_rows * sizes->hidden, call->hidden);
         if (call->logits) apply_head(frame, decoder, call->num_rows, pass.normed, call->logits);
     }
+    decoder->num_experts_met += experts_room.num_met;
     frame_close(frame);
 }
+
+int64_t decoder_experts_met(const decoder *decoder) { return decoder->num_experts_met; }
 
 void decoder_head(decoder *decoder, team *team, int num_rows, const void *hidden, float *logits) {
     frame *frame = frame_open(team);

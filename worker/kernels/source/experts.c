@@ -89,6 +89,12 @@ static void *room_for(frame *frame, expert_room *room, int place, size_t bytes) 
     return room->places[place];
 }
 
+static int num_met(const int32_t *starts, int num_experts) {
+    int found = 0;
+    for (int expert = 0; expert < num_experts; expert++) found += starts[expert] < starts[expert + 1];
+    return found;
+}
+
 // Where the pairs of each expert begin: what helpers read of it does not change before the frame is closed.
 static int32_t *starts_of(frame *frame, int num_experts, const int32_t *choices, int num_pairs) {
     int32_t *starts = frame_take(frame, sizeof(int32_t) * (size_t)(num_experts + 1));
@@ -117,7 +123,8 @@ static void add_expert_units(const int32_t *starts, int num_experts, grouping *t
         }
 }
 
-static grouping group_rows(frame *frame, const expert_sizes *sizes, int num_rows, const int32_t *choices) {
+static grouping group_rows(frame *frame, const expert_sizes *sizes, int num_rows, const int32_t *choices,
+                           expert_room *room) {
     size_t pairs = (size_t)num_rows * (size_t)sizes->num_chosen, bytes = sizeof(int32_t) * pairs;
     grouping fresh = {.units = frame_take(frame, sizeof(unit_rows) * pairs),
                       .rows = frame_take(frame, bytes),
@@ -127,6 +134,7 @@ static grouping group_rows(frame *frame, const expert_sizes *sizes, int num_rows
     int32_t *starts = starts_of(frame, sizes->num_experts, choices, fresh.num_pairs);
     place_pairs(starts, choices, sizes->num_experts, sizes->num_chosen, &fresh);
     add_expert_units(starts, sizes->num_experts, &fresh);
+    room->num_met += num_met(starts, sizes->num_experts);
     return fresh;
 }
 
@@ -282,7 +290,7 @@ static void run_block(frame *frame, const experts *experts, expert_room *room, i
     float *routed = frame_take(frame, sizeof(float) * (size_t)experts->hidden);
     void *results[MOST_UNITS];
     route(frame, &experts->router, num_rows, rows, rounds, choices, weights);
-    grouping groups = group_rows(frame, &experts->sizes, num_rows, choices);
+    grouping groups = group_rows(frame, &experts->sizes, num_rows, choices, room);
     const void *gathered = rows_of_pairs(frame, experts, &groups, rows, room);
     grouped_job job = multiply_groups(frame, experts, &groups, true, gathered, room, rounds, results);
     gathered = gather_activated(frame, experts, &groups, &job, results, room);

@@ -13,10 +13,11 @@ typedef struct {
     bool has_shared_gate;
 } experts;
 
-// Memory that the layers of a call share.
+// Memory that the layers of a call share, and the experts that rows met in them.
 typedef struct {
     void *places[4];
     size_t bytes[4];
+    int64_t num_met;
 } expert_room;
 
 experts *experts_new(const expert_sizes *sizes, const decoder_sizes *decoder);

@@ -44,7 +44,7 @@ class FloatScheme:
         return form_of("e4m3", 8, shape[1], self.block and self.block[1]) if len(shape) == 2 else None
 
     def weight(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Weight:
-        from swiftbatch.worker.model.formats.values.grids import grid_weight
+        from swiftbatch.worker.model.formats.values.minifloats import grid_weight
 
         return grid_weight(parts[WHOLE], parts[self.scale], self.block, dtype)
 

@@ -40,7 +40,7 @@ class ByteScheme:
         return form_of_integers(8, self.shape(heads)[1], self.group, heads["scale"].dtype, is_centred)
 
     def weight(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Weight:
-        from swiftbatch.worker.model.formats.values.integer_numbers import byte_weight
+        from swiftbatch.worker.model.formats.values.integers import byte_weight
 
         return byte_weight(parts, self.group, dtype)
 
@@ -91,7 +91,7 @@ class PackedScheme:
         fits("zero_point", zeros.shape, *([packed] if zeros.dtype == "I32" else [scales]))
 
     def weight(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Weight:
-        from swiftbatch.worker.model.formats.values.integer_numbers import packed_weight
+        from swiftbatch.worker.model.formats.values.integers import packed_weight
 
         return packed_weight(parts, self.bits, self.group, dtype)
 

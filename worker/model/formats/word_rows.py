@@ -51,7 +51,7 @@ class GPTQScheme:
         return form_of_integers(self.bits, self.shape(heads)[1], self.group, scales, is_centred=False)
 
     def weight(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Weight:
-        from swiftbatch.worker.model.formats.values.word_numbers import gptq_weight
+        from swiftbatch.worker.model.formats.values.integers import gptq_weight
 
         return gptq_weight(parts, self.bits, self.group, self.zero_is_less, dtype)
 
@@ -75,7 +75,7 @@ class AWQScheme:
         return form_of_integers(4, self.shape(heads)[1], self.group, heads["scales"].dtype, is_centred=False)
 
     def weight(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Weight:
-        from swiftbatch.worker.model.formats.values.word_numbers import awq_weight
+        from swiftbatch.worker.model.formats.values.integers import awq_weight
 
         return awq_weight(parts, self.group, dtype)
 

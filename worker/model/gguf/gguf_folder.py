@@ -22,7 +22,18 @@ from swiftbatch.worker.model.gguf.gguf_config import config_of, generation_of
 from swiftbatch.worker.model.gguf.gguf_model import FREQUENCIES, GGUFModel, read_gguf, transformers_name
 from swiftbatch.worker.model.gguf.header import GGUFError
 from swiftbatch.worker.model.gguf.links import INDEX_FILE, link_name, link_names, write_index
-from swiftbatch.worker.model.gguf.splits import refuse_unknown_split
+
+# how tokenizers of GGUF files cut text before they merge it
+KINDS = ("gpt2", "llama")  # merges of bytes, and SentencePiece's, which cuts in one way alone
+OF_GPT2 = ("gpt-2", "granite-docling", "jais", "mpt", "olmo", "phi-2", "trillion")
+# as GPT-2, with digits one by one: no merge joins digits there, so that is no difference
+OF_DIGITS = ("codeshell", "command-r", "exaone", "minerva-7b", "refact", "smollm", "starcoder")
+OTHERS = (
+    *("dbrx", "deepseek-r1-qwen", "f2llmv2", "falcon-h1", "falcon3", "gpt-4o", "jina-v5-nano", "kanana2", "kormo"),
+    *("lfm2", "llama-bpe", "llama-v3", "llama3", "llama4", "megrez", "midm-2.0", "minimax-m2", "pixtral", "qwen2"),
+    *("qwen35", "smaug-bpe", "talkie", "tekken"),
+)
+KNOWN = sorted((*OF_GPT2, *OF_DIGITS, *OTHERS))
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")  # the last one is written last
 FORM = 1  # of the derived files: another one where they are derived in another way
@@ -117,3 +128,18 @@ def _line(error: Exception) -> str:
 
 def _write_json(file: Path, value: Any) -> None:
     file.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def refuse_unknown_split(model: GGUFModel) -> None:
+    """Raise GGUFError for a tokenizer that would give other tokens than the model's.
+
+    `transformers`' loader takes GPT-2's way of cutting text for any name that it does not know.
+    """
+    kind, split = (model.metadata.get(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
+    if kind not in KINDS:
+        raise GGUFError(f"its tokenizer.ggml.model is {kind!r:.60}, expected {' or '.join(KINDS)}")
+    if kind == "gpt2" and split not in KNOWN:
+        raise GGUFError(f"its tokenizer.ggml.pre is {split!r:.60}, expected one of {', '.join(KNOWN)}")
+    tokens, types = (model.metadata.get(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
+    if not isinstance(tokens, list) or not tokens or (types is not None and len(types) != len(tokens)):
+        raise GGUFError("its metadata has no tokens, or other numbers of tokens and of their types")

@@ -10,13 +10,20 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
-from swiftbatch.worker.kernels.packed import Weight
+from swiftbatch.worker.kernels.packed import PackedMatrix, Weight
+from swiftbatch.worker.model.gguf.architectures import Architecture
+from swiftbatch.worker.model.gguf.blocks import packed_from
 from swiftbatch.worker.model.gguf.gguf_model import FREQUENCIES, transformers_name
-from swiftbatch.worker.model.gguf.header import GGUFError, read_head
+from swiftbatch.worker.model.gguf.header import GGUFError, TensorHead, read_head
 from swiftbatch.worker.model.gguf.links import architecture_of
-from swiftbatch.worker.model.gguf.weights import weights_of
 from swiftbatch.worker.model.hashed_reading import Hashing, exactly, fill
+
+NUMBERS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+PAIRED = {".q_proj.": "num_attention_heads", ".k_proj.": "num_key_value_heads"}  # the heads of each
+RAISED = "norm.weight"
+SHARED_GATE = "shared_expert_gate.weight"  # a row that is stored as a list
 
 PIECE = 1 << 24  # bytes, of those between tensors
 
@@ -54,3 +61,56 @@ def _taken(stream: RawIOBase, size: int, hashing: Hashing) -> bytes:
 def _pass_over(stream: RawIOBase, size: int, hashing: Hashing) -> None:
     while size > 0:
         size -= len(_taken(stream, min(size, PIECE), hashing))
+
+
+def weights_of(
+    name: str, tensor: TensorHead, data: Tensor, architecture: Architecture, config: dict[str, Any], dtype: torch.dtype
+) -> Iterator[tuple[str, Weight]]:
+    """The weights of a stored tensor, by the names that `transformers`' layers have for them.
+
+    It is one, or one for each expert. Packed ones stand for numbers of this dtype. What llama.cpp changes when it
+    writes a file is undone, as in `transformers`' own loader: the order of rows of queries and keys, and norms that
+    hold one more.
+
+    Raises GGUFError for a tensor that is damaged, or not of the model that the config says.
+    """
+    if "*" in name:
+        if len(tensor.shape) != 3:
+            raise GGUFError(f"its tensor {tensor.name} has the shape {list(tensor.shape)}, expected three dimensions")
+        for number, one in enumerate(data.view(tensor.shape[0], -1)):
+            yield name.replace("*", str(number)), _weight(tensor, one, tensor.shape[1:], dtype)
+        return
+    shape = (1, *tensor.shape) if name.endswith(SHARED_GATE) and len(tensor.shape) == 1 else tensor.shape
+    weight = _weight(tensor, data, shape, dtype)
+    if architecture.has_raised_norms and name.endswith(RAISED):
+        weight = _numbers(weight) - 1
+    for part, key in PAIRED.items():
+        if architecture.has_paired_heads and part in name:
+            weight = _apart(weight, config[key], tensor.name)
+    yield name, weight
+
+
+def _weight(tensor: TensorHead, data: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Weight:
+    """A matrix in blocks stays packed; all else is numbers."""
+    if tensor.type.name in NUMBERS:
+        return data.view(NUMBERS[tensor.type.name]).view(shape)
+    num_rows = shape[0] if len(shape) == 2 else 1
+    try:
+        packed = packed_from(tensor.type.name, data.view(-1, tensor.type.num_bytes), num_rows, dtype)
+    except ValueError as error:
+        raise GGUFError(f"its tensor {tensor.name} of {tensor.type.name} can't be unpacked: {error}") from None
+    return packed if len(shape) == 2 else packed.dequantized().view(shape)
+
+
+def _numbers(weight: Weight) -> Tensor:
+    """In float32, whatever it is stored as."""
+    return (weight.dequantized() if isinstance(weight, PackedMatrix) else weight).float()
+
+
+def _apart(weight: Weight, num_heads: int, name: str) -> Weight:
+    """The same heads with the two halves of each apart, of which rows lie side by side in the file."""
+    num_rows = weight.shape[0]
+    if num_rows % (2 * num_heads):
+        raise GGUFError(f"its tensor {name} has {num_rows:,} rows for {num_heads} heads")
+    order = torch.arange(num_rows).view(num_heads, -1, 2).transpose(1, 2).flatten()
+    return weight.rows(order) if isinstance(weight, PackedMatrix) else weight[order]

@@ -55,6 +55,7 @@ class CudaForwards:
     rows_per_forward = NUM_ROWS
     team = None
     draw_chains = None
+    expert_counts = None
 
     def __init__(
         self,
@@ -72,6 +73,7 @@ class CudaForwards:
         self.sizes = sizes = weights.sizes
         hides = (layer.window is not None or layer.sinks is not None for layer in weights.layers)
         self.has_windows = bool(sizes.score_cap) or any(hides)
+        self.has_experts = any(layer.experts is not None for layer in weights.layers)
         self.arena, self.eos_token_ids = arena, eos_token_ids
         self.device, self.dtype = arena.shape.device, sizes.dtype
         self.vocab_size, self.hidden_size = sizes.vocab, sizes.hidden

@@ -182,6 +182,7 @@ def packed_kernels() -> dict[str, Made]:
 
 QWEN3 = Routing(128, 8, Score.SOFTMAX)  # 30B A3B
 GPT_OSS = Routing(128, 4, Score.SOFTMAX_OF_CHOSEN, is_normalised=False)  # 120B
+MIXED = Routing(16, 2, Score.SPARSE_MIXER, is_normalised=False, jitter=0.01)
 DEEPSEEK = Routing(256, 8, Score.SIGMOID, True, 1e-20, 2.5, 8, 4, rounds_logits=False, rounds_weights=False)
 
 
@@ -193,6 +194,7 @@ def expert_kernels(dtype: str) -> dict[str, Made]:
         "choice of Qwen3": chosen_by(QWEN3, 2048, number, False, False, False),
         "choice of Qwen2, with a share": chosen_by(Routing(60, 4, Score.SOFTMAX), 2048, number, False, False, True),
         "choice of gpt-oss": chosen_by(GPT_OSS, 2880, number, True, False, False),
+        "choice of Phi-3.5": chosen_by(MIXED, 4096, number, False, False, False),
         "choice of DeepSeek": chosen_by(DEEPSEEK, 7168, number, False, True, False),
         "sort of choices": (router.sort_choices, router.sort_constants(QWEN3)),
         "sort of choices among 512 experts": (

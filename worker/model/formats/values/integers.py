@@ -1,22 +1,26 @@
-"""The numbers of integer codes of 2 to 8 bits: `(code - zero) * scale`."""
+"""The numbers of integer codes of 2 to 8 bits, `(code - zero) * scale`: compressed-tensors', GPTQ's and AWQ's."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from swiftbatch.worker.kernels.packed import Code, PackedMatrix, Weight
-from swiftbatch.worker.model.formats.contract import FormatError
+from swiftbatch.worker.model.formats.contract import WHOLE, FormatError
 from swiftbatch.worker.model.formats.packed_forms import group_that_divides
 from swiftbatch.worker.model.formats.values.packing import (
     CHUNK,
     SPARE_BITS,
     by_group,
+    numbers,
     paired,
     scaled,
 )
+
+ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where the columns of a word stand in AWQ's words
 
 
 @dataclass(frozen=True)
@@ -84,3 +88,76 @@ def from_words(words: Tensor, bits: int, num_codes: int) -> Tensor:
     high = (low + 1).clamp(max=rows.shape[1] - 1)
     pairs = rows[:, low].int() | rows[:, high].int() << 8
     return ((pairs >> shift) & ((1 << bits) - 1)).to(torch.uint8)
+
+
+def byte_weight(parts: Mapping[str, Tensor], group: int | None, dtype: torch.dtype) -> Weight:
+    """Raises FormatError for scales that are no numbers."""
+    codes = parts[WHOLE].view(torch.uint8) ^ 128
+    rows, depth = codes.shape
+    scales = _by_row(numbers(parts["scale"]), rows)
+    zeros = torch.full_like(scales, 128, dtype=torch.int16)
+    if "zero_point" in parts:
+        zeros = _by_row(parts["zero_point"], rows).to(torch.int16) + 128
+    return Integers(codes, zeros, scales, 8, group or depth).weight(dtype)
+
+
+def packed_weight(parts: Mapping[str, Tensor], bits: int, group: int | None, dtype: torch.dtype) -> Weight:
+    """Raises FormatError for scales that are no numbers, groups that are none, and a `shape` that is another."""
+    rows, words = parts["packed"].shape
+    said_rows, depth = parts["shape"].tolist()
+    if said_rows != rows or not words - 1 < depth * bits / 32 <= words:
+        raise FormatError(f"its part 'shape' says {[said_rows, depth]}, its part 'packed' is {[rows, words]} words")
+    scales = _by_row(numbers(parts["scale"]), rows)
+    if group is not None and scales.shape[1] != -(-depth // group):
+        raise FormatError(f"its part 'shape' says {[said_rows, depth]}, its part 'scale' is {list(scales.shape)}")
+    codes = from_words(parts["packed"], bits, depth)
+    size = group or depth
+    index = parts.get("g_idx")  # -1 in all places: not in use
+    is_used = index is not None and bool((index != -1).any())
+    group_of = group_index(index, scales.shape[1], size) if index is not None and is_used else None
+    return Integers(codes, _zeros(parts, bits, scales), scales, bits, size, group_of).weight(dtype)
+
+
+def _zeros(parts: Mapping[str, Tensor], bits: int, scales: Tensor) -> Tensor:
+    """Zeros as the codes are: all numbers above 0."""
+    middle = 1 << (bits - 1)
+    stored = parts.get("zero_point")
+    if stored is None:
+        return torch.full_like(scales, middle, dtype=torch.int16)
+    if stored.dtype == torch.int8:
+        return _by_row(stored, len(scales)).to(torch.int16) + middle
+    return from_words(stored.T, bits, len(scales)).T.to(torch.int16)
+
+
+def _by_row(values: Tensor, rows: int) -> Tensor:
+    """A column or more for each row, where there is one value for all as well."""
+    if values.dim() == 2 and values.shape[0] == rows:
+        return values
+    return values.reshape(-1, 1).expand(rows, 1).contiguous()
+
+
+def gptq_weight(
+    parts: Mapping[str, Tensor], bits: int, group: int | None, zero_is_less: int, dtype: torch.dtype
+) -> Weight:
+    """Raises FormatError for scales that are no numbers, and groups that are none."""
+    scales = numbers(parts["scales"]).T.contiguous()
+    num_columns, num_groups = scales.shape
+    depth = parts["qweight"].shape[0] * 32 // bits
+    codes = from_words(parts["qweight"].T, bits, depth)
+    zeros = from_words(parts["qzeros"], bits, num_columns).T.to(torch.int16) + zero_is_less
+    size = group or depth
+    group_of = group_index(parts["g_idx"], num_groups, size) if "g_idx" in parts else None
+    return Integers(codes, zeros, scales, bits, size, group_of).weight(dtype)
+
+
+def awq_weight(parts: Mapping[str, Tensor], group: int | None, dtype: torch.dtype) -> Weight:
+    """Raises FormatError for scales that are no numbers."""
+    scales = numbers(parts["scales"]).T.contiguous()
+    codes, zeros = (_in_order(parts[name], len(scales)) for name in ("qweight", "qzeros"))
+    return Integers(codes, zeros.to(torch.int16), scales, 4, group or codes.shape[1]).weight(dtype)
+
+
+def _in_order(words: Tensor, num_columns: int) -> Tensor:
+    codes = from_words(words, 4, num_columns)
+    ordered: Tensor = codes.unflatten(1, (-1, 8))[..., ORDER].flatten(1)
+    return ordered.T.contiguous()

@@ -20,6 +20,14 @@ def by_no_rope_layers(config: dict[str, Any], windows: Windows) -> frozenset[int
     return frozenset(number for number, is_turned in enumerate(turns) if not is_turned)
 
 
+def by_thetas(config: dict[str, Any], windows: Windows) -> frozenset[int]:
+    """`layer_rope_theta` have a 0 for each layer that is still."""
+    thetas = config["layer_rope_theta"]
+    if thetas is not None and (not isinstance(thetas, list) or len(thetas) != len(windows)):
+        raise ValueError("its layer_rope_theta do not tell of each layer")
+    return frozenset(number for number, theta in enumerate(thetas or []) if not theta)
+
+
 def without_windows(config: dict[str, Any], windows: Windows) -> frozenset[int]:
     """Layers without a window are still."""
     return frozenset(number for number, size in enumerate(windows) if size is None)

@@ -14,9 +14,9 @@ from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.model.span import FULL
 from swiftbatch.worker.target import attention
 from swiftbatch.worker.target.attention import attend_in_torch
-from swiftbatch.worker.target.attention_kernel import attention_kernel
-from swiftbatch.worker.target.kernel_attention import attends_of
+from swiftbatch.worker.target.attention_choice import attends_of
 from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.target.torch_attention import attention_kernel
 from swiftbatch.worker.target.transformers_forwards import TransformersForwards
 from tests.worker.kernels.kernel_parts import VARIANTS, needs_kernels
 from tests.worker.model.kind_parts import EACH_KIND, tiny_config, tiny_model, tiny_target

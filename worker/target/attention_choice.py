@@ -14,7 +14,7 @@ from swiftbatch.worker.kernels.team import ELEMENTS, Team, shared_team
 from swiftbatch.worker.model.layer_needs import LayerNeeds
 from swiftbatch.worker.model.span import Span
 from swiftbatch.worker.target.attention import Asked, Attend, ExactRows, attend_in_torch
-from swiftbatch.worker.target.attention_kernel import attention_kernel
+from swiftbatch.worker.target.torch_attention import attention_kernel
 
 
 def attends_of(layers: Sequence[LayerNeeds], dtype: torch.dtype, variant: str | None) -> list[Attend]:

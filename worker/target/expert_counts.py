@@ -1,0 +1,73 @@
+"""Counts the distinct experts that rows of real steps meet, and corrects by them what probed rows took.
+
+Rows that share a forward read each expert once, so a forward's time follows from how many distinct ones they meet.
+Probes have rows that meet as many as rows may, and rows that all meet the same ones. What real rows meet lies between,
+and where by far is learned as they pass: neighbours of a text often share experts, and rows of several texts do not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from swiftbatch.worker.kernels.sizes import TILE_ROWS
+
+LEARNING_RATE = 0.05  # of a mean that has seen enough
+
+
+class ExpertCounts:
+    """The experts that so many rows of a forward met, in all layers together: running means by numbers of rows."""
+
+    def __init__(self) -> None:
+        self.newest = 0  # of the newest forward
+        self.version = 0  # rises with all that is learned
+        self._means = np.zeros(TILE_ROWS + 1)
+        self._numbers = np.zeros(TILE_ROWS + 1, dtype=int)
+
+    def observe(self, num_rows: int, num_experts: int) -> None:
+        """Learn from a forward; those of more rows than are measured tell nothing."""
+        self.newest = num_experts
+        if num_rows <= TILE_ROWS:
+            self._numbers[num_rows] += 1
+            rate = max(LEARNING_RATE, 1 / self._numbers[num_rows])
+            self._means[num_rows] += rate * (num_experts - self._means[num_rows])
+            self.version += 1
+
+    def forget(self) -> None:
+        """Forget all that was learned: what probes met is nobody's text."""
+        self._numbers[:] = 0
+        self._means[:] = 0
+
+    def seen(self) -> tuple[np.ndarray, np.ndarray]:
+        """The numbers of rows that forwards had, rising, and the experts that they met."""
+        rows = np.flatnonzero(self._numbers)
+        return rows, self._means[rows]
+
+
+@dataclass(frozen=True)
+class ExpertSpread:
+    """Probes of rows that meet experts alike, and apart, for each of `row_counts`.
+
+    `seconds` are those that rows apart take longer; the experts are counted as `ExpertCounts` counts them.
+    """
+
+    row_counts: tuple[int, ...]
+    seconds: np.ndarray
+    alike: np.ndarray
+    apart: np.ndarray
+    counts: ExpertCounts
+
+    def saved_seconds(self) -> np.ndarray:
+        """Seconds that real forwards of these numbers of rows take less than probed ones; more, where it is below 0.
+
+        Numbers of rows that nobody had are as the nearest ones that somebody had, and without any as probed.
+        """
+        rows, met = self.counts.seen()
+        alike, apart = (np.interp(rows, self.row_counts, each) for each in (self.alike, self.apart))
+        tells = apart > alike
+        if not tells.any():
+            return np.zeros(len(self.row_counts))
+        shares = ((met - alike)[tells]) / (apart - alike)[tells]
+        saved: np.ndarray = self.seconds * (1 - np.interp(self.row_counts, rows[tells], shares))
+        return saved
