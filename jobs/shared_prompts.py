@@ -26,6 +26,8 @@ NOT_SHARED = SharedPrompt()
 
 def prompt_keys(token_ids: Sequence[int]) -> bytes:
     """A key of every `KEY_TOKENS` tokens, from the first on. Two that differ may have one key: keys are no proof."""
+    if len(token_ids) < KEY_TOKENS:
+        return b""
     blocks = np.asarray(token_ids, dtype="<u4")[: len(token_ids) // KEY_TOKENS * KEY_TOKENS].reshape(-1, KEY_TOKENS)
     return np.array([zlib.crc32(block.tobytes()) for block in blocks], dtype="<u4").tobytes()
 

@@ -28,16 +28,12 @@ if name := os.environ.get("PYTEST_XDIST_WORKER"):
 import hypothesis
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.worker.model.files import DRAFT_FOLDER, PARTS_FOLDER, ModelFiles, locate_model
-from swiftbatch.worker.papers.griffin.griffin_weights import save_griffin
-from swiftbatch.worker.papers.griffin.model import GriffinConfig, GriffinModel
 from swiftbatch.worker.papers.tokenswift.heads import save_heads
 from swiftbatch.worker.target import step_costs
 from swiftbatch.worker.target.target import TargetModel
-from swiftbatch.worker.training.target.training import train_tokenizer
 from tests.jobs.storage.fault_proxy import FaultProxy
 from tests.jobs.storage.s3_server import S3Server, running_s3_server
 
@@ -118,6 +114,13 @@ def target(embedded_targets: dict[str, TargetModel]) -> TargetModel:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a random two-layer Llama, its parts (heads, draft model) and a tokenizer of 300 entries."""
+    # these take seconds to import, and the process that hands out the tests needs none
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from swiftbatch.worker.papers.griffin.griffin_weights import save_griffin
+    from swiftbatch.worker.papers.griffin.model import GriffinConfig, GriffinModel
+    from swiftbatch.worker.training.target.training import train_tokenizer
+
     folder = tmp_path_factory.mktemp("tiny-model")
     tokenizer = train_tokenizer(["the quick brown fox jumps over the lazy dog. " * 20], 300)
     torch.manual_seed(0)

@@ -1,4 +1,7 @@
-"""Finds job files by paths, URIs and patterns, in the order in which they are read, each as a file on a disk."""
+"""Finds job files by paths, URIs and patterns, in the order in which they are read, each as a file on a disk.
+
+Foreign files are those behind URIs that no run folder has: `hf://` and what else fsspec knows.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,8 @@ from swiftbatch.jobs.storage.local_folder import COPY_BYTES
 from swiftbatch.jobs.storage.store import Store, StoreError
 from swiftbatch.jobs.storage.uris import OBJECT_STORES, hidden_credentials, local_path, shown_uri
 
-MAX_PROBLEM = 300  # characters; some libraries tell long stories
-
 OURS = (*OBJECT_STORES, "file")
+MAX_PROBLEM = 300  # characters; some libraries tell long stories
 
 
 def found_files(said: Sequence[str]) -> list[str]:

@@ -1,4 +1,7 @@
-"""The jobs of a run without their prompts, in arrays: about a hundred bytes each, so that a million fit anywhere."""
+"""The jobs of a run without their prompts, in arrays: about a hundred bytes each, so that a million fit anywhere.
+
+Who wants their names alone needs no manifest of the run.
+"""
 
 from __future__ import annotations
 

@@ -63,9 +63,9 @@ def _on_a_gpu(config: Computation, show: Any) -> FirstRun | None:
     from swiftbatch.worker.kernels.kv_dtypes import refuse_kv_dtype
     from swiftbatch.worker.target.loading import resolve_device
 
-    if (device := resolve_device(config.device).type) != "cuda":
+    if resolve_device(config.device).type != "cuda":
         return None
-    refuse_kv_dtype(config.kv_dtype, device)
+    refuse_kv_dtype(config.kv_dtype, config.cuda_kernels.attention)
     from swiftbatch.worker.exactness.first_run.first_run import first_run
 
     return first_run(config, show)

@@ -125,7 +125,7 @@ def _new_manifest(settings: Settings) -> RunManifest:
         "num_threads": settings.said.get("num_threads", shared_cores),
     }
     refuse_kernels(computation.cuda_kernels, str(resolved["device"]), computation.dtype, settings.address)
-    refuse_kv_dtype(computation.kv_dtype, str(resolved["device"]))
+    refuse_kv_dtype(computation.kv_dtype, computation.cuda_kernels.attention)
     return RunManifest(
         run_id=f"run-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)}",
         created=time.time(),

@@ -12,6 +12,7 @@ from swiftbatch.jobs.chat import Message
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.input.reader import Reject
 from swiftbatch.jobs.job import Job, JobRecord
+from swiftbatch.jobs.repetition import RepetitionDetection
 from swiftbatch.jobs.run.results import Reasoning, error_line, success_line
 from swiftbatch.jobs.run.run import Run, WorkerStatus
 from swiftbatch.jobs.run.run_records import DriverClaim
@@ -220,8 +221,14 @@ def test_of_long_texts_the_beginning_is_shown(tmp_path: Path) -> None:
 
 def test_thoughts_that_were_cut_are_counted_with_the_command_that_goes_on(tmp_path: Path) -> None:
     run = new_run(str(tmp_path / "run"))
-    sampling, messages = SamplingParams(max_tokens=300, seed=1), (Message(role="user", content="Why?"),)
-    for number, (reason, content) in enumerate([("length", ""), ("length", "So"), ("stop", "")]):
+    messages = (Message(role="user", content="Why?"),)
+    closing, stopping = (
+        RepetitionDetection(max_pattern_size=2, min_count=9, action=action) for action in ("close", "stop")
+    )
+    ends = [("length", "", None), ("length", "So", None), ("stop", "", None)]
+    loops = [("repetition", "", closing), ("repetition", "So", closing), ("repetition", "", stopping)]
+    for number, (reason, content, detection) in enumerate([*ends, *loops]):
+        sampling = SamplingParams(max_tokens=300, seed=1, repetition_detection=detection)
         job = Job(custom_id=f"j{number}", url="/v1/chat/completions", messages=messages, sampling=sampling)
         chat = JobRecord(job.job_id("f1"), job, number, 5)
         run.add_jobs([chat])
@@ -235,7 +242,7 @@ def test_thoughts_that_were_cut_are_counted_with_the_command_that_goes_on(tmp_pa
         )
         assert run.write_result(chat.job_id, line)
     page = page_of(run)
-    assert "with an empty answer: 1." in page
+    assert "with an empty answer: 2." in page
     assert f"swiftbatch extend {run.store.shown_uri} --max-tokens 600" in page
     assert "empty answer" not in page_of(preempted_run(str(tmp_path / "other")))
 

@@ -78,7 +78,9 @@ NUM_FREE = 14  # last tokens among which a stop token may end a text
 OTHER_ENGINES = [name for name in BENCH_ENGINES if name != "autoregressive"]
 HARDEST = "sampled, filtered"
 LOOPING = "greedy, up to a loop"
-RESUMED = ("greedy", "adjusted", "structured", "thinking, structured", LOOPING, HARDEST)
+QUICK = ("greedy", "thinking, structured", HARDEST)
+RESUMED = ("adjusted", "thinking, structured", HARDEST)
+ALSO_RESUMED = ("greedy", "structured", LOOPING)  # their rules are among those of the others, or end a text alone
 MARKERS = ("<think>", " So this is what I say: ")  # of several tokens each
 ALL = [(name, setting) for name in BENCH_ENGINES for setting in SETTINGS if name not in VARIANTS or setting == HARDEST]
 
@@ -141,7 +143,10 @@ def plain(target: TargetModel, codec: TextCodec) -> Plain:
     return Plain(target, codec, num_tokens=NUM_TOKENS)
 
 
-@pytest.mark.parametrize(("engine_name", "setting"), ALL)
+@pytest.mark.parametrize(
+    ("engine_name", "setting"),
+    [pytest.param(*entry, marks=() if entry[1] in QUICK else pytest.mark.long) for entry in ALL],
+)
 def test_every_engine_gives_plain_decoding_s_tokens_in_a_batch(plain: Plain, engine_name: str, setting: str) -> None:
     assert decode(plain.target, engine_name, plain.sequences(setting)) == plain.outputs(setting)
 
@@ -160,7 +165,14 @@ def interrupted(plain: Plain, setting: str, nums_tokens: tuple[int, ...]) -> lis
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("engine_name", "setting"), [entry for entry in ALL if entry[1] in RESUMED])
+@pytest.mark.parametrize(
+    ("engine_name", "setting"),
+    [
+        pytest.param(*entry, marks=pytest.mark.slow if entry[1] in ALSO_RESUMED else ())
+        for entry in ALL
+        if entry[1] in RESUMED + ALSO_RESUMED
+    ],
+)
 def test_a_resumed_sequence_goes_on_with_the_same_tokens(plain: Plain, engine_name: str, setting: str) -> None:
     sequences = interrupted(plain, setting, (1, 41, NUM_TOKENS - 1))
     assert decode(plain.target, engine_name, sequences) == plain.outputs(setting)

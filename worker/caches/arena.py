@@ -21,7 +21,7 @@ MoveRows = Callable[[int, int, Sequence[int]], None]
 
 
 class KVArena:
-    """`buffer [num_layers, 2, num_slots, num_kv_heads, capacity, head_dim]`, which never moves and never grows.
+    """`buffer [num_layers, 2, num_slots, num_kv_heads, capacity, row_width]`, which never moves and never grows.
 
     One capacity for the whole run: attention may cut splits by it, and graphs keep addresses.
     """
@@ -71,8 +71,8 @@ class KVArena:
 
     def _allocate(self) -> torch.Tensor:
         shape = self.shape
-        size = (shape.num_layers, 2, self.num_slots, shape.num_kv_heads, self.capacity, shape.head_dim)
-        return torch.empty(size, dtype=shape.dtype, device=shape.device)
+        size = (shape.num_layers, 2, self.num_slots, shape.num_kv_heads, self.capacity, shape.row_width)
+        return torch.empty(size, dtype=shape.row_dtype, device=shape.device)
 
     def _cache(self, lease: SlotLease, max_length: int) -> ArenaKVCache:
         rows = self.buffer[:, :, lease.slot, :, : max_length + MAX_TREE_NODES]
@@ -92,7 +92,7 @@ class ArenaKVCache(FullKVCache):
     def __init__(
         self, arena: KVArena, lease: SlotLease, max_length: int, rows: torch.Tensor, staging: Staging | None
     ) -> None:
-        """`rows [num_layers, 2, num_kv_heads, max_length + MAX_TREE_NODES, head_dim]`, wherever they are kept."""
+        """`rows [num_layers, 2, num_kv_heads, max_length + MAX_TREE_NODES, row_width]`, wherever they are kept."""
         self._lease, self._staging = lease, staging
         self._arena = arena
         super().__init__(arena.shape, max_length, rows)
@@ -104,11 +104,11 @@ class ArenaKVCache(FullKVCache):
 
     @property
     def rows(self) -> torch.Tensor:
-        """The cache's part of the buffer, `[num_layers, 2, num_kv_heads, max_length + MAX_TREE_NODES, head_dim]`."""
+        """The cache's part of the buffer, `[num_layers, 2, num_kv_heads, max_length + MAX_TREE_NODES, row_width]`."""
         return self._buffer
 
     def key_addresses(self) -> list[int]:
-        """Return addresses of layers' keys, `[num_kv_heads, ..., head_dim]` with the strides of the arena's buffer."""
+        """Return addresses of layers' keys, `[num_kv_heads, ..., row_width]` with the strides of the arena's buffer."""
         return [self._buffer[layer, 0].data_ptr() for layer in range(len(self._buffer))]
 
     def commit(self, path: list[int]) -> None:

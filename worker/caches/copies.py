@@ -149,7 +149,8 @@ def _take(copied: NDArray[Any], piece: slice, host: NDArray[Any], side: _Side) -
 
 
 def _numpy_dtype(rows: torch.Tensor) -> np.dtype[Any]:
-    return np.dtype(np.int16 if rows.dtype == torch.int16 else np.float32)
+    known = {torch.int16: np.int16, torch.int8: np.int8, torch.uint8: np.uint8}
+    return np.dtype(known.get(rows.dtype, np.float32))
 
 
 class ComputingStream:

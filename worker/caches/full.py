@@ -42,6 +42,7 @@ class CacheShape:
     recurrent: RecurrentShape | None = None  # of layers with a state in place of keys and values
     short_length: int | None = None  # sequences of more positions turn by other angles; None where all turn alike
     kv_dtype: KVDtype | None = None  # of the rows that full caches keep; None: `dtype`
+    kv_scale_bytes: int = KV_SCALE_BYTES  # behind the codes of these rows
 
     @classmethod
     def of(cls, weights: DecoderWeights, device: torch.device, kv_dtype: KVDtype | None = None) -> CacheShape:
@@ -60,15 +61,15 @@ class CacheShape:
     @property
     def row_width(self) -> int:
         """The elements of such a row."""
-        return self.head_dim if self.kv_dtype is None else self.head_dim + KV_SCALE_BYTES
+        return self.head_dim if self.kv_dtype is None else self.head_dim + self.kv_scale_bytes
 
     def kept(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows `[..., head_dim]` as full caches keep them."""
-        return rows if self.kv_dtype is None else coded(rows, self.row_dtype)
+        return rows if self.kv_dtype is None else coded(rows, self.row_dtype, self.kv_scale_bytes)
 
     def numbers(self, rows: torch.Tensor) -> torch.Tensor:
         """The numbers `[..., head_dim]` of kept rows."""
-        return numbers_of(rows, self.dtype)
+        return numbers_of(rows, self.dtype, self.head_dim)
 
     def first_angle(self, max_length: int) -> int:
         """The row of the model's table of angles where those of a sequence of at most so many positions begin."""

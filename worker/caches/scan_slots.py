@@ -60,7 +60,8 @@ class SlotKeys:
         texts, slot, chunk = self._texts, self._slot, self._num_chunks
         positions = slice(self.end, self.end + SCAN_CHUNK)
         device = texts.codes.device
-        parts = (part[:, positions].to(device) for part in self._full.stored(layer))
+        kept = (part[:, positions].to(device) for part in self._full.stored(layer))
+        parts = (self._full.shape.numbers(rows) for rows in kept)
         (keys, mean_keys), (values, mean_values) = map(centred, parts)
         texts.means[layer, slot, :, chunk] = mean_keys
         if chunk == 0:

@@ -1,4 +1,7 @@
-"""Structured output: the tokens with which a text can still become one of a grammar's, as llguidance tells them."""
+"""Structured output: the tokens with which a text can still become one of a grammar's, as llguidance tells them.
+
+A model's tokenizer makes the grammars that jobs ask for, each once.
+"""
 
 from __future__ import annotations
 

@@ -45,7 +45,9 @@ class Diagnosis(Frozen):
     versions: dict[str, str]
 
     def key(self) -> str:
-        kernels = numerics_of(self.instruction_set, self.dtype) if self.instruction_set else ""
+        kernels = DEFAULT_KERNELS.words if self.device == "cuda" else ""
+        if self.instruction_set:
+            kernels = numerics_of(self.instruction_set, self.dtype)
         return verdict_key(
             self.model_fingerprint,
             self.dtype,
@@ -53,7 +55,7 @@ class Diagnosis(Frozen):
             self.num_threads,
             self.hardware,
             self.versions["torch"],
-            DEFAULT_KERNELS.words if self.device == "cuda" else with_kv(kernels, self.kv_dtype),
+            with_kv(kernels, self.kv_dtype),
         )
 
     def summary(self) -> str:

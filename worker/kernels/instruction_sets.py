@@ -145,7 +145,7 @@ def chosen_numerics(device_type: str, dtype: str, kernels: CudaKernels, kv_dtype
     `kernels` are a GPU's. Raises KernelError as `chosen_variant` does.
     """
     if device_type == "cuda":
-        return kernels.words
+        return with_kv(kernels.words, kv_dtype)
     variant = chosen_variant() if device_type == "cpu" else None
     return with_kv(numerics_of(variant, dtype) if variant else "", kv_dtype)
 

@@ -12,6 +12,7 @@ RING_LAYERS = 2  # layers of offloaded caches that are on a GPU at a time: one i
 LANES = 16  # numbers that the kernels multiply at once: widths are multiples of it
 BLOCK_DEPTH = 128  # numbers that a GPU's products take along the depth at a time
 KV_SCALE_BYTES = 4  # behind the codes of a key or a value in 8 bits
+CUDA_SCALE_BYTES = 16  # the same on a GPU, with what fills up: rows begin where loads of 16 bytes may
 HEAD_DIMS = range(64, 257, LANES)
 
 

@@ -91,7 +91,7 @@ def what_is_not_understood(config: dict[str, Any]) -> str | None:
     for part in (form.experts, form.mixer):
         one_meaning |= {} if part is None else dict(part.one_meaning)
     for key, value in config.items():
-        if key in one_meaning and value not in one_meaning[key] and key not in form.caps.values():
+        if key in one_meaning and key not in form.caps.values() and not _is_said(value, one_meaning[key]):
             return f"its {key} is {value!r}"
     if unsaid := sorted(key for key in form.one_meaning if key not in config):
         return f"its {unsaid[0]} is left to a default"
@@ -107,6 +107,11 @@ def _what_activation_lacks(config: dict[str, Any], form: Form) -> str | None:
     if key not in config:
         return f"its {key} is left to a default"
     return None if str(config[key]) in form.activations else f"its {key} is {config[key]!r}"
+
+
+def _is_said(value: Any, meant: tuple[Any, ...]) -> bool:
+    """Tell whether a value is one of those that are meant, also where it is said layer by layer."""
+    return value in meant or (isinstance(value, list) and bool(value) and all(each in meant for each in value))
 
 
 def _may_matter(key: str, value: Any, form: Form) -> bool:

@@ -226,6 +226,7 @@ EXPERT_KINDS = {
             rounds_weights=False,
             keys=("rotary_dim", "router_jitter_noise", "mtp_transformer_layers", "num_mtp_modules"),
             one_meaning={
+                "attn_type_list": (1,),  # attention to all positions
                 "shared_intermediate_size": (0,),
                 "scoring_func": ("sigmoid",),
                 "qk_norm_type": ("per_layer",),
@@ -299,6 +300,7 @@ EXPERT_KINDS = {
             names=ExpertNames(fused=FusedNames("mlp.experts.gate_up_proj", "mlp.experts.down_proj", is_turned=None)),
             normalises="norm_topk_prob",
             keys=SPARSE_KEYS,
+            one_meaning={"shared_expert_intermediate_size": (0,)},
         ),
     ),
     "solar_open": Form(

@@ -131,11 +131,10 @@ def what_refuses(config: dict[str, Any], path: Path) -> str | None:
     """
     view, whole = text_view(config), config.get("model_type")
     fault = config_fault(view)
-    is_strange = bool(nested_config(config)) and whole not in NESTING
-    if fault and not is_strange and view["model_type"] in SUPPORTED_KINDS:
-        return fault  # what else is said of such numbers may make no sense
-    lack = f"its kind {whole!r} was not compared with transformers' own forward" if is_strange else None
-    lack = lack or what_it_lacks(view) or shifting_rotary(view)
+    has_sense = fault is None or view["model_type"] not in SUPPORTED_KINDS  # else what else it says may have none
+    lack = what_it_lacks(view) or shifting_rotary(view) if has_sense else None
+    if lack is None and nested_config(config) and whole not in NESTING:
+        lack = f"its kind {whole!r} was not compared with transformers' own forward"
     fault = fault or _format_fault(view, path)
     if lack is None:
         return fault

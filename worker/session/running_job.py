@@ -1,10 +1,13 @@
-"""One job on a worker: its assignment, its sequence, and what was done for it in this attempt."""
+"""One job on a worker: its assignment, its sequence, and what was done for it in this attempt.
+
+Where the caches of a worker's jobs outgrow its memory, some of them go back to the queue.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +15,7 @@ from swiftbatch.jobs.checkpoints.checkpoint_store import AttemptRecord, ResumeRe
 from swiftbatch.jobs.checkpoints.timeline import TimelineRecorder
 from swiftbatch.metrics.counters import DRAFT_KINDS
 from swiftbatch.worker.caches.full import FullKVCache
+from swiftbatch.worker.caches.memory.pages import pages_of
 from swiftbatch.worker.constraints.thought import Thinking
 from swiftbatch.worker.drawing.sequence import Sequence as TokenSequence
 from swiftbatch.worker.drawing.verification import Verification
@@ -116,3 +120,24 @@ class RunningJob:
             attempt.model_copy(update={"timeline": timeline}) if attempt.attempt == self.assignment.attempt else attempt
             for attempt in attempts
         ]
+
+
+def without_room(jobs: Collection[RunningJob], num_pages: int | None, num_beside: int = 0) -> list[RunningJob]:
+    """The jobs that have to leave before the next step: the youngest, as few as possible; the eldest always stays.
+
+    Age counts from a job's first attempt in the run. So no job ever makes an older one leave, on no worker: two can't
+    throw each other out in turns, and the eldest of all reaches its end. The youngest is, as a rule, the one that loses
+    least, too: it has run for the shortest time, and long jobs begin first. `num_beside` are the positions that the
+    states of a job's layers take room of.
+    """
+    by_age = sorted(jobs, key=lambda job: job.assignment.seniority)
+    num_used, leaving = num_pages_in_use(jobs, num_beside), list[RunningJob]()
+    while num_pages is not None and num_used > num_pages and len(by_age) > 1:
+        leaving.append(by_age.pop())
+        num_used -= num_pages_in_use(leaving[-1:], num_beside)
+    return leaving
+
+
+def num_pages_in_use(jobs: Collection[RunningJob], num_beside: int = 0) -> int:
+    """The pages that jobs take for all tokens that they have, those that are still to be read included."""
+    return sum(pages_of(len(job.sequence) + num_beside) for job in jobs)

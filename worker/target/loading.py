@@ -12,7 +12,7 @@ from swiftbatch.jobs.run.option_values import KVDtype
 from swiftbatch.worker.kernels.choice import DEFAULT_KERNELS, CudaKernels
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights, decoder_weights
 from swiftbatch.worker.kernels.instruction_sets import chosen_variant
-from swiftbatch.worker.kernels.kv_dtypes import refuse_kv_dtype
+from swiftbatch.worker.kernels.kv_dtypes import refuse_kv_dtype, refuse_without_kernels
 from swiftbatch.worker.model.dense import dense_weights
 from swiftbatch.worker.model.files import ModelFiles, eos_token_ids_of, read_config
 from swiftbatch.worker.model.shifting_rotary import short_length
@@ -50,14 +50,16 @@ def load_forwards(
     A GPU is shared out for `slots`, where these are said, and runs `kernels`. Caches keep rows of `kv_dtype`. Raises
     KVRoomError, and ModelError where others were chosen than would run.
     """
-    refuse_kv_dtype(kv_dtype, device.type)
+    refuse_kv_dtype(kv_dtype, kernels.attention)
     if slots is not None:
         from swiftbatch.worker.target.cuda.cuda_loading import load_cuda_forwards
 
-        if on_gpu := load_cuda_forwards(files, dtype, device, slots, eos_token_ids_of(files), kernels):
+        if on_gpu := load_cuda_forwards(files, dtype, device, slots, eos_token_ids_of(files), kernels, kv_dtype):
             return on_gpu
         kernels.refuse_unused(f"they do not know the model {files.name}")
     variant = chosen_variant() if device.type == "cpu" else None
+    if device.type != "cpu":
+        refuse_without_kernels(kv_dtype, files.name)
     if variant is None:
         _refuse_long_angles(files)
         return load_transformers(files, dtype, device, kv_dtype=kv_dtype)

@@ -16,7 +16,9 @@ import pytest
 
 from swiftbatch.scheduler.chaos.local_cluster import LocalCluster, local_cluster
 from swiftbatch.scheduler.demo.prompts import PROMPTS
+from tests.scheduler.commands.submit_parts import submit_file
 from tests.scheduler.driving import DEADLINE_SECONDS, Driver, bodies, outputs, swiftbatch
+from tests.scheduler.runs.extension_parts import run_all
 
 pytestmark = pytest.mark.ray
 
@@ -42,12 +44,12 @@ def jobs_file(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What all jobs give on one worker without any trouble."""
+    """What all jobs give in one session that nothing disturbs, without Ray."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    run = folder / "run"
-    command = swiftbatch("submit", write_jobs(folder / "jobs.jsonl", JOBS), "--run", str(run), "--slots", "4")
-    subprocess.run(command, check=True, capture_output=True, timeout=DEADLINE_SECONDS)
-    return outputs(run)
+    run = submit_file(write_jobs(folder / "jobs.jsonl", JOBS), str(folder / "run")).run
+    run_all(run, Path(run.manifest.model), dtype=run.manifest.dtype)
+    run.write_output()
+    return outputs(Path(run.store.uri))
 
 
 def write_jobs(path: Path, jobs: list[dict[str, Any]]) -> str:

@@ -19,6 +19,8 @@ from click.testing import CliRunner
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import WorkerStatus
 from swiftbatch.scheduler.cli import main
+from tests.scheduler.commands.submit_parts import submit_file
+from tests.scheduler.runs.extension_parts import run_all
 
 pytestmark = pytest.mark.ray
 
@@ -128,14 +130,15 @@ def submit_args(jobs_file: str, tiny_model: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(submit_args: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str, int]]:
-    """What the jobs give on one worker without any trouble."""
-    run = tmp_path_factory.mktemp("undisturbed") / "run"
-    process = run_command(*submit_args, "--run", str(run), "--slots", "2")
-    assert process.returncode == 0, process.stdout + process.stderr
-    assert "run finished; jobs: 4 finished" in process.stdout
-    assert [entry[2] for entry in outputs(run).values()] == [NUM_TOKENS, NUM_TOKENS, NUM_TOKENS, 40]
-    return outputs(run)
+def undisturbed(jobs_file: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the jobs give in one session that nothing disturbs, without Ray."""
+    said = {"model": str(tiny_model), "dtype": "float32", "num_threads": 1}
+    run = submit_file(jobs_file, str(tmp_path_factory.mktemp("undisturbed") / "run"), **said).run
+    run_all(run, tiny_model)
+    run.write_output()
+    found = outputs(Path(run.store.uri))
+    assert [entry[2] for entry in found.values()] == [NUM_TOKENS, NUM_TOKENS, NUM_TOKENS, 40]
+    return found
 
 
 def test_a_worker_killed_midway_changes_no_token(

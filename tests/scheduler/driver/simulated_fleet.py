@@ -26,7 +26,7 @@ from swiftbatch.scheduler.driver.settlement import Intake, Settlement
 from swiftbatch.scheduler.driver.slots import MEMORY_SHARE
 from swiftbatch.scheduler.driver.speed import Speed, StepPace
 from swiftbatch.worker.caches.memory.pages import PAGE
-from swiftbatch.worker.session.room_for_steps import num_pages_in_use, without_room
+from swiftbatch.worker.session.running_job import num_pages_in_use, without_room
 from swiftbatch.worker.session.work import Assignment, JobProgress, Orders, WorkReport
 from tests.scheduler.driver.driver_parts import make_context, make_run
 

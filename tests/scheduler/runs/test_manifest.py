@@ -63,11 +63,9 @@ def test_keys_and_values_in_8_bits_belong_to_the_run(tmp_path: Path) -> None:
         kept_or_new_manifest(uri, Settings(said={"kv_dtype": "fp8"}))
 
 
-def test_keys_and_values_in_8_bits_are_refused_on_a_gpu_before_there_is_a_run(tmp_path: Path) -> None:
-    settings = Settings(said={"kv_dtype": "fp8", "device": "cuda"})
-    with pytest.raises(
-        ModelError, match=r"--kv-dtype fp8: the kernels for GPUs .*; leave it away, or use --device cpu"
-    ):
+def test_keys_and_values_in_8_bits_are_refused_for_flash_attn_before_there_is_a_run(tmp_path: Path) -> None:
+    settings = Settings(said={"kv_dtype": "fp8", "device": "cuda", "attention": "flash"}, address="ray://somewhere:1")
+    with pytest.raises(ModelError, match=r"--kv-dtype fp8: flash-attn .*; use --attention triton, or leave it away"):
         kept_or_new_manifest(str(tmp_path / "run"), settings)
 
 

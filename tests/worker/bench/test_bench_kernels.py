@@ -68,7 +68,7 @@ def result(small_model: Path, tmp_path: Path, _small_roof: None, monkeypatch: py
 def test_every_operation_is_counted_timed_and_shown(result: KernelResult, tmp_path: Path) -> None:
     assert (result.variant, result.numerics) == (VARIANTS[-1], "cpu native f32 1, bfloat16")
     by_place = {(record.name, record.length, record.num_rows): record for record in result.records}
-    assert len(by_place) == len(result.records) == (5 + 11) * 2 + 1 + 2 + 2 + 2 * 2 + 2 * 2
+    assert len(by_place) == len(result.records) == (5 + 11 + 3) * 2 + 1 + 2 + 2 + 2 * 2 + 2 * 2
     gate_up = by_place["gate, up 64x192", None, 3]
     assert (gate_up.num_bytes, gate_up.num_flops) == (2 * 64 * 192, 2 * 3 * 64 * 192)
     packed = by_place["gate, up 64x192 4 bits by 32", None, 3]
@@ -76,6 +76,9 @@ def test_every_operation_is_counted_timed_and_shown(result: KernelResult, tmp_pa
     attention = by_place["attention, one layer", 128, 3]
     assert (attention.num_bytes, attention.num_flops) == (2 * 64 * 2 * 131, 4 * 3 * 2 * 64 * 131)
     num_weights = 2 * (64 * 256 + 128 * 64 + 64 * 192 + 96 * 64) + 64 * 304
+    together = by_place["all matrices", None, 3]
+    assert (together.num_bytes, together.num_flops) == (2 * num_weights, 2 * 3 * num_weights)
+    assert ("all matrices 4 bits by 32", None, 3) in by_place
     whole = by_place["whole forward", 128, 3]
     assert whole.num_bytes == 2 * num_weights + 2 * attention.num_bytes
     assert whole.num_flops == 2 * 3 * num_weights + 2 * attention.num_flops

@@ -25,6 +25,8 @@ from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.tiles import max_tree_depth, tree_rows
 from tests.worker.drafters.drafter_parts import free_rows, proposed
 
+pytestmark = pytest.mark.long
+
 PARAMS = SamplingParams(max_tokens=4000, temperature=1.0, min_p=0.1, seed=7)
 GREEDY = SamplingParams(max_tokens=4000, temperature=0.0, seed=7)
 NO_TARGET: Any = None

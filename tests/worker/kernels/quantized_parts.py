@@ -53,6 +53,20 @@ def random_packed(
     return PackedMatrix(code, codes, scales, dtype, 8 * added if offsets else None)
 
 
+def two_level_packed(code: Code, shape: tuple[int, int], group_size: int, *, offsets: bool) -> PackedMatrix:
+    """Scales as Q4_K and Q6_K have them: a half for eight groups times a whole number for each, some of them zeros."""
+    matrix = random_packed(code, shape, group_size)
+    generator = torch.Generator().manual_seed(1)
+    units = torch.randn(2, shape[0], shape[1] // group_size // 8, 1, generator=generator).half().float() / 512
+    wholes = torch.randint(-128, 128, (2, *units.shape[1:3], 8), generator=generator)
+    wholes[1] = wholes[1].abs() % 64
+    wholes[:, ::3, 0], wholes[:, 1, 0, :] = 0, 0  # some of eight, and all
+    scales, minima = (units * wholes).flatten(2)
+    if offsets:
+        scales = (units[0] * (wholes[0].abs() % 64)).flatten(1)
+    return dataclasses.replace(matrix, scales=scales, offsets=-minima if offsets else None)
+
+
 def packed_weights(shape: Shape) -> DecoderWeights:
     """A decoder whose layers and head are packed in turns of all kinds, so that they mix within its matrices."""
     plain = random_weights(shape)

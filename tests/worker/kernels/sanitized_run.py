@@ -9,8 +9,10 @@ Draws, walks and candidates of random rows likewise, and causal attention with i
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import get_args
 
@@ -48,6 +50,7 @@ from tests.worker.kernels.kernel_parts import (
 from tests.worker.kernels.quantized_parts import packed_weights
 
 CAUSAL_LENGTHS = (1, 2, 63, 64, 65, 129, 300, 700)
+GRIFFINS = ((0, 0), (1, 0), (2, 0), (1, 48), (2, 80))  # parts of the input, and the width of the expansion
 SPOILED = (-(2**31), -1, 0, 1, 63, 64, 65, 2**20, 2**31 - 1, 2**40)
 
 
@@ -98,8 +101,8 @@ def fuzz(shape: Shape, weights: DecoderWeights, numbers: random.Random, num_roun
     native_attention(Team(open_library(Path(sys.argv[1])), 2), [rows], 1, *tensors, 0.1)
 
 
-def fuzz_griffin(shape: Shape, numbers: random.Random, num_rounds: int) -> None:
-    for num_parts, expansion in ((0, 0), (1, 0), (2, 0), (1, 48), (2, 80)):
+def fuzz_griffin(shape: Shape, numbers: random.Random, num_rounds: int, forms: Iterable[tuple[int, int]]) -> None:
+    for num_parts, expansion in forms:
         team = Team(open_library(Path(sys.argv[1])), 2)
         draft = NativeGriffin(random_griffin(shape, num_parts, expansion), team)
         for _ in range((num_rounds + 1) // 2):
@@ -146,10 +149,11 @@ if __name__ == "__main__":
     scan_cache.load_library = lambda _: open_library(Path(sys.argv[1]))  # type: ignore[attr-defined]
     causal.load_library = native.load_library = sampling_calls.load_library = lambda _: open_library(Path(sys.argv[1]))  # type: ignore[assignment]
     sampling_calls.chosen_variant = lambda: "sanitized"
-    for each in SHAPES:
+    # a single round has each shape with one form of the draft model, and each form with many shapes
+    for each, form in zip(SHAPES, itertools.cycle(GRIFFINS), strict=False):
         fuzz(each, random_weights(each), random.Random(str(each)), rounds)
         fuzz(each, packed_weights(each), random.Random(str(each)), rounds)
-        fuzz_griffin(each, random.Random(str(each)), rounds)
+        fuzz_griffin(each, random.Random(str(each)), rounds, GRIFFINS if rounds > 1 else [form])
     for size in (1, 7, 8, 64, 65, 1000):
         fuzz_sampling(size, random.Random(size), rounds)
     if (isa := open_library(Path(sys.argv[1])).kernels_variant().decode()) in causal.FAST_VARIANTS:

@@ -54,7 +54,7 @@ def twin_of(cache: FullKVCache) -> FullKVCache:
 @pytest.mark.parametrize(("codes", "most"), [(torch.int8, 1 / 127), (torch.uint8, 1 / 16)])
 def test_a_code_is_the_nearest_number_of_its_row(codes: torch.dtype, most: float) -> None:
     rows = rows_of(40, FLOAT32)[3:]
-    found = numbers_of(coded(rows, codes), FLOAT32)
+    found = numbers_of(coded(rows, codes), FLOAT32, rows.shape[-1])
     largest = rows.abs().amax(dim=-1, keepdim=True)
     assert (found.abs().amax(dim=-1, keepdim=True) / largest - 1).abs().max() < 1e-6
     error = (found - rows).abs()

@@ -40,6 +40,8 @@ from tests.worker.kernels.kernel_parts import (
 )
 from tests.worker.kernels.reference import ReferenceDecoder, reference_attention
 
+pytestmark = pytest.mark.long
+
 SIZES: dict[str, Any] = {
     "vocab_size": 120,
     "hidden_size": 64,

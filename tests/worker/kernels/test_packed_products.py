@@ -33,15 +33,16 @@ from tests.worker.kernels.kernel_parts import (
     random_weights,
     whole,
 )
-from tests.worker.kernels.quantized_parts import KINDS, dequantized, packed_weights, random_packed
+from tests.worker.kernels.quantized_parts import KINDS, dequantized, packed_weights, random_packed, two_level_packed
 
-pytestmark = needs_kernels
+pytestmark = [pytest.mark.long, needs_kernels]
 PACKED_EXPERTS = (WITH_EXPERTS["gpt_oss"], WITH_EXPERTS["glm4_moe in float32"])
 
 CODES = sorted(TABLES)
 COLUMNS = 200  # no multiple of 16 * 8, so that there is a panel with fewer blocks, and a block with fewer columns
 DEPTHS = {8: 48, 16: 80, 32: 160, 64: 192, 128: 1280, 144: 144, 288: 576}  # by the size of a group
-ROW_COUNTS = (1, 2, 3, 8, 9, 32, 130)
+ROW_COUNTS = (1, 2, 3, 8, 9, 32)
+MOST_ROWS = 130  # more than a block of rows; with the smallest groups alone: rows know nothing of a group's size
 
 
 @pytest.fixture(scope="module")
@@ -81,10 +82,10 @@ class Product:
         return out[:, : self._columns].contiguous().view(torch.int32)
 
 
-def check_all(team: Team, matrix: PackedMatrix) -> None:
+def check_all(team: Team, matrix: PackedMatrix, row_counts: tuple[int, ...] = (*ROW_COUNTS, MOST_ROWS)) -> None:
     product = Product(team, matrix)
     generator = torch.Generator().manual_seed(9)
-    for num_rows in ROW_COUNTS:
+    for num_rows in row_counts:
         rows = torch.randn(num_rows, matrix.shape[1], generator=generator).to(matrix.dtype).float()
         packed, plain = product.both(rows)
         assert torch.equal(packed, plain), num_rows
@@ -109,7 +110,23 @@ def test_a_product_has_the_bits_of_the_matrix_of_numbers(variant: str, code: Cod
                     scale_dtype=scale_dtype,
                     seed=number,
                 ),
+                ROW_COUNTS if number else (*ROW_COUNTS, MOST_ROWS),
             )
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_scales_of_two_levels_have_the_bits_of_the_floats_that_they_stand_for(variant: str) -> None:
+    team = Team(load_library(variant), 2)
+    for dtype in (BF16, FLOAT32):
+        matrix = two_level_packed("uint4", (COLUMNS, 512), 32, offsets=True)
+        scales = matrix.scales.clone()
+        scales[40, 3] = 1.0009765625  # one group of all whose scale is no small multiple of what the others share
+        for each in (
+            matrix,
+            dataclasses.replace(matrix, scales=scales),
+            two_level_packed("int8", (40, 384), 16, offsets=False),
+        ):
+            check_all(team, dataclasses.replace(each, dtype=dtype))
 
 
 @pytest.mark.long

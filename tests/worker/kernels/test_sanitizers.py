@@ -19,7 +19,8 @@ pytestmark = pytest.mark.long
 
 OWN, *OTHERS = VARIANTS or ["none"]  # what this machine uses, and what else it can run
 IN_SOFTWARE = [EMULATED] if CAN_EMULATE else []
-FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g1", "-O1")
+# -O1 takes half as long again to compile, and runs no faster
+FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g1", "-Og")
 
 
 def sanitizer() -> tuple[list[str], str] | None:

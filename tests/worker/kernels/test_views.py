@@ -34,7 +34,7 @@ from tests.worker.kernels.kernel_parts import (
 )
 from tests.worker.kernels.reference import reference_attention
 
-pytestmark = needs_kernels
+pytestmark = [pytest.mark.long, needs_kernels]
 
 SHAPES = (Shape(num_kv_heads=2, group=3), Shape(head_dim=256, group=2, dtype=FLOAT32))
 EDGES = [edge + off for edge in (64, 128, 256, 512, 2048, 2304) for off in (-1, 0, 1)]

@@ -58,6 +58,7 @@ WITH_EXPERTS: dict[str, dict[str, Any]] = {
         "rope_scaling": None,
         "rope_theta": 1000000.0,
         "router_aux_loss_coef": 0.001,
+        "shared_expert_intermediate_size": 0,  # as the Coder of 480B has it
         "sliding_window": None,
         "use_sliding_window": False,
     },
@@ -198,6 +199,7 @@ WITH_EXPERTS: dict[str, dict[str, Any]] = {
     "MiniMax M2": {key: value for key, value in SMALL.items() if key not in ("attention_dropout", "initializer_range")}
     | {
         "architectures": ["MiniMaxM2ForCausalLM"],
+        "attn_type_list": [1, 1],
         "head_dim": 128,
         "intermediate_size": 48,
         "max_position_embeddings": 196608,

@@ -31,7 +31,7 @@ from tests.worker.model.kind_promises import (
 from tests.worker.model.test_dense import saved
 from tests.worker.model.test_published_configs import OTHER_FORMS
 
-pytestmark = needs_kernels
+pytestmark = [pytest.mark.long, needs_kernels]
 
 FORMS = {
     "glm4": "GLM-4 9B 0414",

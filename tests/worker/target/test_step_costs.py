@@ -11,13 +11,17 @@ import numpy as np
 import pytest
 import torch
 
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.drafters.base import DraftRequest
 from swiftbatch.worker.drafters.budget import NODE_CHOICES, NodeBudget
 from swiftbatch.worker.drafters.shared_budget import NUM_ROWS, best_shares
+from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.target import step_costs
 from swiftbatch.worker.target.expert_counts import ExpertCounts, ExpertSpread
 from swiftbatch.worker.target.step_costs import ROW_COUNTS, StepCosts, measure_step_costs
 from swiftbatch.worker.target.target import TargetModel
+from tests.worker.drafters.test_budget import Chains
 from tests.worker.target.cuda.cuda_parts import cuda_target
 
 FORWARD, ROW_AND_POSITION = 0.01, 1e-7
@@ -181,6 +185,17 @@ def test_before_real_steps_tell_rows_count_as_many_experts_as_rows_may_meet() ->
         assert found.at(rows, 64) == pytest.approx(step_seconds(rows, 0.25), rel=0.01)
     counts.forget()
     assert np.array_equal(costs.as_routed().seconds, costs.seconds)
+
+
+def test_plans_of_drafts_follow_what_real_steps_met() -> None:
+    sequence, sizes = Sequence("s", [1, 2], SamplingParams(max_tokens=9), 10), []
+    for share in (1.0, 0.0):
+        counts = ExpertCounts()
+        counts.observe(4, round(NUM_LAYERS * distinct(4, share)))
+        costs = routed_costs(counts)
+        [tree] = Chains(lambda costs=costs: costs).propose([DraftRequest(sequence, 127, 63)])
+        sizes.append(len(tree))
+    assert sizes[0] < sizes[1] == NODE_CHOICES[-1], "rows that share a row's experts cost nothing here"
 
 
 def test_on_a_gpu_no_row_is_free_that_meets_experts_of_its_own() -> None:

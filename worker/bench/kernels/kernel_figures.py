@@ -4,6 +4,7 @@ The plot has forwards over length, and each operation under the machine's roof."
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +46,24 @@ class KernelRecord(Frozen):
             num_flops=operation.num_flops,
             allowed_ms=1000 * roof.seconds(operation.num_bytes, operation.num_flops, operation.num_bytes_between),
             torch_ms=None if torch_seconds is None else 1000 * torch_seconds,
+        )
+
+    @classmethod
+    def summed(cls, name: str, parts: list[tuple[KernelRecord, int]]) -> KernelRecord:
+        """All these one after the other, each so many times."""
+
+        def total(of: Callable[[KernelRecord], float]) -> float:
+            return sum(of(record) * times for record, times in parts)
+
+        return cls(
+            name=name,
+            length=None,
+            num_rows=parts[0][0].num_rows,
+            ms=total(lambda record: record.ms),
+            num_bytes=int(total(lambda record: record.num_bytes)),
+            num_flops=int(total(lambda record: record.num_flops)),
+            allowed_ms=total(lambda record: record.allowed_ms),
+            torch_ms=None,
         )
 
     @property

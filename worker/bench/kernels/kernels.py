@@ -78,9 +78,7 @@ def run_kernel_bench(options: KernelBenchOptions, report: Callable[[str], None] 
     report(f"{variant} on {options.num_threads} threads: memory and multiplications by themselves")
     team = Team(load_library(variant), options.num_threads)
     roof = Roof(team.library, ELEMENTS[target.dtype], options.num_threads)
-    records = []
-    for operation in _operations(options, target, forwards.sizes, team, report):
-        records.append(_measured(operation, options.num_rounds, roof))
+    records = _measured_all(_operations(options, target, forwards.sizes, team, report), options.num_rounds, roof)
     result = KernelResult(
         variant=variant,
         numerics=forwards.numerics,
@@ -93,6 +91,18 @@ def run_kernel_bench(options: KernelBenchOptions, report: Callable[[str], None] 
     if options.plot_path is not None:
         plot(result, options.plot_path)
     return result
+
+
+def _measured_all(operations: Iterator[Operation], num_rounds: int, roof: Roof) -> list[KernelRecord]:
+    """All of them, and behind them the matrices of each model in each form together."""
+    records, wholes = [], dict[tuple[str, int], list[tuple[KernelRecord, int]]]()
+    for operation in operations:
+        records.append(_measured(operation, num_rounds, roof))
+        if operation.whole is not None:
+            parts = wholes.setdefault((operation.whole, operation.num_rows), [])
+            parts.append((records[-1], operation.times))
+    complete = max(map(len, wholes.values()), default=0)  # some depths are no whole groups of a form
+    return records + [KernelRecord.summed(name, own) for (name, _), own in wholes.items() if len(own) == complete]
 
 
 def _operations(

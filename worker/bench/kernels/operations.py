@@ -58,6 +58,8 @@ class Operation:
     call: Callable[[], object]
     length: int | None = None  # positions in the cache
     in_torch: Callable[[], object] | None = None  # the same by `transformers`
+    whole: str | None = None  # the model in a form that this is a part of, and how often a forward has the part
+    times: int = 1
 
 
 def matrix_shapes(sizes: DecoderSizes) -> dict[str, tuple[int, int]]:
@@ -96,7 +98,7 @@ class Matrix:
         handle = team.library.roof_matrix_quantized(ELEMENTS[dtype], depth, columns, rows.address)
         return cls(team, handle, rows.num_bytes, depth, columns)
 
-    def operation(self, name: str, num_rows: int) -> Operation:
+    def operation(self, name: str, num_rows: int, whole: str, times: int) -> Operation:
         rows = np.ones((num_rows, self._depth), dtype=np.float32)
         out = np.empty((num_rows, self._columns), dtype=np.float32)
 
@@ -104,7 +106,8 @@ class Matrix:
             self._team.library.roof_linear(self._team.handle, self._handle, num_rows, address_of(rows), address_of(out))
 
         num_flops = 2 * num_rows * self._depth * self._columns
-        return Operation(name, num_rows, self._num_bytes, num_flops, self._num_bytes, multiply)
+        num_bytes = self._num_bytes
+        return Operation(name, num_rows, num_bytes, num_flops, num_bytes, multiply, whole=whole, times=times)
 
 
 def matrix_operations(
@@ -115,14 +118,14 @@ def matrix_operations(
     Each in the model's dtype, then packed in the ways that its depth allows. Names begin with whose they are.
     """
     for name, (depth, columns) in matrix_shapes(sizes).items():
-        shown = f"{of}{name} {depth}x{columns}"
-        matrices = {shown: Matrix.plain(team, sizes.dtype, depth, columns)}
+        times = 1 if name == "head" else sizes.num_layers
+        matrices = {"": Matrix.plain(team, sizes.dtype, depth, columns)}
         for packing in PACKINGS:
             if depth % packing.group_size == 0:
-                matrix = Matrix.packed(team, sizes.dtype, depth, columns, packing)
-                matrices[f"{shown} {packing.name}"] = matrix
-        for (each, matrix), num_rows in itertools.product(matrices.items(), row_counts):
-            yield matrix.operation(each, num_rows)
+                matrices[f" {packing.name}"] = Matrix.packed(team, sizes.dtype, depth, columns, packing)
+        for (form, matrix), num_rows in itertools.product(matrices.items(), row_counts):
+            shown = f"{of}{name} {depth}x{columns}{form}"
+            yield matrix.operation(shown, num_rows, f"{of}all matrices{form}", times)
 
 
 def attention_operation(sizes: DecoderSizes, team: Team, cache: FullKVCache, num_rows: int) -> Operation:

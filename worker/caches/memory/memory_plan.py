@@ -165,7 +165,7 @@ def one_slot(sizes: ModelSizes, gpu: GPUMemory, longest_job: int, drafts: DraftM
         num_slots=1,
         free_bytes=gpu.free_bytes,
         weight_bytes=sizes.weight_bytes,
-        slot_bytes=capacity * sizes.bytes_per_position + sizes.state_bytes,
+        slot_bytes=capacity * sizes.kept_bytes_per_position + sizes.state_bytes,
         drafts=drafts,
         scratch_bytes=gpu.scratch_bytes(sizes),
         row_bytes=_row_bytes(sizes),

@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from swiftbatch.jobs.run.option_values import KVDtype
 from swiftbatch.worker.caches.memory.packed_sizes import PackedPart, num_beside, num_floats, packed_parts
 from swiftbatch.worker.caches.room import ITEM_SIZES, bytes_per_position, state_bytes
+from swiftbatch.worker.kernels.sizes import CUDA_SCALE_BYTES
 from swiftbatch.worker.model.dense_config import OtherDecoderError, read_dense
 from swiftbatch.worker.model.expert_config import ExpertConfig
 from swiftbatch.worker.model.files import ModelFiles, read_config, stored_layout
@@ -37,7 +39,7 @@ class ModelSizes:
     """Sizes of a decoder in the dtype that it runs in."""
 
     num_parameters: int
-    bytes_per_position: int  # keys and values of one position in all layers
+    bytes_per_position: int  # keys and values of one position in all layers, in the dtype
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -47,7 +49,16 @@ class ModelSizes:
     item_size: int  # bytes of a number
     packed: tuple[PackedPart, ...] = ()  # of the parameters; the others lie there in the dtype
     state_bytes: int = 0  # of a job, whatever its length: of layers that have a state
+    kv_dtype: KVDtype | None = None  # of the keys and values that full caches keep; None: as all others
     experts: ExpertSizes | None = None  # that our kernels multiply
+
+    @property
+    def kept_bytes_per_position(self) -> int:
+        """The bytes of a position's keys and values in a full cache on a GPU."""
+        if self.kv_dtype is None:
+            return self.bytes_per_position
+        num_rows = self.bytes_per_position // (self.head_dim * self.item_size)
+        return num_rows * (self.head_dim + CUDA_SCALE_BYTES)
 
     @property
     def weight_bytes(self) -> int:

@@ -32,7 +32,7 @@ def plan_offload(
 
     Raises KVRoomError where the longest job has no room here or there.
     """
-    num_in_host = int(HOST_SHARE * host_bytes) // (slot_capacity(longest_job) * sizes.bytes_per_position)
+    num_in_host = int(HOST_SHARE * host_bytes) // (slot_capacity(longest_job) * sizes.kept_bytes_per_position)
     if num_in_host < 1:
         raise KVRoomError(_no_room(sizes, longest_job, MEMORY, HOST_SHARE * host_bytes))
     layer_bytes = 2 * sizes.num_kv_heads * sizes.head_dim * sizes.item_size
@@ -44,7 +44,7 @@ def plan_offload(
 
 
 def _no_room(sizes: ModelSizes, longest_job: int, place: str, num_free: float) -> str:
-    needed = slot_capacity(longest_job) * sizes.bytes_per_position
+    needed = slot_capacity(longest_job) * sizes.kept_bytes_per_position
     return (
         f"the longest job, {longest_job:,} positions, has no room with --kv-offload: its keys and values need "
         f"{needed / GB:,.2f} GB of {place}, which has {num_free / GB:,.2f} GB for them; use fewer max_tokens, or a "

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from swiftbatch.worker.kernels.sizes import fills_blocks
-from swiftbatch.worker.model.dense_config import PRODUCTS, SINKS
+from swiftbatch.worker.model.dense_config import SINKS
 from swiftbatch.worker.model.expert_config import ExpertConfig
 from swiftbatch.worker.model.formats.contract import StoredTensor
 from swiftbatch.worker.model.gguf.tensor_types import PACKED, PackedKind
@@ -61,13 +61,10 @@ def packed_parts(
 def _products_of(experts: ExpertConfig) -> Iterator[tuple[re.Pattern[str], str]]:
     """The names of experts' matrices, and of what all rows meet, each with the product that it is a part of."""
     names = experts.names
-    for role in PRODUCTS:
-        if names.each is not None:
-            yield _in_a_layer(names.each[role]), f"experts.{STACKED.get(role, role)}"
-        if names.shared is not None:
-            yield _in_a_layer(f"{names.shared}.{role}_proj.weight"), f"shared.{STACKED.get(role, role)}"
-    for name in () if names.fused is None else (names.fused.gate_up, names.fused.down):
-        yield _in_a_layer(name), name
+    found = {} if names.fused is None else {each: each for each in (names.fused.gate_up, names.fused.down)}
+    found |= {name: f"experts.{STACKED.get(role, role)}" for role, name in (names.each or {}).items()}
+    found |= {f"{name}.weight": f"shared.{STACKED.get(role, role)}" for role, name in (names.shared or {}).items()}
+    return ((_in_a_layer(name), product) for name, product in found.items())
 
 
 def _in_a_layer(name: str) -> re.Pattern[str]:

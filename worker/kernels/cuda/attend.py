@@ -106,7 +106,7 @@ def _seen(view: AttentionView) -> dict[str, Any]:
 
 def attend(
     query: Tensor,  # [NUM_ROWS, num_heads, head_dim], side by side
-    keys: Tensor,  # [num_slots, num_kv_heads, capacity, head_dim], one layer of the arena
+    keys: Tensor,  # [num_slots, num_kv_heads, capacity, row_width], one layer of the arena
     values: Tensor,  # as keys, with the same strides
     bias: Tensor | None,  # [num_slots, capacity] float32, added to scores of the prefix; -inf leaves an entry out
     table: CudaRowTable[Tensor],

@@ -31,6 +31,7 @@ from swiftbatch.worker.kernels.cuda.scan.scanned_texts import ScannedTexts
 from swiftbatch.worker.kernels.cuda.stacked import StackedLayer, StackedWeights
 from swiftbatch.worker.kernels.decoder_weights import other_rotary
 from swiftbatch.worker.kernels.frequencies import QueryGrowth, Rotary
+from swiftbatch.worker.kernels.kv_rows import cuda_row_width
 from swiftbatch.worker.kernels.sizes import RING_LAYERS
 
 
@@ -52,7 +53,7 @@ class CudaDecoder:
         reduce: Callable[[Tensor], None] | None = None,
         attention: AttentionKernel = TritonAttention,
     ) -> None:
-        """Rows see entries of `arena [num_layers, 2, num_slots, num_kv_heads, capacity, head_dim]`, on its device.
+        """Rows see entries of `arena [num_layers, 2, num_slots, num_kv_heads, capacity, row_width]`, on its device.
 
         It may have room for `RING_LAYERS` layers alone, which take turns; whoever runs layer by layer fills them.
         `bias [num_slots, capacity] float32` is added to scores of prefixes. `reduce` sums a layer's part of the
@@ -79,6 +80,8 @@ class CudaDecoder:
         self._query_scales = None if growth is None else self._scales_of(growth, num_positions, arena.device)
         self._allocate(arena.device)
         self.attention: Attention = attention(shape, self.layout, sizes.scale, arena.device)
+        if not isinstance(self.attention, TritonAttention) and arena.dtype != sizes.dtype:
+            raise ValueError("found keys and values in 8 bits, which flash-attn does not take; attend with triton")
         if not isinstance(self.attention, TritonAttention) and any(view != SEES_ALL for view in self._views):
             raise ValueError("found windows, soft caps or sinks, which flash-attn does not take; attend with triton")
 
@@ -220,7 +223,8 @@ def _of_width(buffer: Tensor, width: int) -> Tensor:
 def _check_arena(arena: Tensor, weights: StackedWeights) -> None:
     sizes = weights.sizes
     num_layers = len(weights.layers)
-    expected = (num_layers, 2, arena.shape[2], sizes.num_kv_heads, arena.shape[4], sizes.head_dim)
+    width = cuda_row_width(arena.dtype, sizes.dtype, sizes.head_dim)
+    expected = (num_layers, 2, arena.shape[2], sizes.num_kv_heads, arena.shape[4], width or sizes.head_dim)
     is_layers = len(arena) in (num_layers, min(num_layers, RING_LAYERS))
-    if not is_layers or arena.shape[1:] != expected[1:] or arena.dtype != sizes.dtype or arena.stride(-1) != 1:
+    if not is_layers or arena.shape[1:] != expected[1:] or width is None or arena.stride(-1) != 1:
         raise ValueError(f"found an arena of {arena.dtype} {list(arena.shape)}, expected {sizes.dtype} {expected}")

@@ -18,8 +18,9 @@ from swiftbatch.worker.kernels.attention_view import SEES_ALL, AttentionView
 from swiftbatch.worker.kernels.choice import flash_version
 from swiftbatch.worker.kernels.cuda.attend import AttentionShape
 from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS, CudaRowTable, TableLayout
+from swiftbatch.worker.kernels.cuda.kept_rows import load_rows
 from swiftbatch.worker.kernels.cuda.layer_kernels import packed_head
-from swiftbatch.worker.kernels.cuda.prefix import LOG2_E, load_rows
+from swiftbatch.worker.kernels.cuda.prefix import LOG2_E
 from swiftbatch.worker.kernels.cuda.rounding import rounded
 from swiftbatch.worker.kernels.cuda.tail import attend_tail, merge_part
 

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS
+from swiftbatch.worker.kernels.cuda.kept_rows import store_halves, store_kept
 from swiftbatch.worker.kernels.cuda.rounding import rounded
 from swiftbatch.worker.kernels.forms import NormForm
 
@@ -183,12 +184,6 @@ def normed(
 
 
 @triton.jit
-def store_halves(pointers, first, second, mask, HEAD_DIM: tl.constexpr):
-    tl.store(pointers, first, mask=mask)
-    tl.store(pointers + HEAD_DIM // 2, second, mask=mask)
-
-
-@triton.jit
 def packed_head(packed_ptr, row, index, kv_head, NUM_KV_HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr):
     """The place of heads among those of all groups: the heads of a KV head are rows of it, as flash-attn takes them."""
     return (tl.load(packed_ptr + row) * HEADS_PER_KV + index) * NUM_KV_HEADS + kv_head
@@ -251,10 +246,10 @@ def rope_store_heads(
     store_halves(query_ptr, turned_first, turned_second, is_query & is_real, HEAD_DIM)
     place = tl.load(row_ptr).to(tl.int64) * stride_slot + kv_head.to(tl.int64) * stride_head
     place += tl.load(row_ptr + 4).to(tl.int64) * stride_entry
-    places = place + index[:, None] * 0 + columns
+    places = place + index[:, None] * 0
     is_key = (index == HEADS_PER_KV)[:, None]
-    store_halves(keys_ptr + places, turned_first, turned_second, is_key & is_real, HEAD_DIM)
-    store_halves(values_ptr + places, turned_first, turned_second, is_value & is_real, HEAD_DIM)
+    store_kept(keys_ptr + places, turned_first, turned_second, columns, is_key & is_real, HEAD_DIM)
+    store_kept(values_ptr + places, turned_first, turned_second, columns, is_value & is_real, HEAD_DIM)
 
 
 def rope_store(
@@ -264,7 +259,7 @@ def rope_store(
     epsilon: float,
     rows: Tensor,  # of a row table
     query: Tensor,  # [NUM_ROWS, num_heads, head_dim]; packed: [num_groups * rows_per_group, num_heads, head_dim]
-    keys: Tensor,  # [num_slots, num_kv_heads, capacity, head_dim], one layer of the arena
+    keys: Tensor,  # [num_slots, num_kv_heads, capacity, row_width], one layer of the arena
     values: Tensor,  # as keys, with the same strides
     packed: Tensor | None = None,  # of a row table: where queries go, their heads as in `packed_head`; None: in order
     form: NormForm = NormForm.TWICE,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from swiftbatch.worker.kernels.cuda.code_numbers import DECODERS
 from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS
 from swiftbatch.worker.kernels.cuda.linear import TILE_COLUMNS, LinearKernel, multiply_constants
-from swiftbatch.worker.kernels.cuda.rounding import dot, narrowed, rounded
+from swiftbatch.worker.kernels.cuda.rounding import dot, in_one_place, narrowed, rounded
 from swiftbatch.worker.kernels.packed import CODE_BITS, PackedMatrix, Weight
 from swiftbatch.worker.kernels.sizes import BLOCK_DEPTH, fills_blocks
 
@@ -41,15 +41,6 @@ def of_members(numbers, GROUPS: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.c
     if GROUPS > 1:
         numbers = tl.broadcast_to(numbers[:, None, :], [GROUPS, DEPTH // GROUPS, COLUMNS]).reshape([DEPTH, COLUMNS])
     return numbers
-
-
-@triton.jit
-def in_one_place(numbers, DEPTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """The same numbers: a sum over one of each, which Triton does not move.
-
-    Else every warp that multiplies with a number would make it from its code: two do on an A100.
-    """
-    return tl.sum(numbers.reshape([1, DEPTH, COLUMNS]), 0)
 
 
 @triton.jit

@@ -5,17 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from swiftbatch.worker.kernels.cuda.kept_rows import load_kept, load_rows
 from swiftbatch.worker.kernels.cuda.rounding import dot, rounded
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def load_rows(pointers, seen, columns, NUM_COLUMNS: tl.constexpr, MASKED: tl.constexpr):
-    """Rows of which some are unseen and columns of which some are padding; without `MASKED` neither is."""
-    if MASKED:
-        return tl.load(pointers, mask=seen[:, None] & (columns < NUM_COLUMNS)[None, :], other=0.0)
-    return tl.load(pointers)
 
 
 @triton.jit
@@ -50,7 +43,7 @@ def attend_block(
     second = HALF + first
     padded: tl.constexpr = HEAD_DIM < 2 * HALF
     seen = bias > float("-inf")  # nothing is said of what lies in the other entries
-    keys = load_rows(key_ptr + places + whole[None, :], seen, whole, HEAD_DIM, HAS_BIAS or padded)
+    keys = load_kept(key_ptr + places, seen, whole, HEAD_DIM, HAS_BIAS or padded, query.dtype)
     scores = dot(query, tl.trans(keys), tl.zeros([query.shape[0], keys.shape[0]], tl.float32)) * scale_log2
     scores = capped(scores, SOFTCAP_LOG2)
     if HAS_BIAS:
@@ -64,8 +57,8 @@ def attend_block(
     probabilities = tl.exp2(scores - known[:, None])
     decay = tl.exp2(highest - known)
     total = total * decay + tl.sum(probabilities, 1)
-    values_first = load_rows(value_ptr + places + first[None, :], seen, first, HEAD_DIM, HAS_BIAS)
-    values_second = load_rows(value_ptr + places + second[None, :], seen, second, HEAD_DIM, HAS_BIAS or padded)
+    values_first = load_kept(value_ptr + places, seen, first, HEAD_DIM, HAS_BIAS, query.dtype)
+    values_second = load_kept(value_ptr + places, seen, second, HEAD_DIM, HAS_BIAS or padded, query.dtype)
     probabilities = rounded(probabilities, values_first.dtype).to(values_first.dtype)
     acc_first = dot(probabilities, values_first, acc_first * decay[:, None])
     acc_second = dot(probabilities, values_second, acc_second * decay[:, None])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from swiftbatch.worker.kernels.cuda.prefix import LOG2_E, capped, first_block_of, load_rows
+from swiftbatch.worker.kernels.cuda.kept_rows import load_kept, load_rows
+from swiftbatch.worker.kernels.cuda.prefix import LOG2_E, capped, first_block_of
 from swiftbatch.worker.kernels.cuda.rounding import dot, rounded
 
 
@@ -37,13 +38,13 @@ def attend_tail(
     if WINDOW:
         seen = seen & (n >= tail_length - WINDOW)
     places = tl.load(tail_slots_ptr + n).to(tl.int64)[:, None] * stride_entry
-    keys = load_rows(key_ptr + places + columns[None, :], seen, columns, HEAD_DIM, True)
+    keys = load_kept(key_ptr + places, seen, columns, HEAD_DIM, True, query.dtype)
     scores = dot(query, tl.trans(keys), tl.zeros([query.shape[0], BLOCK], tl.float32)) * scale_log2
     scores = tl.where(seen[None, :], capped(scores, SOFTCAP_LOG2), float("-inf"))
     highest = tl.max(scores, 1)
     probabilities = tl.exp2(scores - highest[:, None])
     total = tl.sum(probabilities, 1)
-    values = load_rows(value_ptr + places + columns[None, :], seen, columns, HEAD_DIM, True)
+    values = load_kept(value_ptr + places, seen, columns, HEAD_DIM, True, query.dtype)
     probabilities = rounded(probabilities, values.dtype).to(values.dtype)
     return highest, total, dot(probabilities, values, tl.zeros([query.shape[0], columns.shape[0]], tl.float32))
 

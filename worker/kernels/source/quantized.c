@@ -1,6 +1,8 @@
 // Weights of 8 or 4 bits: repacked once, unpacked in registers for few rows and into a panel for many.
 #include "quantized.h"
 
+#include <limits.h>
+#include <math.h>
 #include <stdlib.h>
 
 #include "threads.h"
@@ -12,15 +14,18 @@ enum { MOST_FEW_ROWS = 8, MOST_FEW_BLOCKS = 4 };
 enum { MOST_FEW_ROWS = 1, MOST_FEW_BLOCKS = 1 };
 #endif
 enum { PANEL_BLOCKS = 4, PANEL_DEPTH = 256, READ_AHEAD = 2048 };  // bytes
+enum { TOGETHER = 8 };  // groups that may share a float, which their scales are small whole multiples of
 
 // What becomes of two vectors of numbers. PAIRED: the first eight columns, then the others, two k of each side by side;
 // else all columns at one k, then at the next.
 typedef enum { PAIRED, ROUNDED, EXACT } fate;
 
+// Along a block's depth: stretches, each a header with the scales and offsets of its groups, then the codes of these.
 struct quantized_part {
     uint8_t *data;
-    long block_bytes, group_bytes, header_bytes;
+    long block_bytes, stretch_bytes, header_bytes;
     int depth, group_size, code, scale_type;
+    int groups_together;  // of a stretch: 1, or as many as share the float that their whole numbers multiply
     bool has_offsets;
     fate fate;
     float table[256];
@@ -34,9 +39,99 @@ static fate fate_of(element element) { return element == F32 ? EXACT : HAS_BF16_
 
 static int scale_bytes(int type) { return type == SCALE_F32 ? 4 : 2; }
 
+// Bytes of the scales of a stretch, or of its offsets, in all lanes: of more than one group a float and whole numbers.
+static long scales_bytes(const quantized_part *part) {
+    int groups = part->groups_together;
+    return LANES * (groups > 1 ? (long)sizeof(float) + groups : scale_bytes(part->scale_type));
+}
+
 // Which column and which of two k lie in a lane of the first and of the second vector of a step.
 static int column_of(bool is_paired, int lane, int vector) { return is_paired ? lane / 2 + vector * LANES / 2 : lane; }
 static int k_of(bool is_paired, int lane, int vector) { return is_paired ? lane % 2 : vector; }
+
+static uint32_t common_divisor(uint32_t a, uint32_t b) {
+    while (b) {
+        uint32_t rest = a % b;
+        a = b;
+        b = rest;
+    }
+    return a;
+}
+
+// A float as an odd number times two to the power that is returned; of zero 0, and any power.
+static int odd_part(float number, uint32_t *odd) {
+    uint32_t bits;
+    memcpy(&bits, &number, sizeof bits);
+    int exponent = bits >> 23 & 255;
+    uint32_t digits = (bits & 0x7fffff) | (exponent ? 1u << 23 : 0);
+    int zeros = digits ? __builtin_ctz(digits) : 0;
+    *odd = digits >> zeros;
+    return (exponent ? exponent : 1) - 150 + zeros;
+}
+
+// The unit that so many floats are small whole multiples of, to the bit, and these multiples; 0 where there is none.
+static float two_levels(const float floats[TOGETHER], int8_t wholes[TOGETHER]) {
+    uint32_t odd[TOGETHER], divisor = 0;
+    int power[TOGETHER], least = INT_MAX;
+    bool has_minus_zero = false;
+    for (int i = 0; i < TOGETHER; i++) {
+        power[i] = odd_part(floats[i], &odd[i]);
+        if (odd[i] && power[i] < least) least = power[i];
+        has_minus_zero |= floats[i] == 0.0f && signbit(floats[i]);
+    }
+    for (int i = 0; i < TOGETHER; i++) {
+        if (odd[i] && power[i] - least > 7) return 0.0f;
+        if (odd[i]) divisor = common_divisor(odd[i] << (power[i] - least), divisor);
+    }
+    float unit = divisor ? ldexpf((float)divisor, least) : 1.0f;
+    if (has_minus_zero) unit = -unit;
+    for (int i = 0; i < TOGETHER; i++) {
+        float whole = floats[i] / unit, again;
+        if (!(whole >= -128.0f && whole <= 127.0f)) return 0.0f;
+        wholes[i] = (int8_t)whole;
+        again = (float)wholes[i] * unit;
+        if (memcmp(&again, &floats[i], sizeof again) != 0) return 0.0f;
+    }
+    return unit;
+}
+
+// Scales or offsets of a matrix: floats of all groups, or units of every TOGETHER of these and whole numbers of all.
+typedef struct {
+    const void *numbers;
+    void *units;
+    int8_t *wholes;  // NULL where all floats stand for themselves
+} levels;
+
+static void levels_free(levels *levels) {
+    free(levels->units);
+    free(levels->wholes);
+    levels->units = levels->wholes = NULL;
+}
+
+// Floats of two levels, as those of Q4_K are, as such; false where they are not.
+static bool split_levels(levels *levels, long count) {
+    if (!levels->numbers) return true;
+    levels->units = allocate_clear(sizeof(float) * (size_t)(count / TOGETHER));
+    levels->wholes = allocate_clear((size_t)count);
+    for (long i = 0; i < count; i += TOGETHER) {
+        float unit = two_levels((const float *)levels->numbers + i, levels->wholes + i);
+        if (unit == 0.0f) return false;
+        ((float *)levels->units)[i / TOGETHER] = unit;
+    }
+    return true;
+}
+
+// Both as two levels or none of them; returns how many groups then lie together.
+static int split_both(const quantized_rows *rows, int depth, int count, levels both[2]) {
+    int groups = depth / rows->group_size;
+    both[0] = (levels){.numbers = rows->scales};
+    both[1] = (levels){.numbers = rows->offsets};
+    if (rows->scale_type != SCALE_F32 || groups % TOGETHER) return 1;
+    if (split_levels(&both[0], (long)count * groups) && split_levels(&both[1], (long)count * groups)) return TOGETHER;
+    levels_free(&both[0]);
+    levels_free(&both[1]);
+    return 1;
+}
 
 // Codes of a span from sixteen columns, which begin there: of 4 bits eight to a word of each lane.
 static void pack_span(const quantized_part *part, const uint8_t *const columns[LANES], uint8_t *out) {
@@ -51,34 +146,40 @@ static void pack_span(const quantized_part *part, const uint8_t *const columns[L
         }
 }
 
-// Scales, or offsets, of a group in columns from the first one on; zeros fill up the block.
-static uint8_t *pack_scales(const quantized_part *part, const void *scales, int column, int count, int group,
+// Scales, or offsets, of a stretch in columns from the first one on; zeros fill up the block.
+static uint8_t *pack_scales(const quantized_part *part, const levels *scales, int column, int count, int group,
                             uint8_t *out) {
     int bytes = scale_bytes(part->scale_type), groups = part->depth / part->group_size;
-    for (int i = 0; i < LANES; i++, out += bytes)
-        if (i < count) memcpy(out, (const char *)scales + ((long)(column + i) * groups + group) * bytes, (size_t)bytes);
-        else memset(out, 0, (size_t)bytes);
-    return out;
+    for (int i = 0; i < count; i++) {
+        long place = (long)(column + i) * groups + group;
+        if (!scales->wholes) {
+            memcpy(out + i * bytes, (const char *)scales->numbers + place * bytes, (size_t)bytes);
+            continue;
+        }
+        memcpy(out + 4 * i, (const float *)scales->units + place / TOGETHER, sizeof(float));
+        for (int j = 0; j < TOGETHER; j++) out[(4 + j) * LANES + i] = (uint8_t)scales->wholes[place + j];
+    }
+    return out + scales_bytes(part);
 }
 
-static void pack_block(const quantized_part *part, const quantized_rows *rows, int column, int count, uint8_t *out) {
+static void pack_block(const quantized_part *part, const uint8_t *codes, const levels both[2], int column, int count,
+                       uint8_t *out) {
     int bits = code_bits(part->code), span = span_of(part->code);
     long row_bytes = (long)part->depth * bits / 8;
     for (int k = 0; k < part->depth; k += span, out += span_bytes(part->code)) {
         const uint8_t *columns[LANES];
         for (int i = 0; i < LANES; i++)
-            columns[i] = rows->codes + (column + (i < count ? i : 0)) * row_bytes + (long)k * bits / 8;
-        if (k % part->group_size == 0) {
-            out = pack_scales(part, rows->scales, column, count, k / part->group_size, out);
-            if (part->has_offsets) out = pack_scales(part, rows->offsets, column, count, k / part->group_size, out);
-        }
+            columns[i] = codes + (column + (i < count ? i : 0)) * row_bytes + (long)k * bits / 8;
+        for (int i = 0; i < (part->has_offsets ? 2 : 1) && k % (part->group_size * part->groups_together) == 0; i++)
+            out = pack_scales(part, &both[i], column, count, k / part->group_size, out);
         pack_span(part, columns, out);
     }
 }
 
 static bool is_alike(const quantized_part *a, const quantized_part *b) {
     return a->code == b->code && a->group_size == b->group_size && a->scale_type == b->scale_type &&
-           a->has_offsets == b->has_offsets && memcmp(a->table, b->table, sizeof a->table) == 0;
+           a->groups_together == b->groups_together && a->has_offsets == b->has_offsets &&
+           memcmp(a->table, b->table, sizeof a->table) == 0;
 }
 
 // Parts are compared once, as they come: a matrix is taken apart into those that lie alike at every product.
@@ -91,26 +192,31 @@ static const quantized_part *first_like(const quantized_part *part) {
 quantized_part *quantized_new(const quantized_rows *rows, int depth, int count, element element,
                               quantized_block *blocks, int stride, quantized_part *next) {
     int num_blocks = (count + LANES - 1) / LANES, bits = code_bits(rows->code);
+    levels both[2];
     quantized_part *part = allocate_clear(sizeof *part);
     *part = (quantized_part){.depth = depth,
                              .group_size = rows->group_size,
                              .code = rows->code,
                              .scale_type = rows->scale_type,
+                             .groups_together = split_both(rows, depth, count, both),
                              .has_offsets = rows->offsets != NULL,
                              .fate = fate_of(element),
                              .next = next};
-    part->header_bytes = (long)LANES * scale_bytes(part->scale_type) * (part->has_offsets ? 2 : 1);
-    part->group_bytes = part->header_bytes + (long)part->group_size * LANES * bits / 8;
-    part->block_bytes = part->group_bytes * (depth / part->group_size);
+    int stretch = part->group_size * part->groups_together;
+    part->header_bytes = scales_bytes(part) * (part->has_offsets ? 2 : 1);
+    part->stretch_bytes = part->header_bytes + (long)stretch * LANES * bits / 8;
+    part->block_bytes = part->stretch_bytes * (depth / stretch);
     part->data = allocate_clear((size_t)(num_blocks * part->block_bytes));
     memcpy(part->table, rows->table, sizeof(float) << bits);
     part->like = first_like(part);
     for (int i = 0; i < num_blocks; i++) {
         int column = i * LANES, left = count - column < LANES ? count - column : LANES;
         uint8_t *data = part->data + i * part->block_bytes;
-        pack_block(part, rows, column, left, data);
+        pack_block(part, rows->codes, both, column, left, data);
         blocks[i * stride] = (quantized_block){part, data};
     }
+    levels_free(&both[0]);
+    levels_free(&both[1]);
     return part;
 }
 
@@ -123,7 +229,9 @@ void quantized_free(quantized_part *first) {
     }
 }
 
-static bool lie_alike(const quantized_part *a, const quantized_part *b) { return a == b || (a && b && a->like == b->like); }
+static bool lie_alike(const quantized_part *a, const quantized_part *b) {
+    return a == b || (a && b && a->like == b->like);
+}
 
 int quantized_alike(const quantized_block *blocks, int count) {
     int alike = 1;
@@ -153,15 +261,21 @@ INLINE void spread_lanes(const int fate, vec numbers, vec out[2]) {
     out[0] = out[1] = numbers;
 }
 
+// Of one group of a stretch, all lanes of its scales or offsets.
+INLINE vec numbers_at(const quantized_part *part, const uint8_t *scales, int group) {
+    if (part->groups_together == 1) return load_scales(part->scale_type, scales);
+    return vec_mul(vec_load_int8(scales + (4 + group) * LANES), vec_load((const float *)scales));
+}
+
 // Without offsets -0 is added, which changes nothing, not even a zero's sign.
 INLINE group_numbers numbers_of_group(const int code, const int fate, const quantized_part *part,
-                                      const uint8_t *group) {
+                                      const uint8_t *header, int group) {
     group_numbers numbers;
-    vec scale = load_scales(part->scale_type, group);
+    vec scale = numbers_at(part, header, group);
     if (code == CODE_E4M3) scale = vec_mul(scale, vec_set(E4M3_UNIT));
     spread_lanes(fate, scale, numbers.scale);
-    const uint8_t *offsets = group + part->header_bytes / 2;
-    spread_lanes(fate, part->has_offsets ? load_scales(part->scale_type, offsets) : vec_set(-0.0f), numbers.offset);
+    const uint8_t *offsets = header + part->header_bytes / 2;
+    spread_lanes(fate, part->has_offsets ? numbers_at(part, offsets, group) : vec_set(-0.0f), numbers.offset);
     return numbers;
 }
 
@@ -207,7 +321,7 @@ typedef struct {
 // What lies in registers or changes with every step.
 typedef struct {
     vec sums[MOST_FEW_BLOCKS][MOST_FEW_ROWS];
-    const uint8_t *from[MOST_FEW_BLOCKS];
+    const uint8_t *header[MOST_FEW_BLOCKS], *from[MOST_FEW_BLOCKS];
     const char *a[MOST_FEW_ROWS];
     long offset;  // from `a`
 } few_state;
@@ -223,13 +337,17 @@ INLINE void begin_few(const int rows, const int count, const few_job *job, int b
     state->offset = 0;
 }
 
+// `group` is of its stretch.
 INLINE void add_group(const int rows, const int count, const int code, const int fate, codebook book,
-                      const quantized_part *part, few_state *state) {
+                      const quantized_part *part, int group, few_state *state) {
     const int step_bytes = fate == PAIRED ? 4 : 8, span = span_of(code);
     group_numbers groups[MOST_FEW_BLOCKS];
     for (int n = 0; n < count; n++) {
-        groups[n] = numbers_of_group(code, fate, part, state->from[n]);
-        state->from[n] += part->header_bytes;
+        if (group == 0) {
+            state->header[n] = state->from[n];
+            state->from[n] += part->header_bytes;
+        }
+        groups[n] = numbers_of_group(code, fate, part, state->header[n], group);
     }
     for (int i = 0; i < part->group_size; i += span) {
         for (int n = 0; n < count; n++) __builtin_prefetch(state->from[n] + READ_AHEAD, 0, 2);
@@ -249,7 +367,9 @@ INLINE void few_rows(const int rows, const int count, const int code, const int 
     codebook book = book_of(part);
     few_state state;
     begin_few(rows, count, job, block, &state);
-    for (int k = 0; k < part->depth; k += part->group_size) add_group(rows, count, code, fate, book, part, &state);
+    for (int k = 0; k < part->depth;)
+        for (int group = 0; group < part->groups_together; group++, k += part->group_size)
+            add_group(rows, count, code, fate, book, part, group, &state);
     const vec nothing[2] = {vec_set(0.0f), vec_set(0.0f)};  // what matrices of numbers have behind their depth
     for (int k = part->depth; fate == PAIRED && k % BF16_DEPTH; k += 2, state.offset += 4)
         for (int n = 0; n < count; n++) add_step(fate, rows, nothing, state.a, state.offset, state.sums[n]);
@@ -298,8 +418,8 @@ INLINE void *store_step(const int fate, const vec weights[2], void *out) {
 
 // Where the codes at a k begin in a block.
 static long codes_at(const quantized_part *part, int k) {
-    int group = k / part->group_size, within = k % part->group_size, bits = code_bits(part->code);
-    return group * part->group_bytes + part->header_bytes + (long)within * LANES * bits / 8;
+    int stretch = part->group_size * part->groups_together, bits = code_bits(part->code);
+    return k / stretch * part->stretch_bytes + part->header_bytes + (long)(k % stretch) * LANES * bits / 8;
 }
 
 // `count` k from the first one on, which may lie within a group.
@@ -308,9 +428,10 @@ INLINE void fill_panel(const int code, const int fate, quantized_block block, in
     const int span = span_of(code);
     codebook book = book_of(part);
     for (int k = first, end; k < first + count; k = end) {
-        int group = k / part->group_size;
+        int group = k / part->group_size, together = part->groups_together;
         const uint8_t *from = block.data + codes_at(part, k);
-        group_numbers numbers = numbers_of_group(code, fate, part, block.data + group * part->group_bytes);
+        const uint8_t *header = block.data + group / together * part->stretch_bytes;
+        group_numbers numbers = numbers_of_group(code, fate, part, header, group % together);
         end = (group + 1) * part->group_size;
         if (end > first + count) end = first + count;
         for (int i = k; i < end; i += span, from += span_bytes(code))
@@ -377,7 +498,8 @@ INLINE void multiply(const int code, const int fate, const quantized_block *bloc
     }
     for (int n = 0; n < count; n += PANEL_BLOCKS) {
         int wide = count - n < PANEL_BLOCKS ? count - n : PANEL_BLOCKS;
-        multiply_many(code, fate, blocks + n, wide, count - n - wide + behind, rows, a, lda, c + n * LANES, ldc, scratch);
+        int follow = count - n - wide + behind;
+        multiply_many(code, fate, blocks + n, wide, follow, rows, a, lda, c + n * LANES, ldc, scratch);
     }
 }
 

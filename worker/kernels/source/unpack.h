@@ -28,6 +28,8 @@ INLINE vec byte_numbers(const int code, codebook book, const uint8_t *from) {
     return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(sixteen_bytes(from)));
 }
 
+INLINE vec vec_load_int8(const void *from) { return byte_numbers(CODE_INT8, (codebook){0}, from); }
+
 typedef __m512i words;
 INLINE words words_load(const uint8_t *from) { return _mm512_loadu_si512(from); }
 INLINE words words_shift(words a, int bits) { return _mm512_srli_epi32(a, (unsigned)bits); }
@@ -50,6 +52,8 @@ INLINE __m256 half_of_bytes(const int code, codebook book, const uint8_t *from) 
 INLINE vec byte_numbers(const int code, codebook book, const uint8_t *from) {
     return (vec){half_of_bytes(code, book, from), half_of_bytes(code, book, from + 8)};
 }
+
+INLINE vec vec_load_int8(const void *from) { return byte_numbers(CODE_INT8, (codebook){0}, from); }
 
 typedef struct { __m256i low, high; } words;
 INLINE words words_load(const uint8_t *from) {
@@ -85,6 +89,12 @@ INLINE vec byte_numbers(const int code, codebook book, const uint8_t *from) {
     float numbers[LANES];
     (void)code;
     for (int i = 0; i < LANES; i++) numbers[i] = book.table[from[i]];
+    return vec_load(numbers);
+}
+
+INLINE vec vec_load_int8(const void *from) {
+    float numbers[LANES];
+    for (int i = 0; i < LANES; i++) numbers[i] = ((const int8_t *)from)[i];
     return vec_load(numbers);
 }
 

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from swiftbatch.worker.model.digests import weight_files
 from swiftbatch.worker.model.formats.catalogue import format_of
 from swiftbatch.worker.model.formats.contract import UNUSED, Format, FormatError, Scheme, StoredTensor
-from swiftbatch.worker.model.gguf.gguf_forms import forms_in_gguf
+from swiftbatch.worker.model.gguf.gguf_model import forms_in_gguf
 from swiftbatch.worker.model.gguf.header import GGUFError
 from swiftbatch.worker.model.gguf.links import SUFFIX
 from swiftbatch.worker.model.gguf.tensor_types import BITS

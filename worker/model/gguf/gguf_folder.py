@@ -36,6 +36,8 @@ OTHERS = (
 KNOWN = sorted((*OF_GPT2, *OF_DIGITS, *OTHERS))
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")  # the last one is written last
+GENERIC = "TokenizersBackend"  # the class that reads `tokenizer.json` and adds no rules of its own
+KEPT = ("bos_token", "eos_token", "unk_token", "pad_token", "tokenizer_class")
 FORM = 1  # of the derived files: another one where they are derived in another way
 NAME_LENGTH = 32
 MAX_WORDS = 500  # characters of an error
@@ -108,17 +110,28 @@ def _made_whole(folder: Path) -> Iterator[Path]:
 
 def _add_tokenizer(model: str, folder: Path) -> None:
     """Derive the tokenizer as `transformers` does, which takes seconds, and put its files beside the others."""
-    from swiftbatch.worker.model.gguf.tokenizer import save_tokenizer
-
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as aside:
         try:
-            save_tokenizer(folder / link_names(folder)[0], Path(aside))
+            _save_tokenizer(folder / link_names(folder)[0], Path(aside))
         except Exception as error:  # of any kind: the library raises bare ones
             raise ModelError(
                 f"model {model}: no tokenizer comes of its metadata: {type(error).__name__}: {_line(error)}"
             ) from error
         for name in TOKENIZER_FILES:
             os.replace(Path(aside) / name, folder / name)
+
+
+def _save_tokenizer(file: Path, folder: Path) -> None:
+    """Write `tokenizer.json` and `tokenizer_config.json`. Raises what the library does for metadata without sense."""
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(file.parent, gguf_file=file.name, local_files_only=True)
+    tokenizer.chat_template = None  # which lies in a file of its own
+    tokenizer.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    said = json.loads(path.read_text(encoding="utf-8"))
+    said = {key: value for key, value in said.items() if key in KEPT} | {"tokenizer_class": GENERIC}
+    path.write_text(json.dumps(said, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _line(error: Exception) -> str:

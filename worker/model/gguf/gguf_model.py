@@ -14,6 +14,9 @@ import numpy as np
 
 from swiftbatch.worker.model.gguf.architectures import ARCHITECTURES, LAYER, WHOLE, Architecture
 from swiftbatch.worker.model.gguf.header import GGUFError, GGUFHead, TensorHead, read_head
+from swiftbatch.worker.model.gguf.links import architecture_of
+
+Form = tuple[str, tuple[int, ...]]  # what numbers are stored as, and how many in each dimension
 
 SPLIT = re.compile(r"^(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$")
 IN_LAYER = re.compile(r"^blk\.(?P<number>0|[1-9]\d*)\.(?P<part>\w+)\.(?P<what>weight|bias)$")
@@ -110,3 +113,16 @@ def _head(file: Path) -> GGUFHead:
         return read_head(file)
     except GGUFError as error:
         raise GGUFError(f"{file}: {error}") from None
+
+
+def forms_in_gguf(file: Path) -> Iterator[tuple[str, Form]]:
+    """The tensors of a file that a folder links to, each expert on its own. Raises GGUFError."""
+    for tensor in read_head(file).tensors:
+        if tensor.name == FREQUENCIES:
+            continue
+        name = transformers_name(tensor.name, architecture_of(file))
+        if "*" not in name:
+            yield name, (tensor.type.name, tensor.shape)
+            continue
+        for number in range(tensor.shape[0]):
+            yield name.replace("*", str(number)), (tensor.type.name, tensor.shape[1:])

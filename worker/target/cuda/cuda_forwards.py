@@ -29,6 +29,7 @@ from swiftbatch.worker.kernels.cuda.packed_linear import WeightKernel, packed_pr
 from swiftbatch.worker.kernels.cuda.stacked import StackedWeights
 from swiftbatch.worker.kernels.cuda.upload import Upload
 from swiftbatch.worker.kernels.decoder_weights import AnyLinear, PackedLinear
+from swiftbatch.worker.kernels.kv_dtypes import with_kv
 from swiftbatch.worker.target.cuda.partial_arena import PartialArena, arena_for
 from swiftbatch.worker.target.cuda.rounds import CudaRounds, entries_of
 from swiftbatch.worker.target.cuda.row_mover import RowMover
@@ -94,10 +95,11 @@ class CudaForwards:
     @property
     def numerics(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        return (
+        computed = (
             f"cuda {hardware_of('cuda')}, {dtype}, torch {torch.__version__}, triton kernels 1, "
             f"{self._decoder.attention.numerics}, {self.kernels.linear}"
         )
+        return with_kv(computed, self.cache_shape.kv_dtype)
 
     def run(self, groups: list[SequenceRows]) -> tuple[torch.Tensor, torch.Tensor]:
         tiles = list(pack_tiles(groups, pad_rows=True, tile_rows=NUM_ROWS))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import torch
 
+from swiftbatch.jobs.run.option_values import KVDtype
 from swiftbatch.worker.caches.arena import KVArena
 from swiftbatch.worker.caches.copies import CudaLane, Staging, computing_stream
 from swiftbatch.worker.caches.full import MAX_TREE_NODES, CacheShape
@@ -28,6 +30,8 @@ from swiftbatch.worker.caches.scan_slots import scan_memory
 from swiftbatch.worker.caches.summary import CHUNK_SIZE, summary_positions
 from swiftbatch.worker.kernels.choice import DEFAULT_KERNELS, CudaKernels
 from swiftbatch.worker.kernels.cuda.stacked import handed_over, stacked_weights
+from swiftbatch.worker.kernels.decoder_weights import DecoderWeights
+from swiftbatch.worker.kernels.sizes import CUDA_SCALE_BYTES
 from swiftbatch.worker.model.dense import dense_weights
 from swiftbatch.worker.model.files import ModelFiles
 from swiftbatch.worker.target.cuda.cuda_forwards import CudaForwards
@@ -44,15 +48,18 @@ def load_cuda_forwards(
     wanted: SlotsWanted,
     eos_token_ids: frozenset[int],
     kernels: CudaKernels,
+    kv_dtype: KVDtype | None = None,
 ) -> CudaForwards | None:
     """Forwards with as many slots as fit; None for a model that the kernels do not take.
 
-    Raises KVRoomError, and ModelError where the chosen kernels are not here or do not take it.
+    Caches keep rows of `kv_dtype`. Raises KVRoomError, and ModelError where the chosen kernels are not here or do not
+    take it.
     """
     dtype_name = str(dtype).removeprefix("torch.")
     sizes = read_sizes(files, dtype_name)
     if sizes is None:
         return None
+    sizes = replace(sizes, kv_dtype=kv_dtype)
     kernels.refuse_absent()
     kernels.refuse_unfit(dtype_name, sizes.head_dim)
     hold_products_steady()
@@ -66,7 +73,7 @@ def load_cuda_forwards(
     else:
         plan = plan_memory(sizes, gpu, wanted.longest_job, wanted.num_slots, drafts)
         copies = Staging(CudaLane(device), computing_stream(device))
-    return planned_forwards(files, dtype, device, plan, num_splits, eos_token_ids, copies, kernels)
+    return planned_forwards(files, dtype, device, plan, num_splits, eos_token_ids, copies, kernels, kv_dtype)
 
 
 def planned_forwards(
@@ -78,13 +85,14 @@ def planned_forwards(
     eos_token_ids: frozenset[int],
     copies: Staging | Streams | None,
     kernels: CudaKernels = DEFAULT_KERNELS,
+    kv_dtype: KVDtype | None = None,
 ) -> CudaForwards | None:
     """Load as planned; None for a model that the kernels do not take. With `Streams`, caches lie on the host."""
     weights = dense_weights(files, dtype, device)
     if weights is None:
         return None
     stacked = stacked_weights(weights, device, handed_over(weights))
-    shape = CacheShape.of(weights, device)
+    shape = cuda_cache_shape(weights, device, kv_dtype)
     try:
         if isinstance(copies, Streams):
             offloaded = OffloadedArena(shape, plan.num_slots, plan.longest_job, copies)
@@ -93,6 +101,11 @@ def planned_forwards(
         return CudaForwards(stacked, arena, eos_token_ids, num_splits, kernels)
     except ValueError:  # sizes that the kernels have no tiles for
         return None
+
+
+def cuda_cache_shape(weights: DecoderWeights, device: torch.device, kv_dtype: KVDtype | None) -> CacheShape:
+    """The shape of caches whose rows a GPU's kernels read."""
+    return replace(CacheShape.of(weights, device, kv_dtype), kv_scale_bytes=CUDA_SCALE_BYTES)
 
 
 def forwards_beside(target: Forwards, files: ModelFiles, longest_job: int, num_slots: int) -> CudaForwards | None:

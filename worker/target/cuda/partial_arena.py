@@ -113,7 +113,7 @@ class SlotEntries(Entries):
         if not _has_all_layers(full):
             super().replace(full, positions, entries)
         else:
-            self.buffer[:, :, :, entries] = full.rows[:, :, :, positions]
+            self.buffer[:, :, :, entries] = full.shape.numbers(full.rows[:, :, :, positions])
 
     def keep_path(self, root: int, path: list[int]) -> int:
         self.arena.move_rows(self.slot, root, path)

@@ -47,6 +47,7 @@ from swiftbatch.worker.papers.griffin.triton import draft_layer_kernels as griff
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, NUM_SPLITS = 4096, 32, 8, 128, 14336, 54  # Llama 3.1 8B
+KEPT = {"int8": "*i8", "e4m3": "*u8"}  # by what a kernel's name ends with: its keys and values in 8 bits
 NUMBERS = {"scale_log2": "fp32", "epsilon": "fp32", "scale": "fp32"}
 INTEGERS = ("groups_ptr", "rows_ptr", "tail_slots_ptr", "token_ids_ptr", "packed_ptr", "feature_places_ptr")
 INTEGERS += ("num_chunks_ptr", "entries_ptr", "counts_ptr", "marks_ptr", "tile_experts_ptr", "tile_pairs_ptr")
@@ -100,7 +101,26 @@ def kernels(dtype: str) -> dict[str, Made]:
     windowed = without(attention.prefix_constants(view), "HAS_BIAS", "bias_ptr")
     found["prefix with a window"] = prefix.prefix_split, windowed
     found["tail with a window"] = tail.tail_merge, attention.tail_constants(view) | {"HAS_SINKS": True}
-    return found | scan_kernels(dtype) | kernels_besides_attention() | packed_kernels() | expert_kernels(dtype)
+    return (
+        found
+        | scan_kernels(dtype)
+        | kernels_besides_attention()
+        | packed_kernels()
+        | coded_kernels(dtype)
+        | expert_kernels(dtype)
+    )
+
+
+def coded_kernels(dtype: str) -> dict[str, Made]:
+    """Those that read or write keys and values in 8 bits."""
+    attention = AttentionShape(KV_HEADS, HEADS // KV_HEADS, HEAD_DIM, NUM_SPLITS, DTYPES[dtype])
+    plain = {
+        "prefix": (prefix.prefix_split, without(attention.prefix_constants(), "HAS_BIAS", "bias_ptr")),
+        "tail": (tail.tail_merge, without(attention.tail_constants(), "HAS_SINKS", "sinks_ptr")),
+        "attend to the best": scan_kernels(dtype)["attend to the best"],
+        "rope": kernels_besides_attention()["rope"],
+    }
+    return {f"{name} in {code}": made for name, made in plain.items() for code in KEPT}
 
 
 def scan_kernels(dtype: str, head_dim: int = HEAD_DIM) -> dict[str, Made]:
@@ -278,6 +298,8 @@ def type_of(name: str, argument: str, dtype: str) -> str:
         return "*i64"
     if argument == "codes_ptr":
         return "*u8"
+    if name.split()[-1] in KEPT and argument in ("key_ptr", "value_ptr", "keys_ptr", "values_ptr", "kept_ptr"):
+        return KEPT[name.split()[-1]]
     is_sum = argument in SUMS or (argument == "bias_ptr" and name.startswith("prefix"))
     is_sum |= argument == "output_ptr" and not name.startswith("packed")  # which flash-attn wrote
     return "*fp32" if is_sum or (name, argument) == ("head", "out_ptr") else f"*{dtype}"

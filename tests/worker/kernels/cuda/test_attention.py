@@ -217,7 +217,9 @@ def test_windows_soft_caps_and_sinks_are_near_float64(
         assert error < (3e-6 if shape.dtype == FLOAT32 else 2e-2)
 
 
-@pytest.mark.parametrize("window", [1, 40, 65, 130, 300])
+@pytest.mark.parametrize(
+    "window", [1, pytest.param(40, marks=pytest.mark.slow), 65, pytest.param(130, marks=pytest.mark.slow), 300]
+)
 def test_a_row_with_a_window_has_the_bits_of_plain_decoding(window: int) -> None:
     """Rows of a block see from different blocks of the prefix on, some of them nothing of it."""
     for shape in (SMALL, Shape(head_dim=80, group=4)):

@@ -16,6 +16,7 @@ from tests import ROOT
 from tests.worker.kernels.cuda.compiling import (
     DTYPES,
     OTHER_WIDTHS,
+    coded_kernels,
     expert_kernels,
     kernels,
     kernels_besides_attention,
@@ -163,6 +164,20 @@ def test_codes_are_read_sixteen_bytes_at_a_time(
         assert report["registers"] <= (152 if report["capability"] == 80 else 64), report
 
 
+@pytest.mark.parametrize("capabilities", [H100, pytest.param(BOTH, marks=pytest.mark.slow)])
+def test_keys_and_values_in_8_bits_become_numbers_once_and_are_read_sixteen_bytes_at_a_time(
+    compiled: Callable[..., list[Report]], capabilities: tuple[int, ...]
+) -> None:
+    for report in compiled("bf16", capabilities, *coded_kernels("bf16")):
+        # two registers of one of them
+        assert fits(report) or (report["kernel"].startswith("attend") and report["stack"] == 8), report
+        if report["kernel"].startswith("prefix"):
+            assert report["layouts"] == [[4, 1]]
+            assert 2 * 4 * 32 * report["registers"] <= 2**16
+            assert report["copied"]["0x10"] == 16, report  # half of what numbers of bfloat16 take
+            assert report["ops"]["cvt.rn.bf16x2.f32"] == 16 + 64, report  # probabilities, and two numbers at a time
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_heads_of_other_widths_fit_into_shared_memory(compiled: Callable[..., list[Report]], dtype: str) -> None:
@@ -179,4 +194,5 @@ def test_every_kernel_that_is_launched_is_among_them() -> None:
     launched = {name for path in sources for name in launch.findall(path.read_text())}
     assert launched == {kernel.__name__ for kernel, _ in kernels("bf16").values()}
     others = {*scan_kernels("bf16"), *kernels_besides_attention(), *packed_kernels(), *expert_kernels("bf16")}
+    others |= set(coded_kernels("bf16"))
     assert set(kernels("bf16")) == {*ATTENTION, *WIDE, *others}

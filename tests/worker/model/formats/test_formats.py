@@ -18,6 +18,8 @@ from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.model.formats.examples import EXAMPLES, fp8
 from tests.worker.model.formats.twins import LINEARS, TEXT, load, logits_of, make_twins
 
+pytestmark = pytest.mark.long
+
 AS_NUMBERS = {  # formats whose matrices are no packed ones, all of them or some
     "fp8 in blocks that no groups follow",
     "compressed-tensors int4 in the order of activations",

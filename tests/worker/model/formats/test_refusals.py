@@ -18,6 +18,8 @@ from swiftbatch.worker.model.files import locate_model
 from tests.worker.model.formats.examples import EXAMPLES, integers
 from tests.worker.model.formats.twins import LLAMA, load, make_twins
 
+pytestmark = pytest.mark.long
+
 FP8, INT4, NVFP4 = "fp8 in blocks of 128", "compressed-tensors int4", "compressed-tensors NVFP4"
 MODULE = "model.layers.1.mlp.up_proj"
 Edit = Callable[[dict[str, Tensor]], object]

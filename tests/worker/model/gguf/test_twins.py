@@ -13,7 +13,6 @@ from swiftbatch.worker.target.target import TargetModel
 from tests.worker.model.gguf.tiny_gguf import TINY, TOKENS, write_tiny
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-WITH_EXPERTS = ("qwen2moe", "qwen3moe")
 TOKEN_IDS = [(7 * number + 3) % len(TOKENS) for number in range(48)]
 
 
@@ -41,4 +40,4 @@ def test_logits_are_those_of_the_dequantized_twin(name: str, dtype: str, tmp_pat
 def test_dense_architectures_run_in_our_kernels(name: str, tmp_path: Path) -> None:
     files = locate_model(str(write_tiny(name, tmp_path, torch.bfloat16)[0]))
     path = path_on("cuda", read_config(files.name, files.path))
-    assert path.name == ("transformers" if name in WITH_EXPERTS else "kernels"), path
+    assert path.name == "kernels", path

@@ -20,6 +20,8 @@ from swiftbatch.worker.papers.triforce.triforce import TriForceOptions, triforce
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.drafters.drafter_parts import free_rows, proposed
 
+pytestmark = pytest.mark.long
+
 PROMPT = "the quick brown fox jumps over the lazy dog. the lazy fox jumps over the brown dog. " * 3
 SAMPLERS = {
     "T=0": {"temperature": 0.0},

@@ -48,7 +48,7 @@ def test_choices_are_those_of_transformers(name: str, num_rows: int, tmp_path: P
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Qwen3 30B A3B", TRIED])
 def test_of_random_tree_rows_none_differs_in_any_bit(name: str, tmp_path: Path) -> None:
-    target = cuda_target(locate_model(str(folder_of(name, tmp_path))), torch.bfloat16, longest_job=1700)
+    target = cuda_target(locate_model(str(folder_of(name, tmp_path))), torch.bfloat16, num_slots=4, longest_job=1700)
     assert probe_rows(target, 60, seed=1).num_differing == 0
 
 
@@ -65,15 +65,19 @@ def test_drafts_beside_a_resumed_job_give_plain_decoding_s_tokens(tmp_path: Path
     assert decode(target, "token-recycling", [fresh, resumed]) == plain
 
 
-@pytest.mark.parametrize("kind", ["FP8", "MXFP4"])
-def test_packed_experts_stay_so_take_what_the_plan_counts_and_give_their_twins_logits(
-    kind: str, tmp_path: Path
-) -> None:
-    if kind == "FP8":
-        packed, dense = make_twins(fp8([128, 128]), tmp_path, *stored("Qwen3 30B A3B", tmp_path / "plain"))
-    else:
-        packed, dense = write_gpt_oss(tmp_path)
-    files, rows = locate_model(str(packed)), [7 * each % 64 for each in range(18)]
+FP8_MODELS = {"FP8": "Qwen3 30B A3B", "FP8 beside what all rows meet": "GLM 4.5"}
+
+
+def packed_and_dense(kind: str, folder: Path) -> tuple[Path, Path]:
+    """Folders of a model whose experts are packed, and of its dequantized twin."""
+    if kind == "MXFP4":
+        return write_gpt_oss(folder)
+    return make_twins(fp8([128, 128]), folder, *stored(FP8_MODELS[kind], folder / "plain"))
+
+
+@pytest.mark.parametrize("kind", [*FP8_MODELS, "MXFP4"])
+def test_packed_experts_stay_so_and_take_what_the_plan_counts(kind: str, tmp_path: Path) -> None:
+    files = locate_model(str(packed_and_dense(kind, tmp_path)[0]))
     weights, sizes = dense_weights(files, torch.bfloat16), read_sizes(files, "bfloat16")
     assert weights is not None
     assert sizes is not None
@@ -81,8 +85,12 @@ def test_packed_experts_stay_so_take_what_the_plan_counts_and_give_their_twins_l
     experts = [layer.experts for layer in stacked.layers if layer.experts is not None]
     assert all(isinstance(each.weight, PackedMatrix) for own in experts for each in (own.gate_up, own.down))
     assert sizes.weight_bytes == loaded_bytes(stacked)
-    logits = []
-    for folder in (packed, dense):
+
+
+@pytest.mark.parametrize("kind", ["FP8", "MXFP4"])
+def test_packed_experts_give_their_twins_logits(kind: str, tmp_path: Path) -> None:
+    rows, logits = [7 * each % 64 for each in range(18)], []
+    for folder in packed_and_dense(kind, tmp_path):
         target = cuda_target(locate_model(str(folder)), torch.bfloat16, num_slots=1)
         logits.append(target.logits(target.read(target.new_cache(100), rows)))
     assert torch.equal(*logits)

@@ -93,6 +93,18 @@ def triforce_in_rounds(target: TargetModel) -> TwoLevelDrafter:
     return triforce(target, free_rows, None, TriForceOptions(budget=BUDGET, gammas=(1, 2)))
 
 
+@pytest.mark.slow
+def test_rounds_over_keys_in_8_bits_give_the_tokens_of_plain_decoding(files: ModelFiles) -> None:
+    plain = cuda_target(files, torch.float32, 2, 64, "cublas", kv_dtype="fp8")
+    expected = [run(plain, None, sequence) for sequence in sequences(plain)]
+    for drafter_of in (tokenswift_in_rounds, triforce_in_rounds):
+        target = cuda_target(files, torch.float32, 2, 64, "cublas", kv_dtype="fp8")
+        drafter, together = drafter_of(target), sequences(target)
+        run(target, drafter, *together)
+        assert [sequence.output_ids.tolist() for sequence in together] == expected
+        assert drafter.counters.num_rounds > 2
+
+
 def test_a_draft_model_says_of_texts_of_any_lengths_what_it_says_on_a_cpu(files: ModelFiles) -> None:
     """The shorter one's logits are there before the last forward of the longer one."""
     folder = locate_model(str(files.path / PARTS_FOLDER / DRAFT_FOLDER))

@@ -6,7 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
+from swiftbatch.worker.kernels.cuda.kept_rows import load_kept
 from swiftbatch.worker.kernels.cuda.rounding import rounded
+from swiftbatch.worker.kernels.kv_rows import cuda_row_width
 
 NUM_WARPS = 4
 
@@ -21,26 +23,30 @@ def average_chunk(
     layer, head = (tl.program_id(0) // num_heads).to(tl.int64), (tl.program_id(0) % num_heads).to(tl.int64)
     chunk = tl.program_id(1).to(tl.int64)
     inside, columns = tl.arange(0, CHUNK_WIDTH), tl.arange(0, WIDTH)
-    is_real = (inside < chunk_size)[:, None] & (columns < HEAD_DIM)[None, :]
     rows = (first + chunk * chunk_size + inside) * stride_source_row
     source_ptr += layer * stride_source_layer + head * stride_source_head
-    numbers = tl.load(source_ptr + rows[:, None] + columns[None, :], mask=is_real, other=0.0).to(tl.float32)
-    mean = rounded(tl.sum(numbers, 0) / chunk_size, out_ptr.dtype.element_ty)
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    numbers = load_kept(source_ptr + rows[:, None], inside < chunk_size, columns, HEAD_DIM, True, dtype).to(tl.float32)
+    mean = rounded(tl.sum(numbers, 0) / chunk_size, dtype)
     out_ptr += layer * stride_layer + head * stride_head + chunk * stride_row
     tl.store(out_ptr + columns, mean, mask=columns < HEAD_DIM)
 
 
 def average_chunks(source: torch.Tensor, first: int, chunk_size: int, out: torch.Tensor) -> None:
-    """Means of `chunk_size` rows each, from row `first` of `source [num_layers, num_kv_heads, capacity, head_dim]` on.
+    """Means of `chunk_size` rows each, from row `first` of `source [num_layers, num_kv_heads, capacity, row_width]` on.
 
     They go to `out [num_layers, num_kv_heads, num_chunks, head_dim]`, in one launch. Both may be parts of larger
     buffers. Raises ValueError for shapes that do not fit, and rows that do not exist.
     """
-    num_layers, num_heads, capacity, head_dim = source.shape
-    num_chunks = out.shape[2]
+    num_layers, num_heads, capacity, width = source.shape
+    num_chunks, head_dim = out.shape[2:]
     expected = (num_layers, num_heads, num_chunks, head_dim)
-    if tuple(out.shape) != expected or out.dtype != source.dtype or out.stride(-1) != 1 or source.stride(-1) != 1:
-        raise ValueError(f"out: found {out.dtype} {list(out.shape)}, expected {source.dtype} {list(expected)}")
+    fits = tuple(out.shape) == expected and width == cuda_row_width(source.dtype, out.dtype, head_dim)
+    if not fits or out.stride(-1) != 1 or source.stride(-1) != 1:
+        raise ValueError(
+            f"out: found {out.dtype} {list(out.shape)}, expected {list(expected)} of what rows of {source.dtype} "
+            f"{list(source.shape)} stand for"
+        )
     end = first + num_chunks * chunk_size
     if not 0 <= first <= end <= capacity:
         raise ValueError(f"found rows {first} to {end}, expected them within 0 to {capacity}")

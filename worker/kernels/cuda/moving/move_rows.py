@@ -1,5 +1,7 @@
 """Rows of keys and values that move or are copied, in all layers at once: accepted ones, chosen ones, consecutive ones.
 
+Copies of rows of codes are the numbers that these stand for.
+
 Accepted rows move next to their root, and a move's target may be another one's source. A path goes down a tree whose
 parents stand before their children, so its nodes increase: the k-th of them, p(k), is at least k. It moves from
 root + 1 + p(k) to root + 1 + k. Whoever reads the target of move k, move j with p(j) = k, has j <= p(j) = k: in
@@ -14,6 +16,9 @@ from collections.abc import Sequence as Many
 import torch
 import triton
 import triton.language as tl
+
+from swiftbatch.worker.kernels.cuda.kept_rows import load_kept
+from swiftbatch.worker.kernels.kv_rows import cuda_row_width
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # of a number's size in bytes
 MOVE_WARPS = 1  # a program holds one row at a time, so that the same warp reads and writes a number
@@ -95,6 +100,7 @@ def copy_rows(
     stride_source_layer, stride_source_part, stride_source_head, stride_source_row,
     stride_layer, stride_part, stride_head, stride_row,
     NUM_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, IS_CHOSEN: tl.constexpr,
+    IS_CODED: tl.constexpr,
 ):  # fmt: skip
     """Some rows of one layer, part and head: those at `entries [num_layers, num_heads, count]`, or from `first` on."""
     place, head = tl.program_id(0) // num_heads, (tl.program_id(0) % num_heads).to(tl.int64)
@@ -110,12 +116,17 @@ def copy_rows(
     out_ptr += layer * stride_layer + part * stride_part + head * stride_head
     source = entries.to(tl.int64) * stride_source_row
     target = rows.to(tl.int64) * stride_row
-    numbers = tl.load(source_ptr + source[:, None] + columns[None, :], mask=inside)
+    if IS_CODED:
+        dtype: tl.constexpr = out_ptr.dtype.element_ty
+        is_row = (rows < count) & (entries >= 0)
+        numbers = load_kept(source_ptr + source[:, None], is_row, columns, HEAD_DIM, True, dtype)
+    else:
+        numbers = tl.load(source_ptr + source[:, None] + columns[None, :], mask=inside)
     tl.store(out_ptr + target[:, None] + columns[None, :], numbers, mask=inside)
 
 
 def gather_entries(source: torch.Tensor, entries: torch.Tensor, out: torch.Tensor) -> None:
-    """Copy chosen rows of `source [num_layers, num_parts, num_kv_heads, capacity, head_dim]` to `out`, in one launch.
+    """Copy chosen rows of `source [num_layers, num_parts, num_kv_heads, capacity, row_width]` to `out`, in one launch.
 
     `entries [num_layers, num_kv_heads, count] int32`: each head's own, the same in all parts (keys and values), not
     looked at here; at -1 `out [num_layers, num_parts, num_kv_heads, count, head_dim]` stays as it is. Both may be parts
@@ -139,20 +150,22 @@ def gather_range(source: torch.Tensor, first: int, out: torch.Tensor) -> None:
 
 
 def _launch(source: torch.Tensor, entries: torch.Tensor | None, first: int, out: torch.Tensor) -> None:
-    num_layers, num_parts, num_heads, _, head_dim = source.shape
-    count = out.shape[-2]
-    expected = (num_layers, num_parts, num_heads, count, head_dim)
-    if tuple(out.shape) != expected or out.dtype != source.dtype or out.stride(-1) != 1 or source.stride(-1) != 1:
+    num_layers, num_parts, num_heads, _, width = source.shape
+    count, head_dim = out.shape[-2:]
+    fits = tuple(out.shape[:3]) == (num_layers, num_parts, num_heads)
+    fits = fits and width == cuda_row_width(source.dtype, out.dtype, head_dim)
+    if not fits or out.stride(-1) != 1 or source.stride(-1) != 1:
         raise ValueError(
-            f"out: found {out.dtype} {list(out.shape)}, expected {source.dtype} {list(expected)}, each row's numbers "
-            "side by side"
+            f"out: found {out.dtype} {list(out.shape)} for rows of {source.dtype} {list(source.shape)}, expected each "
+            "row's numbers side by side"
         )
+    is_coded = source.dtype != out.dtype
     if count == 0:
         return
     copy_rows[(num_layers * num_parts * num_heads, triton.cdiv(count, NUM_ROWS))](
-        bits_of(source),
+        source if is_coded else bits_of(source),
         entries,
-        bits_of(out),
+        out if is_coded else bits_of(out),
         first,
         count,
         num_parts,
@@ -163,5 +176,6 @@ def _launch(source: torch.Tensor, entries: torch.Tensor | None, first: int, out:
         HEAD_DIM=head_dim,
         WIDTH=triton.next_power_of_2(head_dim),
         IS_CHOSEN=entries is not None,
+        IS_CODED=is_coded,
         num_warps=COPY_WARPS,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from swiftbatch.worker.kernels.cuda.prefix import load_rows
+from swiftbatch.worker.kernels.cuda.kept_rows import load_kept, load_rows
 from swiftbatch.worker.kernels.cuda.rounding import dot, rounded
 from swiftbatch.worker.kernels.cuda.scan.scanned_texts import group_of, tile_of
 
@@ -19,34 +19,37 @@ def attend_chosen(
     HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
     """One step of online softmax over listed keys, of which each query sees those that it chose: maybe none."""
-    keys = load_rows(key_ptr + places + columns[None, :], is_listed, columns, HEAD_DIM, True)
+    keys = load_kept(key_ptr + places, is_listed, columns, HEAD_DIM, True, query.dtype)
     scores = dot(query, tl.trans(keys), tl.zeros([query.shape[0], keys.shape[0]], tl.float32)) * scale_log2
     scores = tl.where(is_chosen, scores, float("-inf"))
     new_highest = tl.maximum(highest, tl.max(scores, 1))
     origin = tl.where(new_highest > float("-inf"), new_highest, 0.0)
     probabilities = tl.exp2(scores - origin[:, None])
     decay = tl.exp2(highest - origin)
-    values = load_rows(value_ptr + places + columns[None, :], is_listed, columns, HEAD_DIM, True)
+    values = load_kept(value_ptr + places, is_listed, columns, HEAD_DIM, True, query.dtype)
     weights = rounded(probabilities, values.dtype).to(values.dtype)
     return new_highest, total * decay + tl.sum(probabilities, 1), dot(weights, values, acc * decay[:, None])
 
 
 @triton.jit
 def attend_best(
-    query_ptr, addresses_ptr, entries_ptr, counts_ptr, output_ptr, lse_ptr, groups_ptr, num_chunks_ptr,
+    query_ptr, kept_ptr, addresses_ptr, entries_ptr, counts_ptr, output_ptr, lse_ptr, groups_ptr, num_chunks_ptr,
     scale_log2, first, stride_value, stride_head, stride_entry,
     NUM_ROWS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr, HEAD_DIM: tl.constexpr,
     NUM_SPLITS: tl.constexpr, TILE_ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
     MOST_CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Program (group and KV head, split): the chosen keys of its chunks; normalised output and LSE, -inf for none."""
+    """Program (group and KV head, split): the chosen keys of its chunks; normalised output and LSE, -inf for none.
+
+    `kept_ptr` tells how full caches keep keys, and is not read.
+    """
     slot, kv_head, first_row, end_row, num_chunks = group_of(groups_ptr, num_chunks_ptr, NUM_KV_HEADS)
     per_split = tl.cdiv(num_chunks, NUM_SPLITS)
     start = tl.program_id(1) * per_split
     end = tl.minimum(start + per_split, num_chunks)
     if start >= end:
         return
-    cache_ptr = tl.multiple_of(tl.load(addresses_ptr + slot).to(query_ptr.dtype), 16)  # else dimensions come singly
+    cache_ptr = tl.multiple_of(tl.load(addresses_ptr + slot).to(kept_ptr.dtype), 16)  # else dimensions come singly
     key_ptr = cache_ptr + kv_head.to(tl.int64) * stride_head
     value_ptr = key_ptr + stride_value
     columns = tl.arange(0, WIDTH)

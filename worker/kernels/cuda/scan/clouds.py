@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from swiftbatch.worker.kernels.cuda.prefix import load_rows
+from swiftbatch.worker.kernels.cuda.kept_rows import load_rows
 from swiftbatch.worker.kernels.cuda.scan.scanned_texts import group_of, tile_of
 
 LOG2_E = tl.constexpr(1.4426950408889634)

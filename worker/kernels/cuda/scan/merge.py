@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from swiftbatch.worker.kernels.cuda.prefix import load_rows
+from swiftbatch.worker.kernels.cuda.kept_rows import load_rows
 from swiftbatch.worker.kernels.cuda.rounding import rounded
 from swiftbatch.worker.kernels.cuda.scan.clouds import rest_of_cloud
 from swiftbatch.worker.kernels.cuda.tail import attend_tail, merge_part, merge_split

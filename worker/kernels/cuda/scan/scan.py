@@ -38,7 +38,7 @@ class Scan:
     texts: ScannedTexts
     scratch: ScanScratch
     scale: float
-    strides: tuple[int, int, int]  # of a layer of full caches: from keys to values, heads, entries
+    full: Tensor  # [:, 2, :, num_kv_heads, :, row_width], as which all full caches are laid out
 
     def choose(self, layer: int, query: Tensor, table: CudaRowTable[Tensor]) -> None:
         """Fill the scratch but for what is attended: queries `[NUM_ROWS, num_heads, head_dim]` behind the table."""
@@ -64,10 +64,11 @@ class Scan:
 
     def read_best(self, layer: int, query: Tensor, table: CudaRowTable[Tensor]) -> None:
         """Attend to the chosen keys of one layer of full caches."""
-        texts, scratch = self.texts, self.scratch
+        texts, scratch, full = self.texts, self.scratch, self.full
         attend_best[(len(table.groups) * self.shape.num_kv_heads, self.shape.num_splits)](
-            query, texts.addresses[layer], scratch.entries, scratch.counts, scratch.output, scratch.lse, table.groups,
-            texts.num_chunks, self.scale * math.log2(math.e), texts.sizes.first, *self.strides,
+            query, full, texts.addresses[layer], scratch.entries, scratch.counts, scratch.output, scratch.lse,
+            table.groups, texts.num_chunks, self.scale * math.log2(math.e), texts.sizes.first,
+            full.stride(1), full.stride(3), full.stride(4),
             **scan_constants(self.shape, texts.sizes)["attend_best"],
         )  # fmt: skip
 
@@ -112,12 +113,11 @@ class ScanAttention:
     """An `Attention` that takes turns with another one, whose queries and partial sums it uses."""
 
     def __init__(self, other: TritonAttention, texts: ScannedTexts, full: Tensor) -> None:
-        """The best keys are read where `texts` has them, laid out as in `full [:, 2, :, num_kv_heads, :, head_dim]`."""
+        """The best keys are read where `texts` has them, as in `full [:, 2, :, num_kv_heads, :, row_width]`."""
         shape, num_heads = other.shape, other.query.shape[1]
         scratch = ScanScratch.empty(texts.sizes, num_heads, shape.num_splits, full.device)
         self._other = other
-        strides = full.stride(1), full.stride(3), full.stride(4)
-        self._scan = Scan(shape, texts, scratch, other.scale, strides)
+        self._scan = Scan(shape, texts, scratch, other.scale, full)
         self.query = other.query
 
     @property

@@ -114,8 +114,7 @@ class Texts:
         scratch = ScanScratch.empty(self.texts.sizes, num_heads, NUM_SPLITS, CPU)
         for tensor in scratch.tensors():
             tensor.fill_(NAN if tensor.is_floating_point() else -1)
-        strides = self.full.stride(1), self.full.stride(3), self.full.stride(4)
-        return Scan(self.attention, self.texts, scratch, self.shape.head_dim**-0.5, strides)
+        return Scan(self.attention, self.texts, scratch, self.shape.head_dim**-0.5, self.full)
 
     def attended(self, scan: Scan, query: Tensor) -> Tensor:
         """Real rows `[num_rows, num_heads, head_dim]`; those of padding were not written."""

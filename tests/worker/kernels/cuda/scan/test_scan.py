@@ -13,8 +13,10 @@ from swiftbatch.worker.caches.scan_cache import ScannedKeys
 from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK
 from swiftbatch.worker.kernels.cuda.scan.scan import Scan
 from swiftbatch.worker.kernels.instruction_sets import load_library
+from swiftbatch.worker.kernels.kv_rows import coded, numbers_of
 from swiftbatch.worker.kernels.native import native_attention
 from swiftbatch.worker.kernels.scan_coding import SCAN_CHUNK
+from swiftbatch.worker.kernels.sizes import CUDA_SCALE_BYTES
 from swiftbatch.worker.kernels.team import Team
 from tests.worker.kernels.cuda.scan.scan_parts import FIRST, NAN, Rows, Texts
 from tests.worker.kernels.kernel_parts import BF16, FLOAT32, VARIANTS, needs_kernels
@@ -109,6 +111,18 @@ def test_of_the_text_only_keys_on_the_lists_are_read() -> None:
         unread[FIRST + torch.cat(read)] = False
         others.full[0, :, others.caches[slot].slot, kv_head, unread] = NAN
     assert torch.equal(others.attended(others.scan(), query), found)
+
+
+def test_keys_in_8_bits_are_read_as_the_numbers_that_they_stand_for() -> None:
+    texts = Texts([Rows(1, 5, 2)], NUM_BEST)
+    codes = coded(texts.full, torch.int8, CUDA_SCALE_BYTES)
+    found = []
+    for full in (codes, numbers_of(codes, FLOAT32, 64)):
+        texts.full = full
+        texts.texts.addresses[0, 0] = full[0, 0, texts.caches[0].slot].data_ptr()
+        found.append(texts.attended(texts.scan(), texts.queries()))
+    assert torch.isfinite(found[0]).all()
+    assert torch.equal(*found)
 
 
 def test_rows_have_the_same_bits_again_and_without_other_sequences() -> None:
