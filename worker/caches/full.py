@@ -48,8 +48,10 @@ class CacheShape:
     def of(cls, weights: DecoderWeights, device: torch.device, kv_dtype: KVDtype | None = None) -> CacheShape:
         """The shape of a dense decoder's caches."""
         sizes, length = weights.sizes, weights.rotary.short_length
-        counts = (sizes.num_layers, sizes.num_kv_heads, sizes.head_dim)
-        return cls(*counts, sizes.dtype, device, short_length=length, kv_dtype=kv_dtype)
+        num_layers = sizes.num_layers - sum(not layer.attends for layer in weights.layers)
+        counts = (num_layers, sizes.num_kv_heads, sizes.head_dim)
+        states = _recurrent(weights)
+        return cls(*counts, sizes.dtype, device, states, short_length=length, kv_dtype=kv_dtype)
 
     @property
     def row_dtype(self) -> torch.dtype:
@@ -85,6 +87,16 @@ class CacheShape:
 
     def bytes_per_position(self) -> int:
         return 2 * self.num_layers * self.num_kv_heads * self.row_width * self.row_dtype.itemsize
+
+
+def _recurrent(weights: DecoderWeights) -> RecurrentShape | None:
+    """The sizes of a decoder's mixers; None where it has none."""
+    mixers = [layer.mixer.sizes for layer in weights.layers if layer.mixer is not None]
+    if not mixers:
+        return None
+    sizes = mixers[0]
+    heads = (sizes.num_heads, sizes.num_key_heads, sizes.key_dim, sizes.value_dim)
+    return RecurrentShape(len(mixers), *heads, sizes.num_channels, sizes.conv_width)
 
 
 class CacheSource(Protocol):
@@ -171,6 +183,10 @@ class FullKVCache:
         behind = rows[..., self.length : end, :]
         self._copy_in(behind, bits.reshape(behind.shape))
         self._grow(end)
+
+    def num_readable(self, most: int) -> int:
+        """How many known tokens, `most` at most, are best read in one call."""
+        return most
 
     def states(self) -> LayerStates | None:
         """The newest states that a checkpoint can hold, of layers that have some; None where none has, or is due."""

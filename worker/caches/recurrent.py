@@ -19,8 +19,10 @@ from swiftbatch.jobs.checkpoints.state_file import LayerStates
 from swiftbatch.worker.caches.full import CacheShape, CacheSource, FullKVCache
 from swiftbatch.worker.caches.kept_states import KeptStates
 from swiftbatch.worker.caches.recurrent_layer import LayerState, RecurrentLayer
+from swiftbatch.worker.caches.room import FIRST_STEPS
 from swiftbatch.worker.caches.room import NUM_STEPS as NUM_STEPS
-from swiftbatch.worker.kernels.sizes import BLOCK
+from swiftbatch.worker.kernels.recurrence import StepBuffers, are_known_states, folding_team
+from swiftbatch.worker.kernels.sizes import BLOCK, TILE_ROWS
 from swiftbatch.worker.model.recurrent_sizes import RecurrentShape
 
 
@@ -36,21 +38,54 @@ class RecurrentCache(FullKVCache):
         self, shape: CacheShape, recurrent: RecurrentShape, max_length: int, buffer: Tensor | None = None
     ) -> None:
         super().__init__(shape, max_length, buffer)
-        self.boundary = 0
+        self.boundary, self.num_steps = 0, FIRST_STEPS
         self.recurrent = [RecurrentLayer(recurrent, shape.dtype, shape.device) for _ in range(recurrent.num_layers)]
         self._kept = KeptStates()
+        self._steps = self._step_buffers(recurrent)
+
+    def _step_buffers(self, recurrent: RecurrentShape) -> StepBuffers | None:
+        """The steps where the kernels move and fold them; None where they do not."""
+        team = folding_team() if self.shape.device.type == "cpu" else None
+        has_known = not recurrent.num_heads or are_known_states(recurrent.num_heads, recurrent.value_dim)
+        return StepBuffers(team, [layer.steps() for layer in self.recurrent]) if team and has_known else None
+
+    def reserve(self, num_steps: int) -> None:
+        """Have room for so many steps behind the boundary. Raises ValueError for more than any sequence has."""
+        if num_steps > NUM_STEPS:
+            raise ValueError(f"found {num_steps} steps behind a boundary, expected {NUM_STEPS} at most")
+        if num_steps <= self.num_steps:
+            return
+        self.num_steps = min(NUM_STEPS, -(-num_steps // TILE_ROWS) * TILE_ROWS)
+        for layer in self.recurrent:
+            layer.grow(self.num_steps)
+        assert self.shape.recurrent is not None
+        self._steps = self._step_buffers(self.shape.recurrent)
+
+    def num_readable(self, most: int) -> int:
+        """As many as there is room for, up to a boundary where that is no short way."""
+        room = min(most, self.num_steps - (self.length - self.boundary))
+        to_boundary = (self.length + room) // BLOCK * BLOCK - self.length
+        return to_boundary if 2 * to_boundary >= room else room
+
+    def layer_steps(self) -> np.ndarray:
+        """Where the kernels find the steps and the state of each layer, `[num_layers, 5]`."""
+        return np.array([layer.addresses() for layer in self.recurrent], dtype=np.int64)
+
+    def held(self) -> list[Tensor]:
+        """What the kernels find there."""
+        return [each for layer in self.recurrent for each in layer.buffers()]
 
     def commit(self, path: list[int]) -> None:
         root = self.length - self.boundary
         super().commit(path)
-        for layer in self.recurrent:
-            layer.keep_path(root, path)
+        if path != list(range(len(path))):
+            self._keep_path(root, path)
         self._take_steps(root)
 
     def advance(self, num_positions: int) -> None:
         start = self.length - self.boundary
         super().advance(num_positions)
-        if start + num_positions <= NUM_STEPS:
+        if start + num_positions <= self.num_steps:
             self._take_steps(start)
         else:  # positions that nobody has written: a length to measure forwards at
             self.boundary = self.length // BLOCK * BLOCK
@@ -122,15 +157,32 @@ class RecurrentCache(FullKVCache):
 
     def _take_steps(self, start: int) -> None:
         """Bring the states to the end of what is committed, and the boundary near it."""
-        steps = list(range(start, self.length - self.boundary))
-        for layer in self.recurrent:
-            layer.state = layer.folded(layer.state, steps)
-        if self.length - self.boundary >= 2 * BLOCK:
+        self._fold(start, self.length - self.boundary)
+        while self.length - self.boundary >= 2 * BLOCK:
             for layer in self.recurrent:
                 layer.move_base(BLOCK)
             self.boundary += BLOCK
             if self._kept.wants(self.boundary):
                 self._kept.keep(self.boundary, [layer.at(0) for layer in self.recurrent])
+
+    def _keep_path(self, root: int, path: list[int]) -> None:
+        """Move the steps of the nodes `path` next to their root's."""
+        if self._steps is not None:
+            self._steps.keep(root + 1, path)
+            return
+        for layer in self.recurrent:
+            layer.keep_path(root, path)
+
+    def _fold(self, start: int, end: int) -> None:
+        """Bring the states behind some steps; those that others share stay as they are."""
+        if self._steps is None or not self.shape.recurrent or not self.shape.recurrent.num_heads:
+            for layer in self.recurrent:
+                layer.state = layer.folded(layer.state, list(range(start, end)))
+            return
+        before = [layer.state for layer in self.recurrent]
+        for layer in self.recurrent:
+            layer.state = torch.empty_like(layer.state) if layer.state is layer.base else layer.state
+        self._steps.fold(before, [layer.state for layer in self.recurrent], start, end)
 
 
 def _arrays(layer: LayerState) -> list[tuple[str, np.ndarray]]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from swiftbatch.jobs.checkpoints.state_file import State
-from swiftbatch.worker.caches.room import NUM_STEPS
+from swiftbatch.worker.caches.room import FIRST_STEPS
 from swiftbatch.worker.kernels.recurrence import are_known_states, folding_team, native_fold
 from swiftbatch.worker.model.recurrent_sizes import RecurrentShape
 
@@ -36,10 +36,30 @@ class RecurrentLayer:
         self._num_before = shape.conv_width - 1  # inputs in front of the boundary
         state = (shape.num_heads, shape.key_dim, shape.value_dim)
         self.state = self.base = torch.zeros(state, device=device)
-        self.inputs = torch.zeros(self._num_before + NUM_STEPS, shape.num_channels, dtype=dtype, device=device)
-        self.keys = torch.zeros(NUM_STEPS, shape.num_key_heads, shape.key_dim, device=device)
-        self.updates = torch.zeros(NUM_STEPS, shape.num_heads, shape.value_dim, device=device)
-        self.decays = torch.zeros(NUM_STEPS, shape.num_heads, device=device)
+        self.inputs = torch.zeros(self._num_before + FIRST_STEPS, shape.num_channels, dtype=dtype, device=device)
+        self.keys = torch.zeros(FIRST_STEPS, shape.num_key_heads, shape.key_dim, device=device)
+        self.updates = torch.zeros(FIRST_STEPS, shape.num_heads, shape.value_dim, device=device)
+        self.decays = torch.zeros(FIRST_STEPS, shape.num_heads, device=device)
+
+    def grow(self, num_steps: int) -> None:
+        """Make room for so many steps behind the boundary."""
+        more = num_steps - len(self.keys)
+        names = ("inputs", "keys", "updates", "decays")
+        for name, rows in zip(names, self.buffers()[:-1], strict=True):
+            setattr(self, name, torch.cat([rows, rows.new_zeros(more, *rows.shape[1:])]))
+
+    def steps(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The steps behind the boundary, as `StepBuffers` takes them."""
+        return self.inputs[self._num_before :], self.keys, self.updates, self.decays
+
+    def addresses(self) -> tuple[int, int, int, int, int]:
+        """Where the kernels find inputs, those in front of the boundary first, steps and state."""
+        inputs, keys, updates, decays, state = (each.data_ptr() for each in self.buffers())
+        return inputs, keys, updates, decays, state
+
+    def buffers(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """All that a forward reads or writes."""
+        return self.inputs, self.keys, self.updates, self.decays, self.state
 
     def convolved(self, steps: Tensor) -> Tensor:
         """The inputs that the convolution of some steps reads: `steps [num_rows, conv_width]`, from -3 on."""
@@ -70,7 +90,7 @@ class RecurrentLayer:
     def keep_path(self, root: int, path: list[int]) -> None:
         """Move the steps of the nodes `path` next to their root's."""
         source, target = [root + 1 + node for node in path], list(range(root + 1, root + 1 + len(path)))
-        for rows in (self.inputs[self._num_before :], self.keys, self.updates, self.decays):
+        for rows in self.steps():
             rows[target] = rows[source]
 
     def move_base(self, num_steps: int) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from swiftbatch.worker.kernels.expert_weights import ExpertWeights, expert_shapes
 from swiftbatch.worker.kernels.forms import Activation, NormForm
 from swiftbatch.worker.kernels.frequencies import Rotary, rotary_of
+from swiftbatch.worker.kernels.mixer_weights import MixerWeights, mixer_shapes
 from swiftbatch.worker.kernels.packed import PackedMatrix, Weight
 from swiftbatch.worker.kernels.sizes import sizes_fault
 
@@ -27,7 +28,7 @@ class DecoderSizes:
     The other scales multiply embeddings, what a layer adds to a row, and logits. With `joins_heads` norms of queries
     and keys go over all heads of a row together; with `norms_turned` they stand behind the rotation of each; where they
     differ, each head has weights of its own. Where a layer `is_parallel`, its products read what its attention reads.
-    The caps are soft ones, of scores and of logits; 0 for none.
+    The caps are soft ones, of scores and of logits; 0 for none. With `gates_heads` gates multiply what attention finds.
     """
 
     num_layers: int
@@ -52,6 +53,7 @@ class DecoderSizes:
     head_norms_differ: bool = False
     score_cap: float = 0.0
     logit_cap: float = 0.0
+    gates_heads: bool = False
 
     def __post_init__(self) -> None:
         """Raises ValueError for sizes that the kernels do not take."""
@@ -117,16 +119,18 @@ class LayerWeights:
     last of them its own. The `curve` of XIELU, `[4] float32`, are its factors of squares and of exponentials, that of
     the number itself, and the bound below 0 from which exponentials change. In one with `experts` its own products, if
     there are any, are the part that all rows meet, of any width. `sinks [num_heads] float32` are scores that take a
-    share of attention and give nothing.
+    share of attention and give nothing. One with a `mixer` has that in place of its attention.
     """
 
-    query: AnyLinear
-    key: AnyLinear
-    value: AnyLinear
-    output: AnyLinear
+    query: AnyLinear | None
+    key: AnyLinear | None
+    value: AnyLinear | None
+    output: AnyLinear | None
     up: AnyLinear | None
     down: AnyLinear | None
     gate: AnyLinear | None = None
+    head_gate: AnyLinear | None = None  # as wide as the queries
+    mixer: MixerWeights | None = None
     experts: ExpertWeights | None = None
     sinks: Tensor | None = None
     input_norm: Tensor | None = None
@@ -139,6 +143,11 @@ class LayerWeights:
     rotary: Rotary | None = None  # that it turns heads by; None: that of the model
     window: int | None = None
     curve: Tensor | None = None
+
+    @property
+    def attends(self) -> bool:
+        """Tell whether the layer has keys and values."""
+        return self.query is not None
 
     @property
     def shared_intermediate(self) -> int:
@@ -272,6 +281,7 @@ def shapes(sizes: DecoderSizes, layer: LayerWeights) -> Iterator[tuple[str, Weig
         "key": (key, sizes.hidden),
         "value": (key, sizes.hidden),
         "output": (sizes.hidden, query),
+        "head_gate": (query, sizes.hidden),
         "gate": (width, sizes.hidden),
         "up": (width, sizes.hidden),
         "down": (sizes.hidden, width),
@@ -287,13 +297,21 @@ def shapes(sizes: DecoderSizes, layer: LayerWeights) -> Iterator[tuple[str, Weig
         yield name, getattr(layer, name), (width if has_all else sizes.head_dim,)
     if layer.experts is not None:
         yield from expert_shapes(layer.experts, sizes.hidden)
+    if layer.mixer is not None:
+        yield from mixer_shapes(layer.mixer, sizes.hidden)
 
 
 def _check_form(sizes: DecoderSizes, layer: LayerWeights) -> None:
     """Raises ValueError for what a layer of this form has not, or lacks."""
     if layer.window is not None and layer.window < 1:
         raise ValueError(f"found a window of {layer.window} positions, expected 1 or more")
-    if (layer.up is None) != (layer.down is None) or (layer.up is None and layer.experts is None):
+    attending = {each is not None for each in (layer.query, layer.key, layer.value, layer.output)}
+    if len(attending) > 1 or (layer.attends and layer.mixer is not None):
+        raise ValueError("found a layer with a part of attention")
+    if (layer.head_gate is not None) != (sizes.gates_heads and layer.attends):
+        raise ValueError(f"found attention {'without' if sizes.gates_heads else 'with'} gates, expected the other form")
+    has_products = layer.up is not None or layer.experts is not None
+    if (layer.up is None) != (layer.down is None) or not (has_products or layer.attends or layer.mixer is not None):
         raise ValueError("found a layer without products behind its attention")
     if (layer.gate is not None) != (sizes.has_gates and layer.up is not None):
         raise ValueError(f"found a layer {'without' if sizes.has_gates else 'with'} gates, expected the other form")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import ctypes
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,6 +25,8 @@ from swiftbatch.worker.kernels.decoder_weights import (
 from swiftbatch.worker.kernels.expert_loading import load_experts
 from swiftbatch.worker.kernels.expert_weights import float_shapes
 from swiftbatch.worker.kernels.frequencies import Rotary
+from swiftbatch.worker.kernels.mixer_calls import SequenceTable, load_mixer
+from swiftbatch.worker.kernels.mixer_weights import mixer_float_shapes
 from swiftbatch.worker.kernels.packed import Weight
 from swiftbatch.worker.kernels.quantized_rows import quantized_rows
 from swiftbatch.worker.kernels.row_tables import CachePlace, LayerCacheShape, Rows, RowTable
@@ -43,6 +46,7 @@ WINDOW = STILL + 1
 OTHER_ANGLES = WINDOW + 1
 CURVE = OTHER_ANGLES + 1
 SINKS = CURVE + 1
+HEAD_GATE, NO_ATTENTION, NO_PRODUCTS = range(SINKS + 1, SINKS + 4)
 
 
 class CDecoderSizes(ctypes.Structure):
@@ -50,9 +54,10 @@ class CDecoderSizes(ctypes.Structure):
 
     SCALES = ("epsilon", "scale", "embedding_scale", "residual_scale", "logit_scale", "score_cap", "logit_cap")
     COUNTS = ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "intermediate", "vocab")
-    FORMS = ("norm_form", "activation", "has_gates", "joins_heads", "norms_turned", "is_parallel", "head_norms_differ")
+    FORMS = ("norm_form", "activation", "has_gates", "joins_heads", "norms_turned", "is_parallel")
+    MORE_FORMS = ("head_norms_differ", "gates_heads")
     _fields_ = (
-        *((name, ctypes.c_int32) for name in ("element", *COUNTS, *FORMS)),
+        *((name, ctypes.c_int32) for name in ("element", *COUNTS, *FORMS, *MORE_FORMS)),
         *((name, ctypes.c_float) for name in SCALES),
     )
 
@@ -62,8 +67,8 @@ class CForwardCall(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("token_ids", "positions", "angles", "other_angles", "query_scales")),
-        ("groups", ctypes.c_void_p),
-        *((name, ctypes.c_int32) for name in ("num_rows", "num_groups", "first_layer", "end_layer")),
+        *((name, ctypes.c_void_p) for name in ("groups", "sequences")),
+        *((name, ctypes.c_int32) for name in ("num_rows", "num_groups", "num_sequences", "first_layer", "end_layer")),
         *((name, ctypes.c_void_p) for name in ("state", "hidden", "logits", "queries")),
     )
 
@@ -81,6 +86,8 @@ class NativeLayers:
         check_weights((each for layer in layers for each in shapes(sizes, layer)), sizes.dtype)
         check_weights((each for layer in layers for each in _floats(sizes, layer)), torch.float32)
         self.sizes = sizes
+        self._conv_width = conv_width_of(layers)
+        self._attending = [number for number, layer in enumerate(layers) if layer.attends]
         self.team = team
         self._library = team.library
         self._shape = LayerCacheShape(sizes.num_kv_heads, sizes.head_dim, sizes.dtype)
@@ -89,7 +96,7 @@ class NativeLayers:
         self._other_angles = None if other is None else AngleTable(other, sizes.dtype)
         self._query_scales = None if rotary.growth is None else QueryScaleTable(rotary.growth, sizes.dtype)
         self._places: weakref.WeakKeyDictionary[Any, dict[range, CachePlace]] = weakref.WeakKeyDictionary()
-        names = (*CDecoderSizes.COUNTS, *CDecoderSizes.FORMS, *CDecoderSizes.SCALES)
+        names = (*CDecoderSizes.COUNTS, *CDecoderSizes.FORMS, *CDecoderSizes.MORE_FORMS, *CDecoderSizes.SCALES)
         numbers = {name: getattr(sizes, name) for name in names}
         c_sizes = CDecoderSizes(element=ELEMENTS[sizes.dtype], **numbers)
         self.handle: int = self._library.decoder_new(ctypes.byref(c_sizes))
@@ -119,11 +126,26 @@ class NativeLayers:
         shape = (table.num_rows, self.sizes.hidden)
         if state.shape != shape or state.dtype != torch.float32 or not state.is_contiguous():
             raise ValueError(f"found a state of {state.dtype} {list(state.shape)}, expected float32 {list(shape)}")
-        self._check_queries(queries, len(layers), table.num_rows)
+        self._check_queries(queries, len(self._attending_among(layers)), table.num_rows)
+        sequences = self._sequences(groups, layers)
         with self.team.lock:
             call = self.call(table, layers, int(table.positions.max()), state, embeds, hidden, logits, queries)
+            if sequences is not None:
+                call.sequences, call.num_sequences = ctypes.addressof(sequences.sequences), len(sequences.sequences)
             self._library.decoder_forward(self.handle, self.team.handle, ctypes.byref(call))
-            self.team.hold(list(groups))
+            self.team.hold([*groups, sequences])
+
+    def _attending_among(self, layers: range) -> range:
+        """Those of all layers that attend, by their numbers in a cache."""
+        return range(*(bisect.bisect_left(self._attending, end) for end in (layers.start, layers.stop)))
+
+    def _sequences(self, groups: Sequence[Rows], layers: range) -> SequenceTable | None:
+        """The rows as layers with a mixer see them; None where there are none. Raises ValueError."""
+        if self._conv_width is None:
+            return None
+        if len(layers) != self.sizes.num_layers:
+            raise ValueError(f"found layers {layers} of a decoder with mixers, expected all {self.sizes.num_layers}")
+        return SequenceTable.of(groups, self._conv_width)
 
     @property
     def num_experts_met(self) -> int:
@@ -132,7 +154,8 @@ class NativeLayers:
 
     def table(self, groups: Sequence[Rows], layers: range) -> RowTable:
         """The rows of a call over some layers of their caches. Raises ValueError for what would reach beyond one."""
-        places = [self._place(group.cache, layers) for group in groups]
+        attending = self._attending_among(layers)
+        places = [self._place(group.cache, attending) for group in groups]
         return RowTable.of(self._library, groups, places, self.sizes.vocab)
 
     def call(
@@ -153,9 +176,11 @@ class NativeLayers:
             angles=self._angles.address(last_position),
             other_angles=None if self._other_angles is None else self._other_angles.address(last_position),
             query_scales=None if self._query_scales is None else self._query_scales.address(last_position),
+            sequences=None,
             groups=ctypes.addressof(table.groups),
             num_rows=table.num_rows,
             num_groups=table.num_groups,
+            num_sequences=0,
             first_layer=layers.start,
             end_layer=layers.stop,
             state=state.data_ptr(),
@@ -182,6 +207,10 @@ class NativeLayers:
     def _load_layer(self, number: int, layer: LayerWeights) -> None:
         if layer.experts is not None:
             load_experts(self._library, self.handle, number, layer.experts, layer.shared_intermediate)
+        if layer.mixer is not None:
+            load_mixer(self._library, self.handle, number, layer.mixer)
+        if layer.head_gate is not None:
+            self._load_linear(number, HEAD_GATE, layer.head_gate)
         if layer.sinks is not None:
             self._load(number, SINKS, layer.sinks)
         for name, role in LAYER_ROLES.items():
@@ -192,10 +221,14 @@ class NativeLayers:
                 self._load(number, role, part)
         if layer.curve is not None:
             self._load(number, CURVE, layer.curve)
-        if layer.rotary is not None:
-            self._library.decoder_load(self.handle, number, OTHER_ANGLES, None, None)
-        if layer.is_still:
-            self._library.decoder_load(self.handle, number, STILL, None, None)
+        self._mark(number, layer)
+
+    def _mark(self, number: int, layer: LayerWeights) -> None:
+        """Say what a layer has not, or does otherwise."""
+        marks = {OTHER_ANGLES: layer.rotary is not None, STILL: layer.is_still}
+        marks |= {NO_ATTENTION: not layer.attends, NO_PRODUCTS: layer.up is None}
+        for role in (role for role, is_so in marks.items() if is_so):
+            self._library.decoder_load(self.handle, number, role, None, None)
         if layer.window is not None:
             self._library.decoder_load(self.handle, number, WINDOW, ctypes.byref(ctypes.c_int32(layer.window)), None)
 
@@ -221,6 +254,16 @@ def _floats(sizes: DecoderSizes, layer: LayerWeights) -> Iterator[tuple[str, Wei
     yield "sinks", layer.sinks, (sizes.num_heads,)
     if layer.experts is not None:
         yield from float_shapes(layer.experts, sizes.hidden)
+    if layer.mixer is not None:
+        yield from mixer_float_shapes(layer.mixer)
+
+
+def conv_width_of(layers: Iterable[LayerWeights]) -> int | None:
+    """The taps of all mixers' convolutions; None without mixers. Raises ValueError where their sizes differ."""
+    sizes = {layer.mixer.sizes for layer in layers if layer.mixer is not None}
+    if len(sizes) > 1:
+        raise ValueError(f"found mixers of {len(sizes)} sizes, expected one")
+    return next(iter(sizes)).conv_width if sizes else None
 
 
 def checked(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

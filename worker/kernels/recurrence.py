@@ -7,16 +7,15 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from swiftbatch.worker.kernels.instruction_sets import INT, POINTER, chosen_variant, load_library
 from swiftbatch.worker.kernels.layers import checked
+from swiftbatch.worker.kernels.mixer_sizes import MOST_HEADS, MOST_ROWS
 from swiftbatch.worker.kernels.sizes import LANES
 from swiftbatch.worker.kernels.team import Team, shared_team
-
-MOST_ROWS = 64  # of a call, as source/api.h has it
-MOST_HEADS = 1024  # units of a stage
 
 
 class CRecurrence(ctypes.Structure):
@@ -98,14 +97,46 @@ def native_fold(team: Team, state: Tensor, keys: Tensor, updates: Tensor, decays
     }
     folded = torch.empty_like(own)
     call = CRecurrence(num_rows, num_heads, num_key_heads, key_dim, value_dim)
-    c_states = (POINTER * 1)(own.data_ptr())
+    c_states, c_folded = (POINTER * 1)(own.data_ptr()), (POINTER * 1)(folded.data_ptr())
     call.states = ctypes.addressof(c_states)
     for name, tensor in held.items():
         setattr(call, name, tensor.data_ptr())
     with team.lock:
-        team.library.recurrence_fold(team.handle, ctypes.byref(call), folded.data_ptr())
+        team.library.recurrence_fold(team.handle, ctypes.byref(call), c_folded, 1)
         team.hold([held, own, c_states, folded])
     return folded
+
+
+class StepBuffers:
+    """The steps of all layers of a sequence, which are moved and folded in one call each."""
+
+    def __init__(self, team: Team, layers: Sequence[Sequence[Tensor]]) -> None:
+        """Each layer has inputs, whose first step is the first row, keys, updates and decays, `[num_steps, ...]`."""
+        self._team, self._layers = team, layers
+        buffers = [each for layer in layers for each in layer if each.numel()]
+        places = [(each.data_ptr(), each.stride(0) * each.element_size()) for each in buffers]
+        self._places = np.array(places, dtype=np.int64)
+
+    def keep(self, first: int, chosen: Sequence[int]) -> None:
+        """Move the steps `first + chosen[i]`, which are in order, to `first + i`."""
+        c_chosen = (ctypes.c_int32 * len(chosen))(*chosen)
+        self._team.library.rows_keep(self._places.ctypes.data, len(self._places), first, c_chosen, len(chosen))
+
+    def fold(self, states: Sequence[Tensor], targets: Sequence[Tensor], start: int, end: int) -> None:
+        """Write each layer's state behind some consecutive steps to its target, which may be the state itself."""
+        count = len(states)
+        calls, c_states, c_targets = (CRecurrence * count)(), (POINTER * count)(), (POINTER * count)()
+        for number, (call, (_, keys, updates, decays)) in enumerate(zip(calls, self._layers, strict=True)):
+            c_states[number], c_targets[number] = states[number].data_ptr(), targets[number].data_ptr()
+            call.num_rows, call.num_heads, call.num_key_heads = end - start, updates.shape[1], keys.shape[1]
+            call.key_dim, call.value_dim = keys.shape[2], updates.shape[2]
+            call.states = ctypes.addressof(c_states) + number * ctypes.sizeof(POINTER)
+            call.keys, call.updates, call.decays = (
+                each.data_ptr() + start * each.stride(0) * each.element_size() for each in (keys, updates, decays)
+            )
+        with self._team.lock:
+            self._team.library.recurrence_fold(self._team.handle, calls, c_targets, count)
+            self._team.hold([self._layers, list(states), list(targets), c_states])
 
 
 def _checked(name: str, tensor: Tensor, shape: Sequence[int]) -> Tensor:

@@ -13,15 +13,18 @@ from torch.nn.functional import softplus
 from swiftbatch.worker.kernels.decoder_weights import AnyLinear, DecoderSizes, DecoderWeights, LayerWeights, linear_from
 from swiftbatch.worker.kernels.packed import PackedMatrix, Weight, plain
 from swiftbatch.worker.model.dense_config import (
-    FINAL_NORM,
+    PRODUCTS,
     SINKS,
     DenseConfig,
     OtherDecoderError,
     read_dense,
     refuse_other_tensors,
+    refuse_states_on,
 )
+from swiftbatch.worker.model.dense_forms import ATTENTION
 from swiftbatch.worker.model.expert_layers import expert_weights
 from swiftbatch.worker.model.files import ModelFiles, read_config, stored_layout
+from swiftbatch.worker.model.mixer_layers import mixer_weights, of_rows
 from swiftbatch.worker.model.tensors import read_tensors
 from swiftbatch.worker.model.text_view import EMBEDDING, HEAD, HEAD_BIAS, is_of_text
 
@@ -35,6 +38,7 @@ def dense_weights(files: ModelFiles, dtype: torch.dtype, device: torch.device = 
     """
     config = read_config(files.name, files.path)
     try:
+        refuse_states_on(device.type, config)
         dense = read_dense(config)
         refuse_other_tensors(dense, stored_names(files, config))
     except OtherDecoderError:
@@ -44,7 +48,7 @@ def dense_weights(files: ModelFiles, dtype: torch.dtype, device: torch.device = 
     layers = [_layer(tensors, number, dense, dtype) for number in range(dense.num_layers)]
     head_bias = plain(tensors[HEAD_BIAS]) if dense.has_head_bias else None
     head = linear_from(tensors[EMBEDDING if dense.is_tied else HEAD], head_bias)
-    final_norm = _norm(tensors, FINAL_NORM, dense)
+    final_norm = _norm(tensors, dense.form.final_norm, dense)
     return DecoderWeights(_sizes(dense, dtype), tensors[EMBEDDING], layers, final_norm, head, dense.rotary)
 
 
@@ -70,6 +74,7 @@ def _sizes(dense: DenseConfig, dtype: torch.dtype) -> DecoderSizes:
         norms_turned=dense.form.norms_turned,
         is_parallel=dense.form.is_parallel,
         head_norms_differ=dense.form.head_norms_differ,
+        gates_heads=dense.form.gates_heads,
         score_cap=dense.caps.get("scores", 0.0),
         logit_cap=dense.caps.get("logits", 0.0),
     )
@@ -109,10 +114,10 @@ def _layer(tensors: Mapping[str, Weight], number: int, dense: DenseConfig, dtype
     prefix = f"model.layers.{number}."
     parts, widths = _parts(dense.linears(number)), dense.widths(number)
     linears = {role: each for part in parts.items() for role, each in _linears(tensors, prefix, part, widths)}
-    norms = {role: _norm(tensors, prefix + part, dense) for role, part in dense.form.norms.items()}
-    norms |= {role: _head_norm(tensors, prefix + part, dense) for role, part in dense.head_norms.items()}
-    if (order := dense.head_order) is not None:
-        linears |= {role: _reordered(linears[role], order) for role in ("query", "key")}
+    norms: dict[str, Any] = {role: _norm(tensors, prefix + part, dense) for role, part in dense.form.norms.items()}
+    if dense.attends(number):
+        norms |= {role: _head_norm(tensors, prefix + part, dense) for role, part in dense.head_norms.items()}
+        linears |= _heads(linears, dense)
     view: dict[str, Any] = {"is_still": number in dense.still_layers, "window": dense.windows[number]}
     view["rotary"] = dense.other_rotary if number in dense.other_layers else None
     view["curve"] = _curve([plain(tensors[prefix + part]) for part in dense.form.curve])
@@ -120,7 +125,22 @@ def _layer(tensors: Mapping[str, Weight], number: int, dense: DenseConfig, dtype
         view["sinks"] = plain(tensors[prefix + SINKS]).float()
     if dense.experts is not None and number in dense.experts.layers:
         view["experts"] = expert_weights(tensors, prefix, dense.experts, dtype)
-    return LayerWeights(**{"up": None, "down": None, **linears}, **norms, **view)  # type: ignore[arg-type]
+    if dense.mixer is not None and number in dense.mixer.layers:
+        view["mixer"] = mixer_weights(tensors, prefix, dense.mixer, dtype)
+    absent: dict[str, Any] = dict.fromkeys((*ATTENTION, *PRODUCTS))
+    return LayerWeights(**absent | linears, **norms, **view)
+
+
+def _heads(linears: Mapping[str, AnyLinear], dense: DenseConfig) -> dict[str, AnyLinear]:
+    """Queries and keys in the kernels' order of a head's dimensions, and gates of their own."""
+    found = {role: linears[role] for role in ("query", "key")}
+    if dense.form.gates_heads:
+        dim, query = dense.head_dim, found["query"]
+        found["query"] = _of_heads(query, list(range(dim)), 2 * dim)
+        found["head_gate"] = _of_heads(query, list(range(dim, 2 * dim)), 2 * dim)
+    if (order := dense.head_order) is not None:
+        found |= {role: _of_heads(found[role], order, dense.head_dim) for role in ("query", "key")}
+    return found
 
 
 def _norm(tensors: Mapping[str, Weight], part: str, dense: DenseConfig) -> Tensor:
@@ -169,10 +189,8 @@ def _linears(
     yield from zip(roles, map(linear_from, weight.split(widths), biases), strict=True)
 
 
-def _reordered(linear: AnyLinear, order: list[int]) -> AnyLinear:
-    """The same heads with their dimensions in another order."""
-    num_rows = linear.weight.shape[0]
-    rows = torch.arange(num_rows).unflatten(0, (-1, len(order)))[:, order].flatten()
-    weight = linear.weight
-    chosen = weight.rows(rows) if isinstance(weight, PackedMatrix) else weight[rows.to(weight.device)]
-    return linear_from(chosen, None if linear.bias is None else linear.bias[rows.to(linear.bias.device)])
+def _of_heads(linear: AnyLinear, dims: list[int], width: int) -> AnyLinear:
+    """Some dimensions of each head, in this order; heads are so wide. Raises ValueError where rows are no heads."""
+    rows = [head + dim for head in range(0, linear.weight.shape[0], width) for dim in dims]
+    bias = None if linear.bias is None else linear.bias[torch.tensor(rows, device=linear.bias.device)]
+    return linear_from(of_rows(linear.weight, rows), bias)

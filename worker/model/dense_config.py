@@ -15,15 +15,16 @@ from swiftbatch.worker.kernels.forms import Activation
 from swiftbatch.worker.kernels.frequencies import Rotary
 from swiftbatch.worker.kernels.sizes import sizes_fault
 from swiftbatch.worker.model.config_numbers import number_of
-from swiftbatch.worker.model.dense_forms import ALWAYS, Form
+from swiftbatch.worker.model.dense_forms import ALWAYS, ATTENTION, Form
 from swiftbatch.worker.model.dense_keys import what_is_not_understood
 from swiftbatch.worker.model.dense_kinds import KINDS
 from swiftbatch.worker.model.expert_config import ExpertConfig, read_experts
 from swiftbatch.worker.model.layer_angles import num_turned_of, other_layers, other_rotary, own_rotary
 from swiftbatch.worker.model.layer_windows import Windows
+from swiftbatch.worker.model.mixer_forms import MixerConfig, read_mixers
+from swiftbatch.worker.model.recurrent_sizes import RECURRENT, layer_types
 from swiftbatch.worker.model.text_view import EMBEDDING, HEAD, HEAD_BIAS
 
-FINAL_NORM = "model.norm"
 SINKS = "self_attn.sinks"
 PRODUCTS = ("gate", "up", "down")  # the roles of a layer's products behind its attention
 
@@ -54,6 +55,7 @@ class DenseConfig:
     caps: Mapping[str, float]  # of `Form.caps`; 0 is none
     head_norms: Mapping[str, str]  # their names by their roles
     experts: ExpertConfig | None
+    mixer: MixerConfig | None
     has_head_bias: bool
 
     @property
@@ -78,9 +80,15 @@ class DenseConfig:
             width = self.experts.shared_width
         return {"query": self.num_heads * self.head_dim, "key": keys, "value": keys, "gate": width, "up": width}
 
+    def attends(self, number: int) -> bool:
+        """Tell whether a layer has keys and values."""
+        return self.mixer is None or number in self.mixer.attending
+
     def linears(self, number: int) -> dict[str, str]:
         """The names of a layer's linear layers by their roles; of one with experts, those that all rows meet."""
-        names = self.form.linears
+        names = {
+            role: name for role, name in self.form.linears.items() if role not in ATTENTION or self.attends(number)
+        }
         if self.experts is None or number not in self.experts.layers:
             return names
         shared = (self.experts.names.shared or {}) if self.experts.shared_width else {}
@@ -89,24 +97,42 @@ class DenseConfig:
     def tensor_names(self, stored: set[str]) -> set[str]:
         """The names of all tensors, where some of them may be stored in more than one way."""
         names = {name for number in range(self.num_layers) for name in self._layer_names(number, stored)}
-        of_the_model = {EMBEDDING, *self.form.norm_tensors(FINAL_NORM)}
+        of_the_model = {EMBEDDING, *self.form.norm_tensors(self.form.final_norm)}
         of_the_model |= (set() if self.is_tied else {HEAD}) | ({HEAD_BIAS} if self.has_head_bias else set())
         return names | of_the_model
 
     def _layer_names(self, number: int, stored: set[str]) -> Iterator[str]:
         prefix, linears, own = f"model.layers.{number}.", self.form.linears, self.linears(number)
+        of_attention = {SINKS, *(f"{part}.weight" for part in self.head_norms.values())}
         for part in self.parts:
+            if part in of_attention and not self.attends(number):
+                continue
             stem, _, what = part.rpartition(".")
             roles = [role for role, name in linears.items() if name == stem]
             yield from (f"{prefix}{own[role]}.{what}" for role in roles if role in own)
             if not roles:
                 yield prefix + part
+        if self.mixer is not None and number in self.mixer.layers:
+            yield from (prefix + part for part in self.mixer.parts())
         if self.experts is not None and number in self.experts.layers:
             yield from (prefix + part for part in self.experts.parts(self.experts.is_fused(stored, prefix)))
 
 
 class OtherDecoderError(ValueError):
     """A decoder that the kernels do not take; its text says why, in words for the user."""
+
+
+def refuse_states_on(device_type: str, config: Mapping[str, Any]) -> None:
+    """Raise OtherDecoderError for a model whose layers have states on a device whose kernels have none."""
+    form = KINDS.get(str(config.get("model_type")))
+    has_states = form is not None and form.mixer is not None and bool(set(layer_types(config) or ()) & RECURRENT)
+    if has_states and device_type != "cpu":
+        raise OtherDecoderError("its layers have states, which our kernels run on CPUs alone")
+
+
+def has_experts(form: Form, config: Mapping[str, Any]) -> bool:
+    """Tell whether layers of this kind have experts: some kinds are published with none, too."""
+    return form.experts is not None and config.get("num_local_experts") != 0
 
 
 def read_dense(config: dict[str, Any]) -> DenseConfig:
@@ -143,7 +169,7 @@ def _read(config: dict[str, Any]) -> DenseConfig:
         is_tied=_is_tied(config),
         form=form,
         parts=tuple(_parts(config, form)),
-        activation=form.activations[config[form.activation_key]],
+        activation=form.activation(config),
         num_turned=num_turned,
         still_layers=form.still(config, windows) if form.still else frozenset(),
         windows=_that_hide(windows, config),
@@ -152,7 +178,8 @@ def _read(config: dict[str, Any]) -> DenseConfig:
         scales={what: number_of(config, key) for what, key in form.scales.items()},
         caps={what: 0.0 if config[key] is None else number_of(config, key) for what, key in form.caps.items()},
         head_norms=form.head_norms(config),
-        experts=None if form.experts is None else read_experts(config, form.experts),
+        experts=read_experts(config, form.experts) if form.experts and has_experts(form, config) else None,
+        mixer=None if form.mixer is None else read_mixers(config, form.mixer),
         has_head_bias=form.head_bias is not None and bool(config.get(form.head_bias, False)),
     )
 
@@ -165,7 +192,7 @@ def _sizes(config: dict[str, Any]) -> dict[str, int]:
         "num_heads": config["num_attention_heads"],
         "num_kv_heads": config["num_key_value_heads"],
         "head_dim": _head_dim(config),
-        "intermediate": config[KINDS[config["model_type"]].intermediate_key],
+        "intermediate": KINDS[config["model_type"]].intermediate(config),
         "vocab": config["vocab_size"],
     }
     if fault := sizes_fault(**sizes):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ from swiftbatch.worker.kernels.forms import Activation, NormForm
 from swiftbatch.worker.model.expert_forms import ExpertForm
 from swiftbatch.worker.model.layer_windows import IS_WINDOWED, WindowForm
 from swiftbatch.worker.model.layers_without_rotary import StillForm
+from swiftbatch.worker.model.mixer_forms import MixerNames
 
 ALWAYS = "always"  # in place of a key that says whether there are biases
 IN_FRONT = {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
@@ -30,6 +31,7 @@ LINEARS = {
     "up": "mlp.up_proj",
     "down": "mlp.down_proj",
 }
+ATTENTION = ("query", "key", "value", "output")
 HEAD_NORMS = {"query_norm": "self_attn.q_norm", "key_norm": "self_attn.k_norm"}
 
 
@@ -62,7 +64,7 @@ class Form:
     activations: Mapping[str, Activation] = field(default_factory=lambda: ACTIVATIONS)  # by the config's words
     has_gates: bool = True
     rounds_angles: bool = True  # cosines and sines, to the model's dtype
-    activation_key: str = "hidden_act"
+    activation_key: str | None = "hidden_act"  # None: it is SiLU, always
     scales_by_width: bool = False  # embeddings, by the root of their width, which is rounded to the model's dtype
     is_interleaved: bool = False  # neighbours are turned, in place of dimensions half a head apart
     turned_share: float | None = None  # of a head, where the config does not say it; None: all of it, always
@@ -80,8 +82,12 @@ class Form:
     growth_key: str | None = None  # among the angles: how queries grow with their positions
     has_sinks: bool = False
     is_parallel: bool = False  # products read what attention reads
+    gates_heads: bool = False  # queries are stored with a gate behind each head
     experts: ExpertForm | None = None
+    mixer: MixerNames | None = None  # of layers that do not attend
+    final_norm: str = "model.norm"
     intermediate_key: str = "intermediate_size"
+    width: Callable[[Mapping[str, Any]], Any] | None = None  # what counts in place of that key
     epsilon_key: str = "rms_norm_eps"
     one_meaning: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # beside `ONE_MEANING`
     unused: tuple[str, ...] = ()  # beginnings of keys of layers that it does not have here
@@ -91,6 +97,14 @@ class Form:
         """The names of linear layers by their roles."""
         roles = (role for role in LINEARS if role != "gate" or self.has_gates)
         return {role: self.names.get(role, LINEARS[role]) for role in roles}
+
+    def activation(self, config: Mapping[str, Any]) -> Activation:
+        """The function between the products. Raises KeyError for none that is known here."""
+        return Activation.SILU if self.activation_key is None else self.activations[config[self.activation_key]]
+
+    def intermediate(self, config: Mapping[str, Any]) -> Any:
+        """The width between the products. Raises KeyError where the config does not say it."""
+        return config[self.intermediate_key] if self.width is None else self.width(config)
 
     def norm_tensors(self, part: str) -> list[str]:
         """The tensors of a norm of rows."""

@@ -12,6 +12,7 @@ from swiftbatch.worker.model.dense_kinds import KINDS
 from swiftbatch.worker.model.kinds import KERNELS_LACK
 from swiftbatch.worker.model.layer_windows import IS_WINDOWED, TypesOrPattern, looks_at_types
 from swiftbatch.worker.model.layers_without_rotary import by_no_rope_layers
+from swiftbatch.worker.model.recurrent_sizes import ATTENDING, RECURRENT, STATELESS
 
 SIZES = {
     "num_hidden_layers",
@@ -83,21 +84,29 @@ def what_is_not_understood(config: dict[str, Any]) -> str | None:
         return KERNELS_LACK.get(str(kind), "its layers are of another form")
     form = KINDS[str(kind)]
     known = {name for name, is_windowed in IS_WINDOWED.items() if looks_at_types(form.windows) or not is_windowed}
+    known |= set() if form.mixer is None else ATTENDING | RECURRENT | STATELESS
     if others := set(map(str, config.get("layer_types") or ())) - known:
         return f"its layers have {', '.join(sorted(others))}"
     one_meaning = ONE_MEANING | dict(form.one_meaning) | ({} if form.windows else NO_WINDOWS)
-    one_meaning |= {} if form.experts is None else dict(form.experts.one_meaning)
+    for part in (form.experts, form.mixer):
+        one_meaning |= {} if part is None else dict(part.one_meaning)
     for key, value in config.items():
         if key in one_meaning and key not in form.caps.values() and not _is_said(value, one_meaning[key]):
             return f"its {key} is {value!r}"
     if unsaid := sorted(key for key in form.one_meaning if key not in config):
         return f"its {unsaid[0]} is left to a default"
-    if (key := form.activation_key) not in config:
-        return f"its {key} is left to a default"
-    if str(config[key]) not in form.activations:
-        return f"its {key} is {config[key]!r}"
+    if (lack := _what_activation_lacks(config, form)) is not None:
+        return lack
     unknown = sorted(key for key, value in config.items() if _may_matter(key, value, form))
     return f"its config has {unknown[0]}, which may change a layer" if unknown else None
+
+
+def _what_activation_lacks(config: dict[str, Any], form: Form) -> str | None:
+    if (key := form.activation_key) is None:
+        return None
+    if key not in config:
+        return f"its {key} is left to a default"
+    return None if str(config[key]) in form.activations else f"its {key} is {config[key]!r}"
 
 
 def _is_said(value: Any, meant: tuple[Any, ...]) -> bool:
@@ -118,7 +127,8 @@ def _may_matter(key: str, value: Any, form: Form) -> bool:
     known |= {form.windows.key or ""} if isinstance(form.windows, TypesOrPattern) else set()
     known |= {form.window_angles.windowed_key or ""} if form.window_angles else set()
     known |= {form.thetas_key or ""}
-    if key in known or key.endswith(("_token_id", "_token_ids")) or key.startswith(form.unused or ("\0",)):
+    beginnings = (*form.unused, *(() if form.mixer is None else form.mixer.keys))
+    if key in known or key.endswith(("_token_id", "_token_ids")) or key.startswith(beginnings or ("\0",)):
         return False
     numbers = value if isinstance(value, list) else [value]
     return any(isinstance(each, int | float) and not isinstance(each, bool) for each in numbers)

@@ -15,11 +15,11 @@ from swiftbatch.worker.model.dense_forms import (
     GRANITE,
     HUNYUAN,
     OLMO2,
-    SHARED_GATES,
     Form,
     WindowAngles,
 )
 from swiftbatch.worker.model.expert_kinds import EXPERT_KINDS
+from swiftbatch.worker.model.hybrid_kinds import HYBRID_KINDS
 from swiftbatch.worker.model.layer_windows import (
     TypesOrPattern,
     by_layer_types,
@@ -85,15 +85,6 @@ KINDS: dict[str, Form] = {
     "glm": Form("attention_bias", is_interleaved=True, turned_share=0.5, names=FUSED_GATES),
     "glm4": Form("attention_bias", is_interleaved=True, turned_share=0.5, names=FUSED_GATES, norms=AROUND),
     "granite": Form(*IN_ALL, scales=GRANITE),
-    "granitemoehybrid": Form(
-        "attention_bias",
-        "attention_bias",
-        names=SHARED_GATES,
-        scales=GRANITE,
-        intermediate_key="shared_intermediate_size",
-        one_meaning={"num_local_experts": (0,), "position_embedding_type": ("rope",)},
-        unused=("mamba_", "num_experts_per_tok", "router_aux_loss_coef", "time_step_limit", "layers_block_type"),
-    ),
     "helium": Form("attention_bias", None, "mlp_bias", is_interleaved=True, norm_form=NormForm.ONCE),
     "hunyuan_v1_dense": HUNYUAN,
     "internlm3": Form("qkv_bias", "bias", "bias"),
@@ -128,4 +119,5 @@ KINDS: dict[str, Form] = {
     ),
     "smollm3": Form(*IN_ALL, still=by_no_rope_layers),
     "vaultgemma": replace(GEMMA2, norms={"input_norm": "input_layernorm", "mlp_norm": "pre_feedforward_layernorm"}),
-} | EXPERT_KINDS
+}
+KINDS |= EXPERT_KINDS | HYBRID_KINDS

@@ -104,6 +104,11 @@ def behind_the_first(config: Mapping[str, Any]) -> frozenset[int]:
     return frozenset(each for each in in_all_layers(config) if each >= first)
 
 
+def behind_the_dense_ones(config: Mapping[str, Any]) -> frozenset[int]:
+    """The same, under another key."""
+    return behind_the_first(dict(config) | {"first_k_dense_replace": config["num_dense_layers"]})
+
+
 def all_but_the_first(config: Mapping[str, Any]) -> frozenset[int]:
     """Every layer but the first one has experts."""
     return in_all_layers(config) - {0}

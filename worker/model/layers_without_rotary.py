@@ -43,3 +43,8 @@ def without_windows_but_dense(config: dict[str, Any], windows: Windows) -> froze
 def without_windows_if_said(config: dict[str, Any], windows: Windows) -> frozenset[int]:
     """As above, where the config says a window; where it says that there is none, all layers turn."""
     return frozenset() if config["sliding_window"] is None else without_windows(config, windows)
+
+
+def where_no_rope_is_said(config: dict[str, Any], windows: Windows) -> frozenset[int]:
+    """All layers are still, or none is."""
+    return frozenset(range(len(windows))) if config["position_embedding_type"] == "nope" else frozenset()

@@ -48,6 +48,8 @@ LEFT_OUT: dict[str, dict[str, Any]] = {  # what published configs leave to the c
         "tie_word_embeddings": True,
         "vocab_size": 262_208,
     },
+    "lfm2": {"tie_word_embeddings": True},
+    "lfm2_moe": {"tie_word_embeddings": True},
     "starcoder2": {"tie_word_embeddings": True},
     "gpt_oss": {"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
     "qwen2_moe": {"qkv_bias": True},

@@ -13,6 +13,7 @@ from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights
 from swiftbatch.worker.kernels.instruction_sets import numerics_of
 from swiftbatch.worker.kernels.kv_dtypes import with_kv
+from swiftbatch.worker.kernels.mixer_sizes import MOST_ROWS
 from swiftbatch.worker.kernels.native import NativeDecoder
 from swiftbatch.worker.target.chains import Drawn, draw_chains
 from swiftbatch.worker.target.expert_counts import ExpertCounts
@@ -39,12 +40,13 @@ class NativeForwards:
         self.has_windows = bool(sizes.score_cap) or any(layer.window for layer in weights.layers)
         self.has_experts = any(layer.experts is not None for layer in weights.layers)
         self.expert_counts = ExpertCounts() if self.has_experts else None
-        self._decoder = NativeDecoder(weights, torch.get_num_threads(), variant)
-        self.team = self._decoder.team
         self.device, self.dtype = torch.device("cpu"), sizes.dtype
+        self.cache_shape = CacheShape.of(weights, self.device, kv_dtype)
+        self._most_read = MOST_READ if self.cache_shape.recurrent is None else MOST_ROWS
+        self._decoder = NativeDecoder(weights, torch.get_num_threads(), variant)  # takes the layers out of `weights`
+        self.team = self._decoder.team
         self.vocab_size, self.hidden_size = sizes.vocab, sizes.hidden
         self.eos_token_ids = eos_token_ids
-        self.cache_shape = CacheShape.of(weights, self.device, kv_dtype)
         computed = with_kv(numerics_of(variant, str(sizes.dtype).removeprefix("torch.")), kv_dtype)
         named = (computed, weights.rotary.numerics)
         self.numerics = f"cpu {', '.join(filter(None, named))}"
@@ -61,7 +63,7 @@ class NativeForwards:
         return hidden, logits
 
     def read(self, cache: FullKVCache, token_ids: list[int]) -> torch.Tensor:
-        groups = known_rows(cache, token_ids[:MOST_READ])
+        groups = known_rows(cache, token_ids[: cache.num_readable(self._most_read)])
         hidden, _ = self._forward(groups, with_logits=False)
         cache.advance(len(hidden))
         return hidden
@@ -84,10 +86,10 @@ class NativeForwards:
         return Entries
 
     def queries(self, cache: FullKVCache, token_id: int) -> torch.Tensor:
-        sizes = self.sizes
-        queries = torch.empty(sizes.num_layers, 1, sizes.num_heads, sizes.head_dim, dtype=sizes.dtype)
+        sizes, num_layers = self.sizes, self.cache_shape.num_layers
+        queries = torch.empty(num_layers, 1, sizes.num_heads, sizes.head_dim, dtype=sizes.dtype)
         self._forward([tree_rows(cache, token_id, DraftTree())], with_logits=False, queries=queries)
-        return queries.view(sizes.num_layers, sizes.num_kv_heads, -1, sizes.head_dim)
+        return queries.view(num_layers, sizes.num_kv_heads, -1, sizes.head_dim)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         return self._decoder.embed(token_ids)

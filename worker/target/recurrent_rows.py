@@ -89,8 +89,9 @@ def _run_group(mixer: Mixer, team: Team | None, number: int, rows: SequenceRows,
     """The rows of one sequence through its state."""
     cache = rows.cache
     assert isinstance(cache, RecurrentCache)
-    layer, paths = cache.recurrent[number], paths_of(rows, cache.boundary)
     first = rows.first_entry - cache.boundary
+    cache.reserve(first + len(rows))
+    layer, paths = cache.recurrent[number], paths_of(rows, cache.boundary)
     layer.write_inputs(first, projected.inputs)
     return mixer.mix(StateWalk(layer, paths, cache.length - cache.boundary, first, team), projected)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ from swiftbatch.worker.exactness.row_agreement import Agreement, compare
 from swiftbatch.worker.model.compute_path import path_on
 from swiftbatch.worker.model.dense_kinds import KINDS as DENSE_KINDS
 from swiftbatch.worker.model.digests import Digests
-from swiftbatch.worker.model.files import ModelFiles
+from swiftbatch.worker.model.files import ModelFiles, locate_model
 from swiftbatch.worker.model.gguf.architectures import ARCHITECTURES
 from swiftbatch.worker.model.gguf.tensor_types import READABLE
+from swiftbatch.worker.model.hybrid_kinds import HYBRID_KINDS
 from swiftbatch.worker.model.kinds import RECURRENT_KINDS, SUPPORTED_KINDS
 from swiftbatch.worker.model.text_view import NESTING, SAME_AS, text_view
 from swiftbatch.worker.target.target import TargetModel
@@ -146,6 +148,20 @@ def tiny_target(
     return TargetModel(TransformersForwards(model, files, variant), files)
 
 
+def save_tiny(config: PreTrainedConfig, folder: Path) -> None:
+    """Save a tiny model as its kind is published: without the keys of other kinds that tiny configs have."""
+    tiny_model(config).save_pretrained(folder)
+    said = json.loads((folder / "config.json").read_text())
+    foreign = (set(SIZES) | {"sliding_window", "attention_chunk_size", *RECURRENT}) - set(type(config)().to_dict())
+    (folder / "config.json").write_text(json.dumps({key: said[key] for key in said if key not in foreign}))
+
+
+def native_target(kind: str, folder: Path, dtype: str = "float32") -> TargetModel:
+    """A tiny model with heads that the kernels take, loaded from a folder."""
+    save_tiny(tiny_config(kind, has_wide_heads=True), folder)
+    return TargetModel.load(locate_model(str(folder)), dtype, "cpu")
+
+
 def asks_for(target: TargetModel) -> str:
     """What a kind's attention needs beside keys and values, in words."""
     words = sorted(
@@ -167,6 +183,8 @@ def asks_for(target: TargetModel) -> str:
 
 def where_it_runs(kind: str) -> tuple[str, str]:
     """The code that computes a kind as it is published, on a CPU and on a GPU."""
+    if kind in HYBRID_KINDS:
+        return "kernels", "transformers"
     if kind in DENSE_KINDS and kind not in RECURRENT_KINDS:
         return "kernels", "kernels"
     config = text_view(tiny_config(kind, has_wide_heads=True).to_dict())

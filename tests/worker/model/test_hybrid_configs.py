@@ -76,6 +76,35 @@ MAMBA = {
     "mamba_proj_bias": False,
     "rms_norm_eps": 1e-05,
 }
+WIDE = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}  # heads as wide as the kernels take
+GRANITE: dict[str, Any] = (
+    SMALL
+    | MAMBA
+    | WIDE
+    | {
+        "attention_multiplier": 0.0078125,
+        "embedding_multiplier": 12,
+        "init_method": "mup",
+        "intermediate_size": 48,
+        "layer_types": ["mamba", "mamba", "attention", "mamba"],
+        "logits_scaling": 8,
+        "mamba_d_head": 64,
+        "mamba_n_groups": 1,
+        "mamba_n_heads": 4,
+        "model_type": "granitemoehybrid",
+        "normalization_function": "rmsnorm",
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 4,
+        "num_local_experts": 4,
+        "output_router_logits": False,
+        "position_embedding_type": "nope",
+        "residual_multiplier": 0.22,
+        "rope_scaling": None,
+        "rope_theta": 10000,
+        "shared_intermediate_size": 96,
+        "tie_word_embeddings": True,
+    }
+)
 PUBLISHED: dict[str, dict[str, Any]] = {
     "Nemotron 3 Nano": NEMOTRON
     | {
@@ -103,30 +132,25 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "time_step_limit": [0.0, float("inf")],
         "time_step_rank": 512,
     },
-    "Granite 4 h": SMALL
+    "Granite 4 h": GRANITE,
+    "Granite 4 h micro": GRANITE | {"num_experts_per_tok": 0, "num_local_experts": 0},
+    "Bamba": SMALL
     | MAMBA
     | {
-        "attention_multiplier": 0.0078125,
-        "embedding_multiplier": 12,
-        "init_method": "mup",
-        "intermediate_size": 48,
-        "layer_types": ["mamba", "mamba", "attention", "mamba"],
-        "logits_scaling": 8,
-        "mamba_d_head": 32,
-        "mamba_n_groups": 1,
+        "attn_layer_indices": [1, 3],
+        "attn_rotary_emb": 32,
+        "head_dim": 64,
+        "intermediate_size": 96,
+        "mamba_d_head": "auto",
+        "mamba_n_groups": 2,
         "mamba_n_heads": 4,
-        "model_type": "granitemoehybrid",
-        "normalization_function": "rmsnorm",
-        "num_experts_per_tok": 2,
+        "mlp_bias": False,
+        "model_type": "bamba",
         "num_hidden_layers": 4,
-        "num_local_experts": 4,
-        "output_router_logits": False,
-        "position_embedding_type": "nope",
-        "residual_multiplier": 0.22,
-        "rope_scaling": None,
-        "rope_theta": 10000,
-        "shared_intermediate_size": 96,
-        "tie_word_embeddings": True,
+        "num_logits_to_keep": 1,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "z_loss_coefficient": 0.0,
     },
     "Falcon-H1": SMALL
     | MAMBA
@@ -158,9 +182,10 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
     "LFM2": SMALL
+    | WIDE
     | {
         "block_auto_adjust_ff_dim": True,
-        "block_dim": 64,
+        "block_dim": 128,
         "block_ff_dim": 96,
         "block_ffn_dim_multiplier": 1.0,
         "block_multiple_of": 16,
@@ -168,14 +193,39 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "block_use_swiglu": True,
         "conv_L_cache": 3,
         "conv_bias": False,
-        "conv_dim": 64,
+        "conv_dim": 128,
         "full_attn_idxs": [2, 4],
         "model_type": "lfm2",
         "norm_eps": 1e-05,
-        "num_heads": 4,
+        "num_heads": 2,
         "num_hidden_layers": 5,
         "rope_theta": 1000000.0,
         "use_pos_enc": True,
+    },
+    "Qwen3.5": SMALL
+    | {
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "attn_output_gate": True,
+        "full_attention_interval": 4,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "intermediate_size": 96,
+        "layer_types": [*["linear_attention"] * 3, "full_attention"],
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 32,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_value_head_dim": 16,
+        "mamba_ssm_dtype": "float32",
+        "mlp_only_layers": [],
+        "model_type": "qwen3_5_text",
+        "mtp_num_hidden_layers": 1,
+        "mtp_use_dedicated_embeddings": False,
+        "num_hidden_layers": 4,
+        "rms_norm_eps": 1e-06,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25},
+        "tie_word_embeddings": False,
     },
     "Qwen3-Next": SMALL
     | {
@@ -206,6 +256,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
 }
 
+IN_KERNELS = ("Bamba", "Granite 4 h", "Granite 4 h micro", "LFM2", "Qwen3-Next", "Qwen3.5")
+
 
 def publish(config: dict[str, Any], folder: Path) -> Any:
     """Write a model with the config as it is published, and the names of tensors that its class writes."""
@@ -229,4 +281,7 @@ def test_a_published_hybrid_makes_the_choices_of_transformers(name: str, tmp_pat
     found = torch.cat(logits)
     assert int((found.argmax(-1) == expected.argmax(-1)).sum()) == NUM_TOKENS
     assert (found - expected).abs().max() < 1e-3 * expected.abs().max()
-    assert inspect_model(str(tmp_path)).state_bytes > 0
+    inspection = inspect_model(str(tmp_path))
+    assert inspection.state_bytes > 0
+    assert inspection.cpu is not None
+    assert (inspection.cpu.name == "kernels") == (name in IN_KERNELS)

@@ -748,10 +748,10 @@ def test_a_window_that_is_left_to_a_default_is_named() -> None:
         ("SmolLM3 3B", {"no_rope_layers": None}, "its no_rope_layers do not tell of each layer"),
         ("Granite 3.3 8B", {"residual_multiplier": "0.22"}, "its residual_multiplier is '0.22'"),
         ("Granite 3.3 8B", {"logits_scaling": 0}, "its logits_scaling is 0"),
-        ("Granite 4.0 micro, whose layers all attend", {"num_local_experts": 4}, "its num_local_experts is 4"),
+        ("Granite 4.0 micro, whose layers all attend", {"num_local_experts": 4}, "found 0 of 4 experts for a row"),
         (
             "Granite 4.0 micro, whose layers all attend",
-            {"position_embedding_type": "nope"},
+            {"position_embedding_type": "learned"},
             "its position_embedding_type",
         ),
         ("Phi-4", {"sliding_window": 0}, "its sliding_window is 0"),

@@ -45,7 +45,7 @@ def test_the_states_of_a_published_model_are_counted() -> None:
     assert shape is not None
     assert shape.state_bytes == 150_994_944
     assert shape.checkpoint_bytes(2) == 153_944_064
-    assert state_bytes(QWEN35, "bfloat16") == 958_660_608
+    assert state_bytes(QWEN35, "bfloat16") == 712_409_088
     assert bytes_per_position(QWEN35, "bfloat16") == 65_536
 
 

@@ -36,7 +36,7 @@ BOOK = "the quick brown fox jumps over the lazy dog. " * 16
 JOB = record("fox", 60, prompt=BOOK)
 LOOPING = {  # loops of 80 tokens, the first of which begins in front of the boundary of the cache
     "repetition_penalty": 1.0,
-    "logit_bias": {"17": 16},
+    "logit_bias": {"17": 32},
     "seed": 3,
     "repetition_detection": {"max_pattern_size": 1, "min_count": 80, "action": "rewind", "max_rewinds": 2},
 }

@@ -22,7 +22,7 @@ from swiftbatch.worker.model.kinds import RECURRENT_KINDS
 from swiftbatch.worker.target.step_costs import measure_step_costs
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.tiles import max_tree_depth, tree_rows
-from tests.worker.model.kind_parts import VOCAB_SIZE, tiny_target
+from tests.worker.model.kind_parts import VOCAB_SIZE, native_target, tiny_target
 from tests.worker.session.recurrent_parts import save_recurrent_model
 from tests.worker.session.session_parts import (
     claimed,
@@ -35,6 +35,10 @@ from tests.worker.session.session_parts import (
     until,
 )
 
+NATIVE = [  # kinds that our kernels run whole: one of each form, and the others
+    *("bamba", "lfm2", "qwen3_5_text"),
+    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("lfm2_moe", "qwen3_5_moe_text", "qwen3_next")),
+]
 OFTEN, SLOW = ("falcon_h1", "lfm2", "qwen3_next"), pytest.mark.slow  # one of each form, and the others
 
 
@@ -81,6 +85,18 @@ def test_accepted_paths_of_trees_leave_the_states_of_plain_decoding(kind: str) -
 
 @pytest.mark.long
 @pytest.mark.skipif(chosen_variant() is None, reason="no kernels run here")
+@pytest.mark.parametrize("kind", NATIVE)
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=SLOW)])
+def test_accepted_paths_leave_the_states_of_plain_decoding_where_kernels_run_all_of_it(
+    kind: str, dtype: str, tmp_path: Path
+) -> None:
+    target = native_target(kind, tmp_path, dtype)
+    assert target.forwards.numerics.startswith("cpu native ")
+    check_accepted_paths(target)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(chosen_variant() is None, reason="no kernels run here")
 @pytest.mark.parametrize("kind", ["falcon_h1", "qwen3_5_text"])
 def test_accepted_paths_leave_the_states_of_plain_decoding_in_our_kernels_too(kind: str) -> None:
     torch.set_num_threads(1)
@@ -94,7 +110,7 @@ def check_accepted_paths(target: TargetModel) -> None:
     ours, plain = caches(target)
     for cache in (ours, plain):
         while cache.length < 2 * BLOCK - 20:
-            target.read(cache, list(range(2 * BLOCK - 20 - cache.length)))
+            target.read(cache, TEXT[cache.length : 2 * BLOCK - 20])
     for _ in range(20):
         root = rng.randrange(VOCAB_SIZE)
         tree = random_tree(rng, rng.randrange(1, 16), max_tree_depth(ours.length), VOCAB_SIZE)

@@ -87,11 +87,12 @@ def sizes_of_stored(config: dict[str, Any], heads: Mapping[str, StoredTensor], d
 
 
 def _experts_of(config: dict[str, Any]) -> ExpertConfig | None:
-    """The experts of a model that our kernels take."""
+    """The experts of a model that our kernels for GPUs take."""
     try:
-        return read_dense(config).experts
+        dense = read_dense(config)
     except OtherDecoderError:
         return None
+    return dense.experts if dense.mixer is None else None
 
 
 def sizes_of(config: dict[str, Any], number: int, dtype: str, packed: tuple[PackedPart, ...] = ()) -> ModelSizes | None:

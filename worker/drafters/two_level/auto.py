@@ -57,8 +57,11 @@ def auto(target: TargetModel, costs: Costs, parts_folder: Path | None) -> Drafte
 
 
 def round_costs(target: TargetModel) -> RoundCosts | None:
-    """Return the costs of rounds; None where no kernel scans all keys that layers see, and where texts stay short."""
-    if target.forwards.has_windows:
+    """Return the costs of rounds; None where no kernel scans all keys that layers see, and where texts stay short.
+
+    Layers with a state see all of a text by it: no part of their cache would do for drafts.
+    """
+    if target.forwards.has_windows or target.cache_shape.recurrent is not None:
         return None
     if target.forwards.team is not None:
         return ON_A_CPU

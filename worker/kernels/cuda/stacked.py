@@ -118,15 +118,24 @@ def stacked_weights(
     )
 
 
+def _attention(layer: LayerWeights) -> tuple[list[AnyLinear], list[AnyLinear]]:
+    """The products in front of attention, and behind it. Raises ValueError for a layer without, or with gates."""
+    parts = [each for each in (layer.query, layer.key, layer.value, layer.output) if each is not None]
+    if len(parts) < 4 or layer.head_gate is not None:
+        raise ValueError("found a layer with a state, or with gates of heads, expected plain attention")
+    return parts[:3], parts[3:]
+
+
 def stacked_layer(layer: LayerWeights, device: torch.device, joins_heads: bool = False) -> StackedLayer:
     """Copies of what is stacked. Raises ValueError where only some parts of a product have a bias."""
     norms = [_moved(norm, device) for norm in (layer.query_norm, layer.key_norm) if norm is not None]
     whole = (layer.input_norm, layer.output_norm, layer.mlp_norm, layer.down_norm)
     input_norm, output_norm, mlp_norm, down_norm = (None if norm is None else _moved(norm, device) for norm in whole)
+    in_front, behind = _attention(layer)
     gate_up = [each for each in (layer.gate, layer.up) if each is not None]
     return StackedLayer(
-        query_key_value=_stacked([layer.query, layer.key, layer.value], device),
-        output=_stacked([layer.output], device),
+        query_key_value=_stacked(in_front, device),
+        output=_stacked(behind, device),
         gate_up=_stacked(gate_up, device) if gate_up else None,
         down=None if layer.down is None else _stacked([layer.down], device),
         input_norm=input_norm,

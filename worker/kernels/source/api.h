@@ -85,7 +85,7 @@ EXPORT void attend(team *team, const attention_sizes *sizes, const attention_vie
 
 // ---- layers with a state in place of keys and values: see recurrence.c
 
-enum { MOST_STATE_ROWS = 64 };
+enum { MOST_STATE_ROWS = 128 };
 
 typedef struct {
     int32_t num_rows, num_heads, num_key_heads, key_dim, value_dim;  // MOST_STATE_ROWS at most; whole vectors of values
@@ -100,8 +100,54 @@ typedef struct {
 
 // Takes the rows' steps; each finds what its query gives with the state behind it.
 EXPORT void recurrence_rows(team *team, const recurrence *call);
-// `state` becomes states[0] behind the steps of keys, updates and decays, in order; of any number.
-EXPORT void recurrence_fold(team *team, const recurrence *call, float *state);
+// Each layer's state becomes its call's states[0] behind the steps of keys, updates and decays, in order; of any number.
+// It may be that state.
+EXPORT void recurrence_fold(team *team, const recurrence *calls, float *const *states, int num_layers);
+
+typedef struct {
+    void *rows;
+    int64_t row_bytes;
+} kept_rows;
+
+// Moves rows first + chosen[0], first + chosen[1] and so on, in the order in which they lie, to first, first + 1...
+EXPORT void rows_keep(const kept_rows *buffers, int num_buffers, int first, const int32_t *chosen, int count);
+
+// ---- layers that mix a row with those in front of it by a state or a convolution: see mixers.c
+
+typedef enum { DELTA_NET, STATE_SPACE, CONVOLUTION } mixer_form;  // STATE_SPACE: Mamba-2
+
+typedef struct {
+    int32_t form, num_heads, num_key_heads, key_dim, value_dim;  // no heads in a CONVOLUTION
+    int32_t num_channels, conv_width;                           // of the convolution in front of the state
+    int32_t norm_width;     // neighbours of what is found that are normed together; 0 for no norm
+    float epsilon;          // of this norm
+    float least_step, most_step;  // of STATE_SPACE
+} mixer_sizes;
+
+typedef enum {
+    MIX_INPUTS,   // of the convolution, behind it queries, keys, values; in STATE_SPACE values, keys, queries
+    MIX_GATES,    // of what is found
+    MIX_BETAS,    // DELTA_NET: [num_heads]; CONVOLUTION: [num_channels] gates of the inputs
+    MIX_STEPS,    // [num_heads] what decays depend on
+    MIX_OUTPUT,   // from what is found to the row; those from here on are floats, whatever the element
+    MIX_TAPS,     // [conv_width, num_channels] of the convolution
+    MIX_TAP_BIAS, MIX_RATES, MIX_STEP_BIAS, MIX_SKIP, MIX_NORM
+} mixer_role;
+
+// The last steps of one sequence in one layer, by their positions behind a boundary.
+typedef struct {
+    void *inputs;  // [conv_width - 1 + steps, num_channels] of the element, those in front of the boundary first
+    float *keys, *updates, *decays;  // [steps, num_key_heads, key_dim], [steps, num_heads, value_dim], [steps, num_heads]
+    const float *state;              // [num_heads, key_dim, value_dim] in front of the rows
+} layer_steps;
+
+// Consecutive rows of one sequence, MOST_STATE_ROWS at most.
+typedef struct {
+    const layer_steps *layers;  // of all layers with a mixer
+    const int32_t *parents;     // [num_rows] as those of a `recurrence`; -1 for the state
+    const int32_t *before;      // [num_rows, conv_width - 1] the steps in front of each row, from 1 - conv_width on
+    int32_t num_rows, first_step;
+} sequence_steps;
 
 // ---- rows of weights in 8 or 4 bits
 
@@ -134,6 +180,7 @@ typedef struct {
     int32_t norms_turned;  // they stand behind the rotation of each head
     int32_t is_parallel;   // the products of a layer read what its attention reads
     int32_t head_norms_differ;  // each head of a layer has weights of its own in its norm
+    int32_t gates_heads;  // what attention finds is multiplied by the sigmoids of gates
     float epsilon, scale;  // of the norms; of the scores
     float embedding_scale, residual_scale, logit_scale;  // of embeddings, of what layers add, of logits; mostly 1
     float score_cap, logit_cap;  // as `attention_view.softcap`: of all layers; of logits, behind their scale
@@ -166,7 +213,10 @@ typedef enum {
     WINDOW,  // an int32: `attention_view.window` of the layer
     OTHER_ANGLES,  // no weight: the layer turns heads by `forward_call.other_angles`
     CURVE,  // four floats: what XIELU has of this layer
-    SINKS   // floats: `attention_view.sinks` of the layer
+    SINKS,   // floats: `attention_view.sinks` of the layer
+    HEAD_GATE,     // of what its attention finds
+    NO_ATTENTION,  // no weight: the layer does not attend
+    NO_PRODUCTS    // no weight: it has none behind its attention or its mixer
 } weight_role;
 
 typedef enum {
@@ -186,6 +236,11 @@ EXPORT void decoder_experts(decoder *decoder, int layer, const expert_sizes *siz
 EXPORT void decoder_load_expert(decoder *decoder, int layer, int role, int expert, const void *weight, const void *bias);
 EXPORT void decoder_load_quantized_expert(decoder *decoder, int layer, int role, int expert,
                                           const quantized_rows *weight, const void *bias);
+// Gives a layer a mixer in place of attention.
+EXPORT void decoder_mixer(decoder *decoder, int layer, const mixer_sizes *sizes);
+EXPORT void decoder_load_mixer(decoder *decoder, int layer, int role, const void *weight, const void *bias);
+EXPORT void decoder_load_quantized_mixer(decoder *decoder, int layer, int role, const quantized_rows *weight,
+                                         const void *bias);
 EXPORT void decoder_free(decoder *decoder);
 
 typedef struct {
@@ -194,7 +249,8 @@ typedef struct {
     const float *other_angles;             // as `angles`, of layers that turn otherwise, or NULL where none does
     const float *query_scales;             // [rows by `positions`] of turned queries, or NULL
     const row_group *groups;
-    int32_t num_rows, num_groups, first_layer, end_layer;
+    const sequence_steps *sequences;       // the rows once more, of layers with a mixer; NULL where none has one
+    int32_t num_rows, num_groups, num_sequences, first_layer, end_layer;
     float *state;   // [num_rows, hidden] what goes from layer to layer, for calls over some of the layers
     void *hidden;   // [num_rows, hidden] behind the final norm, or NULL
     float *logits;  // [num_rows, vocab], or NULL; with `hidden` alone

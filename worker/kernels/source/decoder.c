@@ -8,6 +8,7 @@
 #include "elementwise.h"
 #include "experts.h"
 #include "linear.h"
+#include "mixers.h"
 #include "quantized.h"
 
 typedef struct {
@@ -16,8 +17,10 @@ typedef struct {
     float *curve;      // of XIELU, or NULL
     float *sinks;      // those of the view, or NULL
     experts *experts;  // NULL: none
+    mixer *mixer;      // in place of attention, or NULL
     int intermediate;  // of the part that all rows meet; 0 for none
-    bool is_still;     // its heads are not turned
+    bool does_not_attend, has_no_products;
+    bool is_still;  // its heads are not turned
     bool has_other_angles;
     attention_view view;
 } layer_weights;
@@ -39,8 +42,14 @@ typedef struct {
     attention *attention;
     float *normed, *wide, *mixed;  // [num_rows, hidden], [num_rows, the widest matrix], [num_rows, most depth]
     expert_room *experts_room;
+    mixer_room mixers_room;
     bool rounds;
 } pass;
+
+// The number of a layer among those of a call that attend, or among those with a mixer.
+typedef struct {
+    int attending, mixing;
+} layer_place;
 
 // ---- weights
 
@@ -52,7 +61,8 @@ decoder *decoder_new(const decoder_sizes *sizes) {
     for (int i = 0; i < sizes->num_layers; i++) {
         layer_weights *layer = &fresh->layers[i];
         layer->intermediate = sizes->intermediate;
-        layer->qkv = matrix_new((element)sizes->element, sizes->hidden, query_columns + 2 * key_columns);
+        int gate_columns = sizes->gates_heads ? query_columns : 0;
+        layer->qkv = matrix_new((element)sizes->element, sizes->hidden, query_columns + 2 * key_columns + gate_columns);
         layer->output = matrix_new((element)sizes->element, query_columns, sizes->hidden);
         layer->gate_up = matrix_new((element)sizes->element, sizes->hidden, (1 + sizes->has_gates) * sizes->intermediate);
         layer->down = matrix_new((element)sizes->element, sizes->intermediate, sizes->hidden);
@@ -76,6 +86,7 @@ void decoder_free(decoder *decoder) {
         free(layer->key_norm);
         free(layer->sinks);
         experts_free(layer->experts);
+        mixer_free(layer->mixer);
         free(layer->curve);
     }
     matrix_free(&decoder->head);
@@ -103,6 +114,7 @@ static columns_of_role role_columns(decoder *decoder, int layer, weight_role rol
         case QUERY: return (columns_of_role){&to->qkv, 0, 1, query};
         case KEY: return (columns_of_role){&to->qkv, query / LANES, 1, key};
         case VALUE: return (columns_of_role){&to->qkv, (query + key) / LANES, 1, key};
+        case HEAD_GATE: return (columns_of_role){&to->qkv, (query + 2 * key) / LANES, 1, query};
         case OUTPUT: return (columns_of_role){&to->output, 0, 1, hidden};
         case GATE: return (columns_of_role){&to->gate_up, 0, 2, mlp};
         case UP: return (columns_of_role){&to->gate_up, gates, 1 + gates, mlp};
@@ -143,6 +155,8 @@ void decoder_load(decoder *decoder, int layer, int role, const void *weight, con
             to->view.sinks = to->sinks;
             break;
         case STILL: to->is_still = true; break;
+        case NO_ATTENTION: to->does_not_attend = true; break;
+        case NO_PRODUCTS: to->has_no_products = true, to->intermediate = 0; break;
         case OTHER_ANGLES: to->has_other_angles = true; break;
         case WINDOW: to->view.window = *(const int32_t *)weight; break;
         case CURVE: to->curve = memcpy(realloc(to->curve, 4 * sizeof(float)), weight, 4 * sizeof(float)); break;
@@ -178,6 +192,21 @@ void decoder_load_expert(decoder *decoder, int layer, int role, int expert, cons
 void decoder_load_quantized_expert(decoder *decoder, int layer, int role, int expert, const quantized_rows *weight,
                                    const void *bias) {
     experts_load_quantized(decoder->layers[layer].experts, (expert_role)role, expert, weight, bias);
+}
+
+void decoder_mixer(decoder *decoder, int layer, const mixer_sizes *sizes) {
+    layer_weights *to = &decoder->layers[layer];
+    mixer_free(to->mixer);
+    to->mixer = mixer_new(sizes, &decoder->sizes);
+    to->does_not_attend = true;
+}
+
+void decoder_load_mixer(decoder *decoder, int layer, int role, const void *weight, const void *bias) {
+    mixer_load(decoder->layers[layer].mixer, (mixer_role)role, weight, bias);
+}
+
+void decoder_load_quantized_mixer(decoder *decoder, int layer, int role, const quantized_rows *weight, const void *bias) {
+    mixer_load_quantized(decoder->layers[layer].mixer, (mixer_role)role, weight, bias);
 }
 
 // ---- operations on rows
@@ -289,7 +318,7 @@ static const float *norm_of_head(const decoder_sizes *sizes, const float *norms,
 }
 
 // One row's queries and keys are made ready; keys and values go to the cache, queries to who asked for them.
-static void keep_row(const pass *pass, int layer, int group, int row, const float *qkv, position_numbers at, char *queries) {
+static void keep_row(const pass *pass, int layer, int place, int group, int row, const float *qkv, position_numbers at, char *queries) {
     const decoder_sizes *sizes = &pass->decoder->sizes;
     const layer_weights *weights = &pass->decoder->layers[layer];
     int num_heads = sizes->num_heads, num_kv_heads = sizes->num_kv_heads, head_dim = sizes->head_dim;
@@ -307,18 +336,18 @@ static void keep_row(const pass *pass, int layer, int group, int row, const floa
         }
         position_numbers of_key = {at.angles, 1.0f};
         if (!is_value) from = ready_head(pass, weights, qkv, norm_of_head(sizes, weights->key_norm, kv_head), of_key, places);
-        attention_keep(pass->attention, layer - pass->call->first_layer, group, row, kv_head, is_value, from);
+        attention_keep(pass->attention, place, group, row, kv_head, is_value, from);
     }
 }
 
-static void keep_rows(const pass *pass, int layer) {
+static void keep_rows(const pass *pass, int layer, int place) {
     const forward_call *call = pass->call;
     const decoder_sizes *sizes = &pass->decoder->sizes;
     const matrix *qkv = &pass->decoder->layers[layer].qkv;
     long number = 0, row_bytes = (long)sizes->num_heads * sizes->head_dim * (sizes->element == BF16 ? 2 : 4);
     const float *table = pass->decoder->layers[layer].has_other_angles ? call->other_angles : call->angles;
     char *queries = call->queries;
-    if (queries) queries += (layer - call->first_layer) * call->num_rows * row_bytes;
+    if (queries) queries += place * call->num_rows * row_bytes;
     for (int group = 0; group < call->num_groups; group++)
         for (int row = 0; row < call->groups[group].num_rows; row++, number++) {
             int position = call->positions[number];
@@ -327,7 +356,7 @@ static void keep_rows(const pass *pass, int layer) {
             char *own = queries ? queries + number * row_bytes : NULL;
             float *heads = pass->wide + number * qkv->columns;
             if (sizes->joins_heads) norm_heads(sizes, &pass->decoder->layers[layer], heads);
-            keep_row(pass, layer, group, row, heads, at, own);
+            keep_row(pass, layer, place, group, row, heads, at, own);
         }
 }
 
@@ -351,21 +380,55 @@ static void feed_forward(const pass *pass, const layer_weights *weights) {
         experts_run(pass->frame, weights->experts, pass->experts_room, num_rows, pass->normed, pass->rounds, pass->wide);
 }
 
-static void run_layer(const pass *pass, int layer) {
+// What attention has found is multiplied by the sigmoids of gates, which stand behind the values.
+static void gate_heads(const pass *pass, const layer_weights *weights) {
+    const decoder_sizes *sizes = &pass->decoder->sizes;
+    int columns = sizes->num_heads * sizes->head_dim, before = columns + 2 * sizes->num_kv_heads * sizes->head_dim;
+    for (long row = 0; row < pass->call->num_rows; row++) {
+        const float *gates = pass->wide + row * weights->qkv.columns + before;
+        float *found = pass->mixed + row * columns;
+        for (int i = 0; i < columns; i += LANES) {
+            vec gate = rounded(pass->rounds, sigmoid(vec_load(gates + i)));
+            vec_store(found + i, rounded(pass->rounds, vec_mul(vec_load(found + i), gate)));
+        }
+    }
+}
+
+static void attend_rows(const pass *pass, int layer, int place) {
     const decoder_sizes *sizes = &pass->decoder->sizes;
     const layer_weights *weights = &pass->decoder->layers[layer];
-    const forward_call *call = pass->call;
-    int num_rows = call->num_rows;
-    long count = (long)num_rows * sizes->hidden;
-    front_rows(pass, weights->input_norm);
+    int num_rows = pass->call->num_rows;
     linear(pass->frame, &weights->qkv, num_rows, pass->normed, pass->wide, weights->qkv.columns, pass->rounds);
-    keep_rows(pass, layer);
-    attention_run(pass->attention, pass->frame, layer - call->first_layer, &weights->view, pass->mixed);
+    keep_rows(pass, layer, place);
+    attention_run(pass->attention, pass->frame, place, &weights->view, pass->mixed);
+    if (sizes->gates_heads) gate_heads(pass, weights);
     linear(pass->frame, &weights->output, num_rows, pass->mixed, pass->wide, sizes->hidden, pass->rounds);
-    add_part(pass, weights->output_norm, count);
+}
+
+static void run_layer(const pass *pass, int layer, layer_place place) {
+    const decoder_sizes *sizes = &pass->decoder->sizes;
+    const layer_weights *weights = &pass->decoder->layers[layer];
+    long count = (long)pass->call->num_rows * sizes->hidden;
+    if (weights->mixer || !weights->does_not_attend) {
+        front_rows(pass, weights->input_norm);
+        if (weights->mixer) mixer_run(pass->frame, weights->mixer, &pass->mixers_room, pass->call, place.mixing, pass->normed, pass->wide);
+        else attend_rows(pass, layer, place.attending);
+        add_part(pass, weights->output_norm, count);
+    }
+    if (weights->has_no_products && !weights->experts) return;
     if (!sizes->is_parallel) front_rows(pass, weights->mlp_norm);
     feed_forward(pass, weights);
     add_part(pass, weights->down_norm, count);
+}
+
+static void run_layers(const pass *pass) {
+    layer_place place = {0, 0};
+    for (int layer = pass->call->first_layer; layer < pass->call->end_layer; layer++) {
+        const layer_weights *weights = &pass->decoder->layers[layer];
+        run_layer(pass, layer, place);
+        if (weights->mixer) place.mixing++;
+        else if (!weights->does_not_attend) place.attending++;
+    }
 }
 
 // ---- a call
@@ -430,6 +493,13 @@ static int most_intermediate(const decoder *decoder) {
     return found;
 }
 
+// The first mixer, which is as large as all others; NULL where there is none.
+static const mixer *mixer_of(const decoder *decoder) {
+    for (int i = 0; i < decoder->sizes.num_layers; i++)
+        if (decoder->layers[i].mixer) return decoder->layers[i].mixer;
+    return NULL;
+}
+
 void decoder_forward(decoder *decoder, team *team, const forward_call *call) {
     const decoder_sizes *sizes = &decoder->sizes;
     frame *frame = frame_open(team);
@@ -437,7 +507,9 @@ void decoder_forward(decoder *decoder, team *team, const forward_call *call) {
     size_t rows = (size_t)call->num_rows * sizeof(float);
     int query_columns = sizes->num_heads * sizes->head_dim, key_columns = sizes->num_kv_heads * sizes->head_dim;
     int intermediate = most_intermediate(decoder);
-    int widest = most(most(query_columns + 2 * key_columns, 2 * intermediate), sizes->hidden);
+    int gate_columns = sizes->gates_heads ? query_columns : 0;
+    int widest = most(most(query_columns + 2 * key_columns + gate_columns, 2 * intermediate), sizes->hidden);
+    const mixer *mixer = mixer_of(decoder);
     expert_room experts_room = {0};
     pass pass = {.frame = frame,
                  .decoder = decoder,
@@ -448,8 +520,9 @@ void decoder_forward(decoder *decoder, team *team, const forward_call *call) {
                  .mixed = frame_take(frame, rows * (size_t)most(query_columns, intermediate)),
                  .experts_room = &experts_room,
                  .rounds = sizes->element == BF16};
+    if (mixer) pass.mixers_room = mixer_room_new(frame, mixer, call->num_rows, call->num_sequences);
     if (call->token_ids) embed(&pass);
-    for (int layer = call->first_layer; layer < call->end_layer; layer++) run_layer(&pass, layer);
+    run_layers(&pass);
     if (call->hidden) {
         norm_rows(&pass, call->state, decoder->final_norm, pass.normed);
         store((element)sizes->element, pass.normed, call->num_rows * sizes->hidden, call->hidden);

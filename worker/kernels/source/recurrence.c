@@ -1,7 +1,7 @@
 // Layers with a state per head in place of keys and values: S = decay * S + key (x) update, then query . S.
 // A state's row is multiplied and then added to, never in one rounding: so folding steps gives what rows have left.
-#include "api.h"
-#include "threads.h"
+#include "recurrence.h"
+
 #include "vectors.h"
 
 #define MOST_STATE_VECTORS 8  // columns of a state that are worked on at a time
@@ -9,6 +9,11 @@
 typedef struct {
     recurrence call;
     uint8_t places[MOST_STATE_ROWS];  // where in the scratch the state behind each row lies
+} sequence_job;
+
+typedef struct {
+    const sequence_job *sequences;
+    int num_heads, first_unit;
 } recurrence_job;
 
 // One row's step over some columns of a head's state; `from` may be `to`.
@@ -41,10 +46,12 @@ INLINE void recurrence_step(const recurrence *call, const float *from, float *to
     for (int i = 0; i < count; i++) vec_store(found + i * LANES, sums[i]);
 }
 
-// All rows of a head; `slot` gets their updates, then what they have found.
-static void run_recurrence(const void *job, int head, void *slot, void *scratch) {
-    const recurrence_job *rows = job;
+// All rows of a head of a sequence; `slot` gets their updates, then what they have found.
+static void run_recurrence(const void *job, int unit, void *slot, void *scratch) {
+    const recurrence_job *all = job;
+    const sequence_job *rows = all->sequences + (all->first_unit + unit) / all->num_heads;
     const recurrence *call = &rows->call;
+    int head = (all->first_unit + unit) % all->num_heads;
     int key_dim = call->key_dim, width = call->value_dim, key_head = head / (call->num_heads / call->num_key_heads);
     long size = (long)key_dim * width;
     for (int row = 0; row < call->num_rows; row++) {
@@ -67,7 +74,7 @@ static void run_recurrence(const void *job, int head, void *slot, void *scratch)
 }
 
 // Gives each row a place for its state: its parent's where no later row goes on from that. Returns how many there are.
-static int take_state_places(recurrence_job *job) {
+static int take_state_places(sequence_job *job) {
     int last[MOST_STATE_ROWS], num_places = 0, num_rows = job->call.num_rows;
     const int32_t *parents = job->call.parents;
     for (int row = 0; row < num_rows; row++)
@@ -79,25 +86,48 @@ static int take_state_places(recurrence_job *job) {
     return num_places;
 }
 
+static void keep_head(const recurrence *call, int head, const char *result) {
+    size_t row_bytes = sizeof(float) * (size_t)call->value_dim, half = row_bytes * (size_t)call->num_rows;
+    for (int row = 0; row < call->num_rows; row++) {
+        size_t from = row_bytes * (size_t)row, to = row_bytes * ((size_t)row * (size_t)call->num_heads + (size_t)head);
+        memcpy((char *)call->updates + to, result + from, row_bytes);
+        memcpy((char *)call->found + to, result + from + half, row_bytes);
+    }
+}
+
+void recurrence_run(frame *frame, const recurrence *calls, int num_calls) {
+    sequence_job *sequences = frame_take(frame, sizeof(sequence_job) * (size_t)num_calls);
+    int most_rows = 0, most_places = 0, num_heads = calls->num_heads, num_units = num_calls * num_heads;
+    for (int i = 0; i < num_calls; i++) {
+        sequences[i].call = calls[i];
+        int num_places = take_state_places(&sequences[i]);
+        most_places = num_places > most_places ? num_places : most_places;
+        most_rows = calls[i].num_rows > most_rows ? calls[i].num_rows : most_rows;
+    }
+    int wave = num_units < MOST_UNITS ? num_units : MOST_UNITS;
+    recurrence_job job = {sequences, num_heads, 0};
+    stage_plan plan = {.run = run_recurrence, .job = &job, .job_bytes = sizeof job,
+                       .scratch_bytes = sizeof(float) * (size_t)calls->key_dim * (size_t)calls->value_dim * (size_t)most_places,
+                       .slot_bytes = 2 * sizeof(float) * (size_t)calls->value_dim * (size_t)most_rows};
+    plan.own_slots = frame_take(frame, plan.slot_bytes * (size_t)wave);
+    for (; job.first_unit < num_units; job.first_unit += wave) {
+        void *results[MOST_UNITS];
+        plan.num_units = num_units - job.first_unit < wave ? num_units - job.first_unit : wave;
+        run_stage(frame, &plan, results);
+        for (int unit = 0; unit < plan.num_units; unit++) {
+            int number = job.first_unit + unit;
+            keep_head(&calls[number / num_heads], number % num_heads, results[unit]);
+        }
+    }
+}
+
 void recurrence_rows(team *team, const recurrence *call) {
     frame *frame = frame_open(team);
-    recurrence_job job = {.call = *call};
-    size_t size = sizeof(float) * (size_t)call->key_dim * (size_t)call->value_dim;
-    size_t row_bytes = sizeof(float) * (size_t)call->value_dim, half = row_bytes * (size_t)call->num_rows;
-    void *results[MOST_UNITS];
-    stage_plan plan = {.num_units = call->num_heads, .run = run_recurrence, .job = &job, .job_bytes = sizeof job,
-                       .scratch_bytes = size * (size_t)take_state_places(&job), .slot_bytes = 2 * half};
-    plan.own_slots = frame_take(frame, plan.slot_bytes * (size_t)plan.num_units);
-    run_stage(frame, &plan, results);
-    for (int head = 0; head < call->num_heads; head++)
-        for (int row = 0; row < call->num_rows; row++) {
-            const char *update = (const char *)results[head] + row_bytes * (size_t)row;
-            size_t to = row_bytes * ((size_t)row * (size_t)call->num_heads + (size_t)head);
-            memcpy((char *)call->updates + to, update, row_bytes);
-            memcpy((char *)call->found + to, update + half, row_bytes);
-        }
+    recurrence_run(frame, call, 1);
     frame_close(frame);
 }
+
+// ---- steps that are taken for good
 
 static void run_fold(const void *job, int head, void *slot, void *scratch) {
     const recurrence *call = job;
@@ -117,8 +147,8 @@ static void run_fold(const void *job, int head, void *slot, void *scratch) {
         }
 }
 
-void recurrence_fold(team *team, const recurrence *call, float *state) {
-    frame *frame = frame_open(team);
+// A head is read and written by one thread, so the state may be where it comes from.
+static void fold_layer(frame *frame, const recurrence *call, float *state) {
     size_t size = sizeof(float) * (size_t)call->key_dim * (size_t)call->value_dim;
     void *results[MOST_UNITS];
     stage_plan plan = {.num_units = call->num_heads, .run = run_fold, .job = call, .job_bytes = sizeof *call,
@@ -126,5 +156,19 @@ void recurrence_fold(team *team, const recurrence *call, float *state) {
     run_stage(frame, &plan, results);
     for (int head = 0; head < call->num_heads; head++)
         if (results[head] != (char *)state + size * (size_t)head) memcpy((char *)state + size * (size_t)head, results[head], size);
+}
+
+void recurrence_fold(team *team, const recurrence *calls, float *const *states, int num_layers) {
+    frame *frame = frame_open(team);
+    for (int layer = 0; layer < num_layers; layer++) fold_layer(frame, calls + layer, states[layer]);
     frame_close(frame);
+}
+
+void rows_keep(const kept_rows *buffers, int num_buffers, int first, const int32_t *chosen, int count) {
+    for (int i = 0; i < num_buffers; i++) {
+        size_t bytes = (size_t)buffers[i].row_bytes;
+        char *to = (char *)buffers[i].rows + (size_t)first * bytes;
+        for (int row = 0; row < count; row++)
+            if (chosen[row] != row) memcpy(to + (size_t)row * bytes, to + (size_t)chosen[row] * bytes, bytes);
+    }
 }

@@ -1,0 +1,128 @@
+"""Layers with a state or a convolution in the kernels: the same bits in all builds, of packed weights too; refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from swiftbatch.worker.caches.full import CacheShape, FullKVCache
+from swiftbatch.worker.caches.recurrent import RecurrentCache, new_cache_of
+from swiftbatch.worker.exactness.probe import random_tree
+from swiftbatch.worker.kernels.decoder_weights import DecoderWeights, Linear, PackedLinear
+from swiftbatch.worker.kernels.mixer_sizes import MixerForm, MixerSizes
+from swiftbatch.worker.kernels.mixer_weights import MixerWeights
+from swiftbatch.worker.kernels.native import NativeDecoder
+from swiftbatch.worker.target.tiles import known_rows, tree_rows
+from tests.worker.kernels.kernel_parts import BF16, FLOAT32, VARIANTS, Shape, needs_kernels, random_weights
+from tests.worker.kernels.quantized_parts import random_packed
+
+pytestmark = needs_kernels
+
+HIDDEN = 48
+SIZES = {
+    "delta net": MixerSizes(MixerForm.DELTA_NET, 6, 3, 32, 16, 288, 4, norm_width=16, epsilon=1e-6),
+    "Mamba-2": MixerSizes(
+        MixerForm.STATE_SPACE, 4, 2, 16, 48, 256, 4, norm_width=96, epsilon=1e-5, least_step=0.05, most_step=0.8
+    ),
+    "Mamba-2 without norm": MixerSizes(MixerForm.STATE_SPACE, 20, 1, 16, 16, 352, 2, most_step=float("inf")),
+    "convolution": MixerSizes(MixerForm.CONVOLUTION, 0, 0, 0, 0, 48, 3),
+}
+ABSENT = dict.fromkeys(("query", "key", "value", "output"))
+
+
+def weights(name: str, dtype: torch.dtype = FLOAT32, packs: bool = False, unpacks: bool = False) -> DecoderWeights:
+    """A layer with a mixer, and one that attends through gates."""
+    plain, sizes = random_weights(Shape(dtype=dtype, head_dim=64, num_kv_heads=2)), SIZES[name]
+    torch.manual_seed(3)
+    shapes = {role: (columns, HIDDEN) for role, columns in sizes.columns().items()} | {"output": (HIDDEN, sizes.width)}
+    linears: dict[str, Linear | PackedLinear] = {
+        role: Linear(torch.randn(shape).div(shape[1] ** 0.5).to(dtype), torch.randn(shape[0]).to(dtype))
+        for role, shape in shapes.items()
+    }
+    if packs and shapes["gates"][0] % 16 == 0:
+        matrix = random_packed("int8", shapes["gates"], 16, dtype=dtype)
+        linears["gates"] = PackedLinear(matrix) if not unpacks else Linear(matrix.dequantized())
+    numbers = {role: torch.randn(shape) for role, shape in sizes.float_shapes().items()}
+    if not sizes.num_heads:
+        numbers = {role: numbers[role] for role in ("taps", "tap_bias")}
+    first, second = plain.layers
+    assert second.query is not None
+    mixing = dataclasses.replace(first, **ABSENT, mixer=MixerWeights(sizes, linears, numbers))
+    gated = dataclasses.replace(second, head_gate=second.query)
+    return dataclasses.replace(plain, sizes=dataclasses.replace(plain.sizes, gates_heads=True), layers=[mixing, gated])
+
+
+def new_cache(made: DecoderWeights) -> RecurrentCache:
+    cache = new_cache_of(CacheShape.of(made, torch.device("cpu")), 300)
+    assert isinstance(cache, RecurrentCache)
+    return cache
+
+
+def outputs(made: DecoderWeights, variant: str, num_threads: int = 1) -> Tensor:
+    """Hidden states of prompts, trees and single rows of two sequences in common calls, and the states behind them."""
+    rng, caches = random.Random(2), [new_cache(made) for _ in range(2)]
+    decoder, found = NativeDecoder(made, num_threads, variant), []
+    for cache, length in zip(caches, (100, 40), strict=True):
+        hidden, _ = decoder.forward(known_rows(cache, [rng.randrange(90) for _ in range(length)]))
+        cache.advance(length)
+        found.append(hidden)
+    for size in (9, 0, 12):
+        trees = [random_tree(rng, size, 8, 90) for _ in caches]
+        hidden, _ = decoder.forward([tree_rows(cache, 5, tree) for cache, tree in zip(caches, trees, strict=True)])
+        for cache in caches:
+            cache.commit([0] if size else [])
+        found.append(hidden)
+    found += [layer.state.flatten(1) for cache in caches for layer in cache.recurrent if layer.state.numel()]
+    return torch.cat([each.float().flatten() for each in found if each is not None])
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_instruction_sets_and_threads_give_the_same_bits(name: str) -> None:
+    expected = outputs(weights(name), VARIANTS[0])
+    assert expected.isfinite().all()
+    for variant in VARIANTS[1:]:
+        assert torch.equal(outputs(weights(name), variant), expected)
+    assert torch.equal(outputs(weights(name), VARIANTS[0], 3), expected)
+
+
+@pytest.mark.parametrize("name", ["delta net", "convolution"])
+@pytest.mark.parametrize("dtype", [BF16, FLOAT32])
+def test_packed_weights_give_the_bits_of_their_numbers(name: str, dtype: torch.dtype) -> None:
+    ours = outputs(weights(name, dtype, packs=True), VARIANTS[0])
+    assert torch.equal(ours, outputs(weights(name, dtype, packs=True, unpacks=True), VARIANTS[0]))
+    assert not torch.equal(ours, outputs(weights(name, dtype), VARIANTS[0]))
+
+
+def test_rows_that_do_not_fit_their_states_are_refused() -> None:
+    made = weights("delta net")
+    decoder, cache = NativeDecoder(weights("delta net"), 1, VARIANTS[0]), new_cache(made)
+    rows = tree_rows(cache, 5, random_tree(random.Random(1), 6, 3, 90))
+    for changed, words in (
+        (dataclasses.replace(rows, first_entry=1), "behind a state at 0"),
+        (dataclasses.replace(rows, tail_entries=rows.tail_entries + 3), "through a later row"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            decoder.forward([changed])
+    with pytest.raises(ValueError, match="a cache without states"):
+        decoder.forward([tree_rows(FullKVCache(cache.shape, 300), 5, random_tree(random.Random(1), 2, 2, 90))])
+
+
+def test_mixers_that_do_not_fit_are_refused() -> None:
+    made = weights("Mamba-2")
+    first = made.layers[0]
+    assert first.mixer is not None
+    without = dataclasses.replace(first.mixer, floats={})
+    for changed, words in (
+        (dataclasses.replace(first, mixer=without), "found the numbers"),
+        (dataclasses.replace(first, query=made.layers[1].query), "a part of attention"),
+        (dataclasses.replace(made.layers[1], head_gate=None), "attention without gates"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            NativeDecoder(dataclasses.replace(made, layers=[changed, made.layers[1]]), 1, VARIANTS[0])
+    for change in ({"value_dim": 24}, {"num_heads": 3}, {"num_channels": 64}, {"norm_width": 80}, {"conv_width": 0}):
+        with pytest.raises(ValueError, match="found"):
+            dataclasses.replace(SIZES["Mamba-2"], **change)

@@ -1,0 +1,110 @@
+"""The kinds with layers that have a state or a convolution, each by what it does otherwise than Llama. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from swiftbatch.worker.kernels.forms import NormForm
+from swiftbatch.worker.kernels.routing import Score
+from swiftbatch.worker.model.dense_forms import GRANITE, SHARED_GATES, Form
+from swiftbatch.worker.model.expert_forms import (
+    ExpertForm,
+    ExpertNames,
+    FusedNames,
+    behind_the_dense_ones,
+    in_all_layers,
+    in_each_so_many,
+    products_of,
+)
+from swiftbatch.worker.model.expert_kinds import GRANITE_EXPERTS
+from swiftbatch.worker.model.layers_without_rotary import where_no_rope_is_said
+from swiftbatch.worker.model.mixer_forms import DELTA_NET, JOINT_DELTA_NET, MAMBA, SHORT_CONVOLUTION, lfm2_width
+
+LFM2_PRODUCTS = {"gate": "w1", "up": "w3", "down": "w2"}
+LFM2 = Form(
+    has_head_norms=True,
+    norms={"input_norm": "operator_norm", "mlp_norm": "ffn_norm"},
+    names={"output": "self_attn.out_proj"}
+    | {role: f"feed_forward.{name}" for role, name in LFM2_PRODUCTS.items()}
+    | {"query_norm": "self_attn.q_layernorm", "key_norm": "self_attn.k_layernorm"},
+    mixer=SHORT_CONVOLUTION,
+    final_norm="model.embedding_norm",
+    width=lfm2_width,
+    activation_key=None,
+    epsilon_key="norm_eps",
+)
+QWEN35 = Form(
+    "attention_bias",
+    "attention_bias",
+    has_head_norms=True,
+    norm_form=NormForm.ONE_MORE,
+    turned_share=0.25,
+    gates_heads=True,
+    mixer=DELTA_NET,
+)
+SHARED_EXPERT = ExpertForm(
+    Score.SOFTMAX,
+    in_all_layers,
+    names=ExpertNames(
+        shared=products_of("mlp.shared_expert"),
+        shared_gate="mlp.shared_expert_gate.weight",
+        fused=FusedNames("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
+    ),
+    shared_width="shared_expert_intermediate_size",
+)
+HYBRID_KINDS: dict[str, Form] = {
+    "bamba": Form(
+        "attention_bias",
+        "attention_bias",
+        "mlp_bias",
+        norms={"input_norm": "input_layernorm", "mlp_norm": "pre_ff_layernorm"},
+        names={role: f"feed_forward.{role}_proj" for role in ("gate", "up", "down")},
+        turned_share=0.5,
+        mixer=MAMBA,
+        final_norm="model.final_layernorm",
+        unused=("attn_layer_indices", "attn_rotary_emb", "num_logits_to_keep", "z_loss_coefficient"),
+    ),
+    "granitemoehybrid": Form(
+        "attention_bias",
+        "attention_bias",
+        names=SHARED_GATES,
+        scales=GRANITE,
+        intermediate_key="shared_intermediate_size",
+        still=where_no_rope_is_said,
+        experts=replace(GRANITE_EXPERTS, shared_width="shared_intermediate_size"),
+        mixer=MAMBA,
+        one_meaning={"position_embedding_type": ("rope", "nope")},
+        unused=("layers_block_type",),
+    ),
+    "lfm2": LFM2,
+    "lfm2_moe": replace(
+        LFM2,
+        width=None,
+        experts=ExpertForm(
+            Score.SIGMOID,
+            behind_the_dense_ones,
+            names=ExpertNames(
+                router="feed_forward.gate.weight",
+                each={role: f"feed_forward.experts.{{}}.{name}.weight" for role, name in LFM2_PRODUCTS.items()},
+                choice_bias="feed_forward.expert_bias",
+            ),
+            normalises="norm_topk_prob",
+            least_sum=1e-6,
+            scale="routed_scaling_factor",
+            keys=("num_dense_layers",),
+            one_meaning={"use_expert_bias": (True,)},
+        ),
+    ),
+    "qwen3_5_moe_text": replace(QWEN35, intermediate_key="shared_expert_intermediate_size", experts=SHARED_EXPERT),
+    "qwen3_5_text": QWEN35,
+    "qwen3_next": replace(
+        QWEN35,
+        mixer=JOINT_DELTA_NET,
+        experts=replace(
+            SHARED_EXPERT,
+            layers=in_each_so_many,
+            normalises="norm_topk_prob",
+            keys=("decoder_sparse_step", "mlp_only_layers"),
+        ),
+    ),
+}

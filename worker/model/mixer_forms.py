@@ -1,0 +1,187 @@
+"""The layers with a state or a convolution in place of attention, as configs and tensors say them. Without torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from swiftbatch.worker.kernels.mixer_sizes import MixerForm, MixerSizes
+from swiftbatch.worker.model.config_numbers import number_of
+from swiftbatch.worker.model.recurrent_sizes import ATTENDING, RECURRENT, RecurrentShape, layer_types, recurrent_shape
+
+Config = Mapping[str, Any]
+Order = Callable[[RecurrentShape], list[int]]
+"""Where the rows of a stored product stand that are brought into the order of its roles."""
+
+
+@dataclass(frozen=True)
+class MixerNames:
+    """A kind's mixer: its stored products with the roles whose rows each holds in turn, and float32 numbers.
+
+    Products have biases, and the convolution has one, where the config's keys of these names say so.
+    """
+
+    form: MixerForm
+    part: str  # what stands before the names within a layer
+    linears: Mapping[str, tuple[str, ...]]
+    numbers: Mapping[str, str]  # by role
+    bias: str | None = None
+    tap_bias: str | None = None
+    epsilon: str = "rms_norm_eps"
+    least_step: str | None = None  # key of the least time step, where `time_step_limit` does not count
+    orders: Mapping[str, Order] = field(default_factory=dict)  # of stored products whose roles are mixed
+    keys: tuple[str, ...] = ()  # beginnings of keys whose numbers are read here, or change no forward
+    one_meaning: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # of keys that may be left away
+
+
+@dataclass(frozen=True)
+class MixerConfig:
+    """The mixers of a model's layers, and which layers have them and which attend."""
+
+    names: MixerNames
+    shape: RecurrentShape
+    sizes: MixerSizes
+    layers: frozenset[int]
+    attending: frozenset[int]
+    has_bias: bool
+    has_tap_bias: bool
+
+    @property
+    def numbers(self) -> dict[str, str]:
+        """The names of tensors of float32 numbers within a layer, by role."""
+        roles = self.sizes.needed() | ({"tap_bias"} if self.has_tap_bias else set())
+        return {role: f"{self.names.part}.{name}" for role, name in self.names.numbers.items() if role in roles}
+
+    def parts(self) -> Iterator[str]:
+        """The tensors of a layer with a mixer, beside those that all layers have."""
+        yield from self.numbers.values()
+        for name in self.names.linears:
+            yield f"{self.names.part}.{name}.weight"
+            if self.has_bias:
+                yield f"{self.names.part}.{name}.bias"
+
+
+def read_mixers(config: Config, names: MixerNames) -> MixerConfig | None:
+    """None for a model without. Raises KeyError or ValueError for numbers left to a default, or that are not taken."""
+    types = layer_types(config) or []
+    if len(types) != config["num_hidden_layers"]:
+        raise ValueError("its layers are not named one by one")
+    if not (layers := frozenset(number for number, each in enumerate(types) if each in RECURRENT)):
+        return None
+    if (shape := recurrent_shape(config)) is None:
+        raise ValueError("the sizes of its states are left to a default")
+    return MixerConfig(
+        names,
+        shape,
+        _sizes(config, names, shape),
+        layers,
+        frozenset(number for number, each in enumerate(types) if each in ATTENDING),
+        _is_said(config, names.bias),
+        _is_said(config, names.tap_bias),
+    )
+
+
+def _sizes(config: Config, names: MixerNames, shape: RecurrentShape) -> MixerSizes:
+    sizes = {name: size for name, size in vars(shape).items() if name != "num_layers"}
+    if names.form == MixerForm.CONVOLUTION:
+        return MixerSizes(names.form, **sizes)
+    width, least, most = shape.value_dim, 0.0, math.inf
+    if names.form == MixerForm.STATE_SPACE:
+        width = shape.num_heads * shape.value_dim // shape.num_key_heads
+        least, most = _time_step_limits(config, names)
+    return MixerSizes(
+        names.form, **sizes, norm_width=width, epsilon=config[names.epsilon], least_step=least, most_step=most
+    )
+
+
+def _time_step_limits(config: Config, names: MixerNames) -> tuple[float, float]:
+    if names.least_step is not None:
+        return number_of(config, names.least_step), math.inf
+    said = config.get("time_step_limit") or (0.0, math.inf)
+    limits = [float(each["__float__"]) if isinstance(each, dict) else each for each in said]  # JSON has no infinity
+    if len(limits) != 2 or not all(isinstance(each, float) for each in limits):
+        raise ValueError(f"its time_step_limit is {said!r}")
+    return limits[0], limits[1]
+
+
+def _is_said(config: Config, key: str | None) -> bool:
+    if key is None:
+        return False
+    if not isinstance(config[key], bool):
+        raise ValueError(f"its {key} is {config[key]!r}")
+    return bool(config[key])
+
+
+def _by_key_heads(shape: RecurrentShape, widths: tuple[int, ...]) -> list[int]:
+    """Rows of parts that stand side by side for each head of keys, brought part by part."""
+    starts = [sum(widths[:number]) for number in range(len(widths))]
+    heads = range(shape.num_key_heads)
+    return [
+        head * sum(widths) + start + row
+        for start, width in zip(starts, widths, strict=True)
+        for head in heads
+        for row in range(width)
+    ]
+
+
+def _queries_to_gates(shape: RecurrentShape) -> list[int]:
+    values = shape.num_heads // shape.num_key_heads * shape.value_dim
+    return _by_key_heads(shape, (shape.key_dim, shape.key_dim, values, values))
+
+
+def _betas_and_steps(shape: RecurrentShape) -> list[int]:
+    return _by_key_heads(shape, (shape.num_heads // shape.num_key_heads,) * 2)
+
+
+def lfm2_width(config: Config) -> int:
+    """The width between the products of LFM2. Raises KeyError where the config does not say it."""
+    width: int = config["block_ff_dim"] if "block_ff_dim" in config else config["intermediate_size"]
+    if not config["block_auto_adjust_ff_dim"]:
+        return width
+    width, multiple = 2 * width // 3, config["block_multiple_of"]
+    if config.get("block_ffn_dim_multiplier") is not None:
+        width = int(config["block_ffn_dim_multiplier"] * width)
+        width = -(-width // multiple) * multiple
+    return width
+
+
+OUTPUT: dict[str, tuple[str, ...]] = {"out_proj": ("output",)}
+TAPS = {"taps": "conv1d.weight", "tap_bias": "conv1d.bias", "rates": "A_log", "step_bias": "dt_bias"}
+TAPS |= {"norm": "norm.weight"}
+DELTA_KEYS = ("linear_", "full_attention_interval", "mtp_")
+DELTA_NET = MixerNames(
+    MixerForm.DELTA_NET,
+    "linear_attn",
+    {"in_proj_qkv": ("inputs",), "in_proj_z": ("gates",), "in_proj_b": ("betas",), "in_proj_a": ("steps",), **OUTPUT},
+    TAPS,
+    keys=DELTA_KEYS,
+)
+JOINT_DELTA_NET = MixerNames(  # Qwen3-Next
+    MixerForm.DELTA_NET,
+    "linear_attn",
+    {"in_proj_qkvz": ("inputs", "gates"), "in_proj_ba": ("betas", "steps"), **OUTPUT},
+    TAPS,
+    orders={"in_proj_qkvz": _queries_to_gates, "in_proj_ba": _betas_and_steps},
+    keys=DELTA_KEYS,
+)
+MAMBA = MixerNames(
+    MixerForm.STATE_SPACE,
+    "mamba",
+    {"in_proj": ("gates", "inputs", "steps"), **OUTPUT},
+    TAPS | {"skip": "D"},
+    bias="mamba_proj_bias",
+    tap_bias="mamba_conv_bias",
+    keys=("mamba_", "time_step_limit"),
+)
+SHORT_CONVOLUTION = MixerNames(
+    MixerForm.CONVOLUTION,
+    "conv",
+    {"in_proj": ("betas", "gates", "inputs"), **OUTPUT},
+    {"taps": "conv.weight", "tap_bias": "conv.bias"},
+    bias="conv_bias",
+    tap_bias="conv_bias",
+    keys=("block_", "conv_", "full_attn_idxs", "num_heads"),
+    one_meaning={"tie_embedding": (True,), "block_use_swiglu": (True,), "use_pos_enc": (True,)},
+)

@@ -1,0 +1,52 @@
+"""A model's layers with a state or a convolution, from their stored tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from swiftbatch.worker.kernels.decoder_weights import AnyLinear, linear_from
+from swiftbatch.worker.kernels.mixer_weights import MixerWeights
+from swiftbatch.worker.kernels.packed import PackedMatrix, Weight, plain
+from swiftbatch.worker.model.mixer_forms import MixerConfig
+
+
+def mixer_weights(tensors: Mapping[str, Weight], prefix: str, mixer: MixerConfig, dtype: torch.dtype) -> MixerWeights:
+    """The mixer of one layer. Raises ValueError for tensors that are not of its sizes."""
+    linears = dict(_linears(tensors, f"{prefix}{mixer.names.part}.", mixer))
+    stored = {role: plain(tensors[prefix + name]) for role, name in mixer.numbers.items()}
+    numbers = {role: _number(role, each.to(dtype).float(), mixer) for role, each in stored.items()}
+    return MixerWeights(mixer.sizes, linears, numbers)
+
+
+def _linears(tensors: Mapping[str, Weight], prefix: str, mixer: MixerConfig) -> Iterator[tuple[str, AnyLinear]]:
+    columns = mixer.sizes.columns()
+    for name, roles in mixer.names.linears.items():
+        weight, bias = tensors[f"{prefix}{name}.weight"], tensors.get(f"{prefix}{name}.bias")
+        if (order := mixer.names.orders.get(name)) is not None:
+            weight = of_rows(weight, order(mixer.shape))
+        if len(roles) == 1:
+            yield roles[0], linear_from(weight, None if bias is None else plain(bias))
+            continue
+        widths = [columns[role] for role in roles]
+        biases = [None] * len(roles) if bias is None else plain(bias).split(widths)
+        yield from zip(roles, map(linear_from, weight.split(widths), biases), strict=True)
+
+
+def of_rows(weight: Weight, rows: list[int]) -> Weight:
+    """Some rows of a stored matrix, in this order. Raises ValueError for more than it has."""
+    if len(rows) > weight.shape[0] or max(rows) >= weight.shape[0]:
+        raise ValueError(f"found {weight.shape[0]} rows, expected {len(rows)}")
+    chosen = torch.tensor(rows, device=weight.device)
+    return weight.rows(chosen) if isinstance(weight, PackedMatrix) else weight[chosen]
+
+
+def _number(role: str, numbers: Tensor, mixer: MixerConfig) -> Tensor:
+    """Float32 numbers as the kernels take them: taps by their places, norms of heads for each head."""
+    if role == "taps":
+        return numbers.flatten(1).T.contiguous()
+    if role == "norm" and len(numbers) < mixer.sizes.width:
+        return numbers.repeat(mixer.sizes.width // len(numbers))
+    return numbers
