@@ -40,7 +40,7 @@ class KeyRule:
 
     def list_of(self, count: int | None = None) -> KeyRule:
         """A list of such values, of so many where it is known."""
-        said = "a list" if count is None else f"a list of {count:,}, each"
+        said = "a list, each" if count is None else f"a list of {count:,}, each"
 
         def holds(value: Any) -> bool:
             return isinstance(value, list) and count in (None, len(value)) and all(map(self.holds, value))

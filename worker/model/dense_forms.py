@@ -74,6 +74,7 @@ class Form:
     curve: tuple[str, ...] = ()  # tensors of XIELU: as `LayerWeights.curve`, the first two as they are trained
     still: StillForm | None = None  # None: all layers turn heads
     has_long_angles: bool = False  # longrope was tried on it
+    scales_long_angles: bool = False  # by numbers of its own in the config, one for short texts and one for long ones
     has_fixed_alpha: bool = False  # angles of the type `dynamic` with an `alpha` are those of another base
     head_bias: str | None = None
     windows: WindowForm | None = None  # None: all layers see all positions

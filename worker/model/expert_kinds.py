@@ -265,6 +265,7 @@ EXPERT_KINDS = {
         norm_form=NormForm.SHIFTED,
         windows=in_all_layers_if_said,
         has_long_angles=True,
+        scales_long_angles=True,
         head_bias="lm_head_bias",
         experts=ExpertForm(
             Score.SPARSE_MIXER,

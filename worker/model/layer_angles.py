@@ -108,13 +108,16 @@ def _fixed_angles(said: dict[str, Any], head_dim: int) -> dict[str, Any]:
 
 def _long_angles(said: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     """The config's words about longrope, with those beside it. Raises KeyError, TypeError or ValueError."""
-    if not KINDS[config["model_type"]].has_long_angles:
+    form = KINDS[config["model_type"]]
+    if not form.has_long_angles:
         raise ValueError("its kind was not tried with longrope")
     most, original = (number_of(config, f"{which}max_position_embeddings") for which in ("", "original_"))
     said = {"factor": most / original} | {name: value for name, value in said.items() if name != "type"}
-    scales = [said.pop(key) for key in ("short_mscale", "long_mscale") if key in said]
-    if len(set(scales)) > 1:
-        raise ValueError(f"its short_mscale and long_mscale are {scales[0]!r} and {scales[1]!r}")
-    said |= {"attention_factor": scales[0]} if scales else {}
+    if form.scales_long_angles:
+        scale, of_long_texts = (number_of(said, f"{which}_mscale") for which in ("short", "long"))
+        if scale != of_long_texts:
+            raise ValueError(f"its short_mscale and long_mscale are {scale} and {of_long_texts}")
+        said = {name: value for name, value in said.items() if not name.endswith("_mscale")}
+        said |= {"attention_factor": scale}
     # what stands beside the angles counts before what stands among them
     return said | {"rope_type": "longrope", "original_max_position_embeddings": original}
