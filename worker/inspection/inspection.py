@@ -17,8 +17,9 @@ from swiftbatch.worker.inspection.sources import Source, source_of
 from swiftbatch.worker.kernels.sizes import MOST_SLOTS
 from swiftbatch.worker.model.compute_path import path_on
 from swiftbatch.worker.model.config_faults import config_fault, keys_fault
+from swiftbatch.worker.model.config_numbers import shown
 from swiftbatch.worker.model.digests import has_tekken_alone
-from swiftbatch.worker.model.faults import adapter_fault, folder_fault
+from swiftbatch.worker.model.faults import adapter_fault, folder_fault, small_files_fault
 from swiftbatch.worker.model.files import PARTS_FOLDER, read_whole_config, what_refuses
 from swiftbatch.worker.model.formats.catalogue import format_of
 from swiftbatch.worker.model.formats.contract import FormatError
@@ -80,13 +81,13 @@ def inspect_model(model: str) -> Inspection:
     stored = set(heads) or None
     template = _chat_template(source.path)
     paths = {device: path_on(device, config, stored) for device in ("cpu", "cuda")} if refusal is None else {}
-    shown = {device: DevicePath(name=path.name, reason=path.reason) for device, path in paths.items()}
+    on_devices = {device: DevicePath(name=path.name, reason=path.reason) for device, path in paths.items()}
     shape = recurrent_shape(config) if refusal is None else None
     is_planned = sizes is not None and (paths["cuda"].name == "kernels" or shape is not None)
     return Inspection(
         model=model,
-        kind=str(whole.get("model_type")),
-        text_kind=str(config.get("model_type")),
+        kind=shown(str(whole.get("model_type"))),
+        text_kind=shown(str(config.get("model_type"))),
         refusal=refusal,
         num_parameters=number,
         formats=_formats(source, layout),
@@ -96,8 +97,8 @@ def inspect_model(model: str) -> Inspection:
         bytes_per_position=bytes_per_position(config, DTYPE) if refusal is None else None,
         state_bytes=state_bytes_of(shape, ITEM_SIZES[DTYPE]) if shape else 0,
         checkpointed_state_bytes=shape.checkpoint_bytes(ITEM_SIZES[DTYPE]) if shape else 0,
-        cpu=shown.get("cpu"),
-        cuda=shown.get("cuda"),
+        cpu=on_devices.get("cpu"),
+        cuda=on_devices.get("cuda"),
         slots=_slots(sizes, config["max_position_embeddings"]) if sizes is not None and is_planned else {},
         has_chat_template=template is not None,
         thinking_markers=next((pair for pair in KNOWN if template and all(each in template for each in pair)), None),
@@ -117,7 +118,7 @@ def _refusal(source: Source, whole: dict[str, Any]) -> str | None:
     """Say why a model does not run here, without the list of those that do."""
     if said := what_refuses(whole, source.path):
         return said.split("; kinds that run here")[0]
-    return folder_fault(source.path) if source.tensors else None
+    return (folder_fault if source.tensors else small_files_fault)(source.path)
 
 
 def _formats(source: Source, layout: Layout | None) -> dict[str, int]:

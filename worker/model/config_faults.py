@@ -5,11 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from swiftbatch.worker.model.config_numbers import COUNT, NOT_NEGATIVE, SIZE, WORD, KeyRule, fault_of, numbers_fault
+from swiftbatch.worker.model.config_numbers import (
+    COUNT,
+    NOT_NEGATIVE,
+    RULES,
+    SIZE,
+    WORD,
+    KeyRule,
+    fault_of,
+    numbers_fault,
+)
 from swiftbatch.worker.model.expert_forms import CHOSEN_KEYS, COUNT_KEYS
 from swiftbatch.worker.model.faults import eos_fault
 from swiftbatch.worker.model.formats.contract import StoredTensor
 from swiftbatch.worker.model.kinds import SUPPORTED_KINDS
+from swiftbatch.worker.model.recurrent_sizes import layer_types
 
 Config = Mapping[str, Any]
 WINDOWED = "sliding_attention"
@@ -28,6 +38,10 @@ OF_ALL_KINDS = (
     *("num_attention_heads", "num_key_value_heads", "head_dim"),
 )
 NEEDED = OF_ALL_KINDS[:2]
+OF_ATTENTION = ("hidden_size", "num_attention_heads")  # what caches are laid out by, beside the number of layers
+OF_LATENT = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+LATENT_KINDS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+NAMES_LAYERS = ("nemotron_h",)  # kinds whose layers are named one by one, and counted so
 
 
 def config_fault(config: Config) -> str | None:
@@ -37,13 +51,26 @@ def config_fault(config: Config) -> str | None:
     """
     for key in OF_ALL_KINDS:
         value = config.get(key)
-        if (value is not None or key in NEEDED) and not SIZE.holds(value):
-            return fault_of(key, value, SIZE)
+        if (value is not None or key in NEEDED) and not RULES[key].holds(value):
+            return fault_of(key, value, RULES[key])
     if fault := eos_fault("config.json", config):
         return fault
     if config.get("model_type") not in SUPPORTED_KINDS:
         return None
     return numbers_fault(config) or next((fault for find in RELATIONS for fault in find(config)), None)
+
+
+def unsaid_fault(config: Config) -> str | None:
+    """Say which size the config of a kind that runs here leaves to the class, whose defaults are not known here."""
+    kind = config.get("model_type")
+    needed = [*OF_ATTENTION, *(OF_LATENT if kind in LATENT_KINDS else ())]
+    if kind not in NAMES_LAYERS:
+        needed.append("num_hidden_layers")
+    elif not layer_types(config):
+        needed.append("layers_block_type")
+    if unsaid := next((key for key in needed if key not in config), None):
+        return f"config.json has no {unsaid}; expected the one that its weights are made for"
+    return None
 
 
 def _layers(config: Config) -> Iterator[str]:
@@ -112,7 +139,7 @@ def _state_heads(config: Config) -> Iterator[str]:
     width, heads = config["mamba_d_head"], config.get("mamba_n_heads") or 1
     rows = config.get("mamba_d_ssm") or (config.get("mamba_expand") or 2) * (config.get("hidden_size") or 0)
     if not SIZE.holds(width) or (rows and width * heads != rows):
-        yield f"config.json has mamba_d_head = {width!r} for {heads} heads of {rows}; expected auto, or their width"
+        yield f"config.json has mamba_d_head = {width!r:.80} for {heads} heads of {rows}; expected auto, or their width"
 
 
 def keys_fault(config: Config, stored: Mapping[str, StoredTensor]) -> str | None:

@@ -13,7 +13,13 @@ from typing import Any
 
 Config = Mapping[str, Any]
 MOST = 2**53  # what JSON's readers agree on
+MOST_LAYERS = 10_000  # ten times those of the deepest model: lists have an entry for each
 MOST_REAL = 3.4e38  # what a float32 holds
+ACTIVATIONS = {  # by the names that transformers has for them
+    *("gelu", "gelu_10", "gelu_accurate", "gelu_fast", "gelu_new", "gelu_python", "gelu_python_tanh"),
+    *("gelu_pytorch_tanh", "hardswish", "laplace", "leaky_relu", "linear", "mish", "prelu", "quick_gelu", "relu"),
+    *("relu2", "relu6", "sigmoid", "silu", "sqrtsoftplus", "swish", "tanh", "xielu"),
+}
 DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")
 
 
@@ -21,8 +27,13 @@ def number_of(config: Config, key: str) -> float:
     """Raises KeyError or ValueError for a number that is missing or is none."""
     value = config[key]
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ValueError(f"its {key} is {value!r}")
+        raise ValueError(f"its {key} is {value!r:.80}")
     return float(value)
+
+
+def shown(name: str) -> str:
+    """A name that a config has made up, short, and without what would break a line."""
+    return repr(name)[1:-1][:80]
 
 
 @dataclass(frozen=True)
@@ -48,9 +59,9 @@ class KeyRule:
         return KeyRule(f"{said} {self.words}", holds)
 
 
-def whole(least: int, words: str) -> KeyRule:
-    """An integer of at least so much."""
-    return KeyRule(words, lambda value: type(value) is int and least <= value <= MOST)
+def whole(least: int, words: str, most: int = MOST) -> KeyRule:
+    """An integer of at least so much, and no more than that."""
+    return KeyRule(words, lambda value: type(value) is int and least <= value <= most)
 
 
 def real(words: str, is_open: bool = True, types: tuple[type, ...] = (int, float)) -> KeyRule:
@@ -64,6 +75,8 @@ def real(words: str, is_open: bool = True, types: tuple[type, ...] = (int, float
 
 SIZE = whole(1, f"a positive integer, at most {MOST:,}")
 COUNT = whole(0, f"an integer from 0 to {MOST:,}")
+LAYERS = whole(1, f"a positive integer, at most {MOST_LAYERS:,}", MOST_LAYERS)
+SOME_LAYERS = whole(0, f"an integer from 0 to {MOST_LAYERS:,}", MOST_LAYERS)
 ID = whole(-1, "a token id")
 POSITIVE = real("a finite number above 0")
 NOT_NEGATIVE = real("a finite number, 0 or more", is_open=False)
@@ -77,6 +90,9 @@ LIMIT = KeyRule(
     lambda value: (type(value) in (int, float) and value >= 0) or value == {"__float__": "Infinity"},
 )
 SWITCH = KeyRule("true or false", lambda value: isinstance(value, bool))
+ACTIVATION = KeyRule(
+    "an activation that transformers has, silu for one", lambda value: isinstance(value, str) and value in ACTIVATIONS
+)
 WORD = KeyRule("a word", lambda value: isinstance(value, str))
 DTYPE = KeyRule(f"one of {', '.join(DTYPES)}", lambda value: isinstance(value, str) and value in DTYPES)
 
@@ -89,17 +105,17 @@ SIZES = (
     *("mamba_head_dim", "mamba_n_groups", "mamba_n_heads", "mamba_num_heads", "max_position_embeddings"),
     *("moe_intermediate_size", "moe_k", "moe_latent_size", "moe_layer_interval", "moe_num_experts"),
     *("moe_shared_expert_intermediate_size", "n_group", "n_groups", "n_routed_experts", "no_rope_layer_interval"),
-    *("num_attention_heads", "num_experts", "num_experts_per_tok", "num_hidden_layers", "num_key_value_heads"),
+    *("num_attention_heads", "num_experts", "num_experts_per_tok", "num_key_value_heads"),
     *("original_max_position_embeddings", "prefix_dense_intermediate_size", "pretraining_tp", "q_lora_rank"),
     *("qk_nope_head_dim", "qk_rope_head_dim", "query_pre_attn_scalar", "rotary_dim", "ssm_state_size", "topk_group"),
     *("v_head_dim", "vocab_size"),
 )
 COUNTS = (
-    *("chunk_size_feed_forward", "first_k_dense_replace", "global_attn_every_n_layers", "max_window_layers"),
-    *("moe_layer_start_index", "moe_num_shared_experts", "n_shared_experts", "num_dense_layers", "num_local_experts"),
-    *("num_nextn_predict_layers", "num_shared_experts", "prefix_dense_sliding_window_pattern"),
+    *("chunk_size_feed_forward", "global_attn_every_n_layers", "max_window_layers", "moe_num_shared_experts"),
+    *("n_shared_experts", "num_local_experts", "num_shared_experts", "prefix_dense_sliding_window_pattern"),
     *("shared_expert_intermediate_size", "shared_intermediate_size"),
 )
+COUNTS_OF_LAYERS = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers", "num_nextn_predict_layers")
 FLOATS = (
     *("attention_in_multiplier", "attention_out_multiplier", "attn_logit_softcapping", "clip_qkv"),
     *("final_logit_softcapping", "key_multiplier", "layer_norm_eps", "layer_norm_epsilon", "lm_head_multiplier"),
@@ -136,6 +152,8 @@ OR_NULL = {  # in all kinds that have them
 RULES: dict[str, KeyRule] = {
     **dict.fromkeys(SIZES, SIZE),
     **dict.fromkeys(COUNTS, COUNT),
+    **dict.fromkeys(COUNTS_OF_LAYERS, SOME_LAYERS),
+    "num_hidden_layers": LAYERS,
     **dict.fromkeys(FLOATS, FLOAT),
     **dict.fromkeys(FLOATS_OR_ZERO, FLOAT_OR_ZERO),
     **dict.fromkeys(POSITIVES, POSITIVE),
@@ -143,6 +161,7 @@ RULES: dict[str, KeyRule] = {
     **dict.fromkeys(SWITCHES, SWITCH),
     **dict.fromkeys(DROPOUTS, DROPOUT),
     **dict.fromkeys(IDS, ID),
+    **dict.fromkeys(("hidden_act", "hidden_activation", "mamba_hidden_act", "mlp_hidden_act"), ACTIVATION.or_null()),
     "attn_layer_indices": COUNT.list_of(),
     "dtype": DTYPE.or_null(),
     "full_attn_idxs": COUNT.list_of().or_null(),
@@ -151,7 +170,7 @@ RULES: dict[str, KeyRule] = {
     "mamba_ssm_cache_dtype": WORD,
     "mlp_multipliers": POSITIVE.list_of(2),
     "mlp_only_layers": COUNT.list_of().or_null(),
-    "moe_layer_end_index": whole(-1, f"an integer from -1 to {MOST:,}"),
+    "moe_layer_end_index": whole(-1, f"an integer from -1 to {MOST_LAYERS:,}", MOST_LAYERS),
     "moe_layers": COUNT.list_of().or_null(),
     "mtp_layers_block_type": WORD.list_of().or_null(),
     "num_logits_to_keep": COUNT.or_null(),
@@ -236,6 +255,6 @@ def _angles_fault(name: str, said: Any) -> str | None:
     for key, value in said.items():
         if key in ANGLES and not ANGLES[key].holds(value):
             return fault_of(f"{name}.{key}", value, ANGLES[key])
-        if isinstance(value, dict) and (fault := _angles_fault(f"{name}.{key}", value)):
+        if isinstance(value, dict) and (fault := _angles_fault(f"{name}.{shown(key)}", value)):
             return fault
     return None

@@ -160,7 +160,7 @@ def _read(config: dict[str, Any]) -> DenseConfig:
     head_dim = sizes["head_dim"]
     num_turned = num_turned_of(config, form, head_dim)
     if not isinstance(config[form.epsilon_key], float):
-        raise ValueError(f"its {form.epsilon_key} is {config[form.epsilon_key]!r}")
+        raise ValueError(f"its {form.epsilon_key} is {config[form.epsilon_key]!r:.80}")
     windows = form.windows(config) if form.windows else (None,) * sizes["num_layers"]
     return DenseConfig(
         **sizes,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from swiftbatch.worker.model.config_numbers import shown
 from swiftbatch.worker.model.dense_forms import Form
 from swiftbatch.worker.model.dense_kinds import KINDS
 from swiftbatch.worker.model.kinds import KERNELS_LACK
@@ -92,13 +93,13 @@ def what_is_not_understood(config: dict[str, Any]) -> str | None:
         one_meaning |= {} if part is None else dict(part.one_meaning)
     for key, value in config.items():
         if key in one_meaning and key not in form.caps.values() and not _is_said(value, one_meaning[key]):
-            return f"its {key} is {value!r}"
+            return f"its {key} is {value!r:.80}"
     if unsaid := sorted(key for key in form.one_meaning if key not in config):
         return f"its {unsaid[0]} is left to a default"
     if (lack := _what_activation_lacks(config, form)) is not None:
         return lack
     unknown = sorted(key for key, value in config.items() if _may_matter(key, value, form))
-    return f"its config has {unknown[0]}, which may change a layer" if unknown else None
+    return f"its config has {shown(unknown[0])}, which may change a layer" if unknown else None
 
 
 def _what_activation_lacks(config: dict[str, Any], form: Form) -> str | None:
@@ -106,7 +107,7 @@ def _what_activation_lacks(config: dict[str, Any], form: Form) -> str | None:
         return None
     if key not in config:
         return f"its {key} is left to a default"
-    return None if str(config[key]) in form.activations else f"its {key} is {config[key]!r}"
+    return None if str(config[key]) in form.activations else f"its {key} is {config[key]!r:.80}"
 
 
 def _is_said(value: Any, meant: tuple[Any, ...]) -> bool:

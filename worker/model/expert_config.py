@@ -109,7 +109,7 @@ def _shared_width(config: Config, form: ExpertForm, width: int) -> int:
 def _width(config: Config, key: str) -> int:
     width = config[key]
     if isinstance(width, bool) or not isinstance(width, int) or width < 1 or width % LANES:
-        raise ValueError(f"its {key} is {width!r}, no multiple of {LANES}")
+        raise ValueError(f"its {key} is {width!r:.80}, no multiple of {LANES}")
     return width
 
 
@@ -117,7 +117,7 @@ def _switch(config: Config, said: str | bool) -> bool:
     if isinstance(said, bool):
         return said
     if not isinstance(config[said], bool):
-        raise ValueError(f"its {said} is {config[said]!r}")
+        raise ValueError(f"its {said} is {config[said]!r:.80}")
     return bool(config[said])
 
 

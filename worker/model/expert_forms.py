@@ -94,7 +94,7 @@ def in_each_so_many(config: Mapping[str, Any]) -> frozenset[int]:
     """Every `decoder_sparse_step`-th layer has them, but for those that are named."""
     step, without = _whole(config, "decoder_sparse_step"), config.get("mlp_only_layers") or []
     if not isinstance(without, list):
-        raise ValueError(f"its mlp_only_layers are {without!r}")
+        raise ValueError(f"its mlp_only_layers are {without!r:.80}")
     return frozenset(each for each in in_all_layers(config) if (each + 1) % step == 0) - set(without)
 
 
@@ -139,5 +139,5 @@ def between(config: Mapping[str, Any]) -> frozenset[int]:
 def _whole(config: Mapping[str, Any], key: str, least: int = 1) -> int:
     value = config[key]
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"its {key} is {value!r}")
+        raise ValueError(f"its {key} is {value!r:.80}")
     return value

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from swiftbatch.worker.model.config_numbers import shown
 from swiftbatch.worker.model.gguf.links import link_names
 
 ADAPTER_FILE = "adapter_config.json"
@@ -27,6 +28,11 @@ def adapter_fault(path: Path) -> str | None:
 
 def folder_fault(path: Path) -> str | None:
     """Say what beside `config.json` makes a folder another model than it seems; None where nothing does."""
+    return small_files_fault(path) or _shards_fault(path)
+
+
+def small_files_fault(path: Path) -> str | None:
+    """Say the same of the small files alone, where the weights are not there to be looked at."""
     return _generation_fault(path) or _index_fault(path)
 
 
@@ -44,7 +50,7 @@ def eos_fault(source: str, settings: Mapping[str, Any]) -> str | None:
     eos = settings.get("eos_token_id")
     if eos is None or all(type(each) is int for each in (eos if isinstance(eos, list) else [eos])):
         return None
-    return f"{source} has eos_token_id = {eos!r}; expected a token id or a list of them"
+    return f"{source} has eos_token_id = {eos!r:.80}; expected a token id or a list of them"
 
 
 def weight_names(path: Path) -> set[str]:
@@ -59,17 +65,32 @@ def weight_names(path: Path) -> set[str]:
 
 
 def _index_fault(path: Path) -> str | None:
-    """An index may name files of other folders, which no fingerprint covers."""
+    """Say that an index which counts is none."""
     file = path / INDEX_FILE
     if (path / SINGLE_FILE).exists() or not file.exists():
         return None
     _, fault = _json_object(file)
     if fault:
         return fault
-    if not (names := weight_names(path)):
-        return f"{file} has no `weight_map` from tensors to files; copy it again"
-    strange = sorted(name for name in names if Path(name).name != name or not (path / name).is_file())
-    return f"{file} names {strange[0]}, which is no file of this folder; copy all files again" if strange else None
+    return None if weight_names(path) else f"{file} has no `weight_map` from tensors to files; copy it again"
+
+
+def _shards_fault(path: Path) -> str | None:
+    """An index may name files of other folders, which no fingerprint covers."""
+    if (path / SINGLE_FILE).exists() or not (path / INDEX_FILE).exists():
+        return None
+    for name in sorted(weight_names(path)):
+        if Path(name).name != name or not _is_file(path / name):
+            return f"{path / INDEX_FILE} names {shown(name)}, which is no file of this folder; copy all files again"
+    return None
+
+
+def _is_file(file: Path) -> bool:
+    """Tell whether it is one; no name that the file system cannot have is."""
+    try:
+        return file.is_file()
+    except (OSError, ValueError):
+        return False
 
 
 def _json_object(file: Path) -> tuple[dict[str, Any], str | None]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.worker.model.config_faults import config_fault, keys_fault
+from swiftbatch.worker.model.config_faults import config_fault, keys_fault, unsaid_fault
 from swiftbatch.worker.model.digests import TEXT_FILES, Digests, digests_of, weight_files
 from swiftbatch.worker.model.faults import (
     ADAPTER_FILE,
@@ -133,11 +133,11 @@ def what_refuses(config: dict[str, Any], path: Path) -> str | None:
     fault = config_fault(view)
     has_sense = fault is None or view["model_type"] not in SUPPORTED_KINDS  # else what else it says may have none
     lack = what_it_lacks(view) or shifting_rotary(view) if has_sense else None
-    if lack is None and nested_config(config) and whole not in NESTING:
-        lack = f"its kind {whole!r} was not compared with transformers' own forward"
+    if lack is None and nested_config(config) and str(whole) not in NESTING:
+        lack = f"its kind {whole!r:.80} was not compared with transformers' own forward"
     fault = fault or _format_fault(view, path)
     if lack is None:
-        return fault
+        return fault or unsaid_fault(view)
     return f"{lack}{f'; {fault}' if fault else ''}; kinds that run here: {', '.join(SUPPORTED_KINDS)}"
 
 

@@ -6,8 +6,10 @@ table of the kinds, written by the test that compares them. Without torch, since
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+from swiftbatch.worker.model.config_numbers import shown
 from swiftbatch.worker.model.recurrent_sizes import (
     ATTENDING,
     RECURRENT,
@@ -120,6 +122,7 @@ OTHER_LAYERS = {  # in words, beside the name that configs have for them
     "linear_attention": "gated delta nets",
     "mamba": "Mamba-2",
 }
+MOST_NAMED = 4  # other kinds of layers, in a line
 INDEXED = "attention to keys that an indexer chooses"
 COMPRESSED = f"compressed keys and values, {INDEXED}, and hyper-connections"
 NEEDS = {  # what kinds that users ask for need beside attention to keys and values
@@ -151,18 +154,25 @@ def what_it_lacks(config: dict[str, Any]) -> str | None:
     """Say what a text model would need that is not here; None for one that runs."""
     kind = str(config.get("model_type"))
     if kind in NEEDS:
-        return f"its kind {kind!r} needs {NEEDS[kind]}"
+        return f"its kind {kind!r:.80} needs {NEEDS[kind]}"
     types = config.get("layer_types") or []
     if not isinstance(types, list):
-        return f"its layer_types are {types!r}; expected a list"
+        return f"its layer_types are {types!r:.80}; expected a list"
     if kind in RECURRENT_KINDS:
         types = layer_types(config) or []
         if types and not num_attending_layers(config):
             return f"none of its {len(types)} layers attends"
     known = ATTENDING_LAYERS | (ATTENDING | RECURRENT | STATELESS if kind in RECURRENT_KINDS else set())
     if layers := {str(layer) for layer in types} - known:
-        named = (f"{layer} ({OTHER_LAYERS[layer]})" if layer in OTHER_LAYERS else layer for layer in sorted(layers))
-        return f"its kind {kind!r} has layers of the kinds {', '.join(named)}"
+        return f"its kind {kind!r:.80} has layers of the kinds {', '.join(_named(layers))}"
     if kind not in SUPPORTED_KINDS:
-        return f"its kind {kind!r} was not compared with transformers' own forward"
+        return f"its kind {kind!r:.80} was not compared with transformers' own forward"
     return None
+
+
+def _named(layers: set[str]) -> Iterator[str]:
+    """The first few kinds of layers, with what they are in words."""
+    for layer in sorted(layers)[:MOST_NAMED]:
+        yield f"{layer} ({OTHER_LAYERS[layer]})" if layer in OTHER_LAYERS else shown(layer)
+    if len(layers) > MOST_NAMED:
+        yield f"and {len(layers) - MOST_NAMED:,} more"

@@ -20,7 +20,7 @@ def num_turned_of(config: dict[str, Any], form: Form, head_dim: int) -> int:
     said = _angles(config).get("partial_rotary_factor", config.get("partial_rotary_factor", default))
     turned = int(head_dim * float(said))
     if not 0 < turned <= head_dim or turned % 2 or (form.turned_share is None and turned < head_dim):
-        raise ValueError(f"its partial_rotary_factor is {said!r}")
+        raise ValueError(f"its partial_rotary_factor is {said!r:.80}")
     return turned
 
 

@@ -30,7 +30,7 @@ def in_all_layers_if_said(config: dict[str, Any]) -> Windows:
 def never(config: dict[str, Any]) -> Windows:
     """None of the layers has one: `sliding_window` counts for nothing unless it is switched on, which is refused."""
     if config.get("use_sliding_window", False) is not False:
-        raise ValueError(f"its use_sliding_window is {config['use_sliding_window']!r}")
+        raise ValueError(f"its use_sliding_window is {config['use_sliding_window']!r:.80}")
     return (None,) * int(config["num_hidden_layers"])
 
 
@@ -64,7 +64,7 @@ class TypesOrPattern:
             return by_layer_types(config)
         pattern, size = config.get(self.key or "", self.pattern), _size(config["sliding_window"])
         if isinstance(pattern, bool) or not isinstance(pattern, int) or pattern < 1:
-            raise ValueError(f"its {self.key} is {pattern!r}")
+            raise ValueError(f"its {self.key} is {pattern!r:.80}")
         return tuple(None if (number + 1) % pattern == 0 else size for number in range(config["num_hidden_layers"]))
 
 
@@ -72,9 +72,9 @@ def where_switched_on(config: dict[str, Any]) -> Windows:
     """Windows of `layer_types`, or of all from `max_window_layers` on; none unless `use_sliding_window` is true."""
     num_layers = int(config["num_hidden_layers"])
     if config.get("use_sliding_window", False) not in (True, False):
-        raise ValueError(f"its use_sliding_window is {config['use_sliding_window']!r}")
+        raise ValueError(f"its use_sliding_window is {config['use_sliding_window']!r:.80}")
     if not config.get("use_sliding_window") and not isinstance(config.get("sliding_window"), int | None):
-        raise ValueError(f"its sliding_window is {config['sliding_window']!r}")
+        raise ValueError(f"its sliding_window is {config['sliding_window']!r:.80}")
     if config.get("layer_types"):
         windows = by_layer_types(config)
         if any(windows) and not config.get("use_sliding_window"):
@@ -93,5 +93,5 @@ def looks_at_types(form: WindowForm | None) -> bool:
 
 def _size(found: Any) -> int:
     if isinstance(found, bool) or not isinstance(found, int) or found < 1:
-        raise ValueError(f"its sliding_window is {found!r}")
+        raise ValueError(f"its sliding_window is {found!r:.80}")
     return found

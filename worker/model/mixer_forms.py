@@ -102,7 +102,7 @@ def _time_step_limits(config: Config, names: MixerNames) -> tuple[float, float]:
     said = config.get("time_step_limit") or (0.0, math.inf)
     limits = [float(each["__float__"]) if isinstance(each, dict) else each for each in said]  # JSON has no infinity
     if len(limits) != 2 or not all(isinstance(each, float) for each in limits):
-        raise ValueError(f"its time_step_limit is {said!r}")
+        raise ValueError(f"its time_step_limit is {said!r:.80}")
     return limits[0], limits[1]
 
 
@@ -110,7 +110,7 @@ def _is_said(config: Config, key: str | None) -> bool:
     if key is None:
         return False
     if not isinstance(config[key], bool):
-        raise ValueError(f"its {key} is {config[key]!r}")
+        raise ValueError(f"its {key} is {config[key]!r:.80}")
     return bool(config[key])
 
 

@@ -30,7 +30,7 @@ class RecurrentShape:
     def __post_init__(self) -> None:
         """Raises ValueError for sizes that are no whole numbers, as a config may have them."""
         if wrong := [size for size in vars(self).values() if type(size) is not int]:
-            raise ValueError(f"found a size of {wrong[0]!r}, expected a whole number")
+            raise ValueError(f"found a size of {wrong[0]!r:.80}, expected a whole number")
 
     @property
     def state_bytes(self) -> int:

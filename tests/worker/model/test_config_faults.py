@@ -12,10 +12,13 @@ from typing import Any, Literal
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.activations import ACT2CLS
 
 from swiftbatch.worker.caches.room import bytes_per_position
 from swiftbatch.worker.inspection.inspection import inspect_model
 from swiftbatch.worker.model.compute_path import path_on
+from swiftbatch.worker.model.config_faults import LATENT_KINDS, OF_ATTENTION, OF_LATENT
+from swiftbatch.worker.model.config_numbers import ACTIVATIONS
 from swiftbatch.worker.model.files import locate_model, what_refuses
 from swiftbatch.worker.model.kinds import SUPPORTED_KINDS
 from swiftbatch.worker.model.text_view import text_view
@@ -108,6 +111,32 @@ def test_numbers_of_angles_are_told_by_their_place(key: str, value: Any) -> None
     refusal = told(PUBLISHED["Qwen3 8B"] | {"rope_scaling": YARN | {key: value}})
     assert refusal is not None
     assert f"rope_scaling.{key} = {value!r}; expected" in refusal
+
+
+@pytest.mark.parametrize(
+    ("kind", "key"),
+    [
+        *((kind, key) for kind in ("llama", "bamba") for key in (*OF_ATTENTION, "num_hidden_layers")),
+        ("nemotron_h", "layers_block_type"),
+        *((kind, key) for kind in LATENT_KINDS for key in OF_LATENT),
+    ],
+)
+def test_a_size_that_is_left_to_a_class_is_asked_for_by_its_key(kind: str, key: str) -> None:
+    config = tiny_config(kind).to_dict()
+    assert told(config) is None
+    del config[key]
+    assert f"config.json has no {key}; expected the one" in str(told(config))
+
+
+@pytest.mark.parametrize("kind", SUPPORTED_KINDS)
+def test_no_key_has_to_be_there_for_a_config_to_be_told_in_a_line(kind: str) -> None:
+    config = tiny_config(kind).to_dict()
+    for key in config:
+        told({name: value for name, value in config.items() if name != key})
+
+
+def test_the_activations_are_those_of_transformers() -> None:
+    assert set(ACT2CLS) == ACTIVATIONS
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.exactness.row_agreement import compare
+from swiftbatch.worker.inspection.inspection import inspect_model
 from swiftbatch.worker.model.faults import INDEX_FILE
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.model.layer_needs import observe_layers
@@ -99,7 +100,6 @@ def test_weights_with_gaps_other_shapes_or_strangers_are_refused_by_name(
     [
         ({"num_hidden_layers": 2}, "its weights hold 18 tensors that the model has no place for"),
         ({"num_hidden_layers": 6}, "its weights lack 18 of the model's tensors"),
-        ({"hidden_act": "nope"}, "cannot be loaded: KeyError: 'nope'"),
         ({"text_config": {}}, "cannot be loaded: AttributeError"),
     ],
 )
@@ -122,8 +122,20 @@ def test_a_config_that_is_not_that_of_the_weights_is_refused(
         ({"num_key_value_heads": -1}, "num_key_value_heads = -1; expected a positive integer"),
         ({"max_position_embeddings": 10**30}, "expected a positive integer, at most 9,007,199,254,740,992"),
         ({"layer_types": "full_attention"}, "layer_types = 'full_attention'; expected a list of 4, each a word"),
+        ({"num_hidden_layers": 2**31}, "num_hidden_layers = 2147483648; expected a positive integer, at most 10,000"),
+        ({"first_k_dense_replace": 2**53}, "expected an integer from 0 to 10,000"),
+        ({"moe_layer_end_index": 2**53}, "expected an integer from -1 to 10,000"),
+        ({"hidden_act": "nope"}, "hidden_act = 'nope'; expected an activation that transformers has"),
+        ({"hidden_act": ["silu"]}, "hidden_act = ['silu']; expected an activation that transformers has"),
         ({"layer_types": 5}, "layer_types = 5; expected a list of 4, each a word"),
         ({"eos_token_id": [2, [3]]}, "config.json has eos_token_id = [2, [3]]; expected a token id"),
+        ({"eos_token_id": [1] * 3000 + [0.5]}, f"eos_token_id = [{'1, ' * 26}1; expected a token id or a list of them"),
+        ({"model_type": {"a": 1}, "text_config": {"model_type": "llama"}}, "its kind {'a': 1} was not compared"),
+        ({"model_type": "x" * 3000}, f"its kind '{'x' * 79} was not compared"),
+        ({"model_type": "of\nmine", "layer_types": ["a\nb"] * 4}, r"'of\nmine' has layers of the kinds a\nb"),
+        ({"layer_types": list("wxyz")}, "has layers of the kinds w, x, y, z"),
+        ({"num_hidden_layers": 5, "layer_types": list("vwxyz")}, "of the kinds v, w, x, y, and 1 more"),
+        ({"rope_scaling": {"a\nb": {"factor": 0}}}, r"rope_scaling.a\nb.factor = 0"),
         ({"quantization_config": {"quant_method": "of-mine"}}, "quantized (config.json has quantization_config, 'of-m"),
         ({"compression_config": {}}, "its weights are quantized (config.json has compression_config, None)"),
     ],
@@ -165,7 +177,7 @@ def test_weights_of_numbers_that_are_no_floats_are_refused(folder: Path, dtype: 
     assert f"its weights have {NAME} as " in refusal(folder, load=False)
 
 
-@pytest.mark.parametrize("name", ["absent.safetensors", "inner/model.safetensors"])
+@pytest.mark.parametrize("name", ["absent.safetensors", "inner/model.safetensors", "x" * 60])
 def test_an_index_of_shards_that_are_not_in_the_folder_is_refused(folder: Path, name: str) -> None:
     (folder / "inner").mkdir()
     (folder / "inner" / WEIGHTS).write_bytes(b"")
@@ -174,6 +186,18 @@ def test_an_index_of_shards_that_are_not_in_the_folder_is_refused(folder: Path, 
     assert f"names {name}, which is no file of this folder" in refusal(folder, load=False)
     write(folder / INDEX_FILE, {"weight_map": []})
     assert "has no `weight_map`" in refusal(folder, load=False)
+    assert "has no `weight_map`" in str(inspect_model(str(folder)).refusal)
+    (folder / "model-1.safetensors").unlink()
+    write(folder / INDEX_FILE, {"weight_map": {NAME: "model-1.safetensors"}})
+    assert inspect_model(str(folder)).refusal is None  # a config without weights is looked at as it is
+
+
+def test_a_damaged_head_is_told_in_a_line_whatever_it_holds(folder: Path) -> None:
+    head = json.dumps({NAME: {"dtype": "of\nmine" * 90, "shape": [1], "data_offsets": [0, 4]}}).encode()
+    (folder / WEIGHTS).write_bytes(len(head).to_bytes(8, "little") + head + bytes(4))
+    said = refusal(folder, load=False)
+    assert "is damaged or cut off (" in said
+    assert len(said) < 600
 
 
 def test_a_shard_s_index_is_part_of_the_fingerprint(folder: Path) -> None:

@@ -40,13 +40,13 @@ def format_of(config: Mapping[str, Any], path: Path) -> Format | None:
     method = _method(said)
     if not isinstance(said, dict) or not isinstance(method, str) or method not in FORMATS:
         raise FormatError(
-            f"its weights are quantized (config.json has {key}, {method!r}); expected weights in bfloat16, float16, "
-            f"float32 or float64, or one of the formats {', '.join(FORMATS)}"
+            f"its weights are quantized (config.json has {key}, {method!r:.80}); expected weights in bfloat16, "
+            f"float16, float32 or float64, or one of the formats {', '.join(FORMATS)}"
         )
     if in_file is not None and (method != "modelopt" or in_file.get("quant_algo") != said.get("quant_algo")):
         raise FormatError(
-            f"its config.json says {method!r}, {said.get('quant_algo')!r}, its {QUANTIZATION_FILE} says "
-            f"{in_file.get('quant_algo')!r}; two formats in one checkpoint are not read here"
+            f"its config.json says {method!r:.80}, {said.get('quant_algo')!r:.80}, its {QUANTIZATION_FILE} says "
+            f"{in_file.get('quant_algo')!r:.80}; two formats in one checkpoint are not read here"
         )
     return FORMATS[method](said)
 
@@ -72,5 +72,5 @@ def _of_modelopt(file: Path) -> Mapping[str, Any] | None:
         raise FormatError(f"{file} is no JSON object")
     how = said.get("quantization")
     if not isinstance(how, dict):
-        raise FormatError(f"its weights are quantized ({QUANTIZATION_FILE} has {how!r}); expected an object")
+        raise FormatError(f"its weights are quantized ({QUANTIZATION_FILE} has {how!r:.80}); expected an object")
     return how

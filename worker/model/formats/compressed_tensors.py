@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from swiftbatch.worker.model.config_numbers import shown
 from swiftbatch.worker.model.formats.contract import WHOLE, Format, FormatError, Scheme, StoredTensor
 from swiftbatch.worker.model.formats.e2m1 import MXFP4_GROUP, NVFP4_GROUP, MXFP4Scheme, NVFP4Scheme
 from swiftbatch.worker.model.formats.e4m3 import FloatScheme
@@ -33,6 +34,7 @@ OF_WEIGHTS = (
 )
 PACKED, BYTES, FLOATS = "pack-quantized", "int-quantized", "float-quantized"
 NAIVE, NVFP4, MXFP4, MIXED = "naive-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mixed-precision"
+PATTERN = "re:"  # what a target that is one begins with
 CLASSES = ("Linear", "Embedding", "MoE")  # targets that are no names
 
 
@@ -57,7 +59,7 @@ class _Weights:
         """The bits of weights of this type. Raises FormatError for what this form does not have."""
         one_of(self.said, "type", (type_,), self.where)
         if self.strategy not in strategies:
-            raise FormatError(f"{self.where} has strategy = {self.strategy!r}; expected {' or '.join(strategies)}")
+            raise FormatError(f"{self.where} has strategy = {self.strategy!r:.80}; expected {' or '.join(strategies)}")
         found: int = one_of(self.said, "num_bits", bits, self.where)
         if type_ == "float":
             one_of(self.said, "symmetric", (None, True), self.where)
@@ -81,7 +83,7 @@ def _float_rows(weights: _Weights) -> tuple[str, Scheme]:
     if weights.strategy == "block":
         said = weights.said.get("block_structure")
         if not isinstance(said, list) or len(said) != 2 or not all(type(each) is int and each > 0 for each in said):
-            raise FormatError(f"{weights.where} has block_structure = {said!r}; expected two positive integers")
+            raise FormatError(f"{weights.where} has block_structure = {said!r:.80}; expected two positive integers")
         block = (said[0], said[1])
     return "FP8 (e4m3)", FloatScheme("scale", block)
 
@@ -119,7 +121,7 @@ def read_compressed_tensors(said: Mapping[str, Any]) -> Format:
     groups = mapping(said.get("config_groups"), f"{where}, config_groups,")
     if not groups:
         raise FormatError(f"{where} has no config_groups")
-    read = [(each.get("targets"), *_group(each, said, f"{where}, {name},")) for name, each in groups.items()]
+    read = [_group(each, said, f"{where}, {shown(name)},") for name, each in groups.items()]
     words = dict.fromkeys(form for _, form, _ in read)
 
     def scheme_of(name: str, heads: Mapping[str, StoredTensor]) -> Scheme | None:
@@ -139,28 +141,41 @@ def _refuse_other_compression(said: Mapping[str, Any], where: str) -> None:
     """Sparse weights and rotated ones stand for other matrices."""
     sparsity = said.get("sparsity_config") or {}
     if sparsity and mapping(sparsity, f"{where}, sparsity_config,").get("format") not in (None, "dense"):
-        raise FormatError(f"{where} has sparsity_config, {sparsity.get('format')!r}; sparse weights are not read here")
+        form = f"{sparsity.get('format')!r:.80}"
+        raise FormatError(f"{where} has sparsity_config, {form}; sparse weights are not read here")
     refuse_unknown(said, (*KNOWN, "sparsity_config"), where)
 
 
-def _group(group: Any, whole: Mapping[str, Any], where: str) -> tuple[str, Scheme]:
+def _group(group: Any, whole: Mapping[str, Any], where: str) -> tuple[list[str], str, Scheme]:
+    """The modules that a group is of, what form it has in words, and the form."""
     refuse_unknown(mapping(group, where), OF_GROUPS, where)
     form = group.get("format") or whole.get("format")
-    if form not in FORMS:
-        raise FormatError(f"{where} has format = {form!r}; expected {', '.join(FORMS)}")
+    if not isinstance(form, str) or form not in FORMS:
+        raise FormatError(f"{where} has format = {form!r:.80}; expected {', '.join(FORMS)}")
     targets = group.get("targets")
     if not isinstance(targets, list) or not all(isinstance(each, str) for each in targets):
-        raise FormatError(f"{where} has targets = {targets!r}; expected a list of names")
+        raise FormatError(f"{where} has targets = {targets!r:.80}; expected a list of names")
+    if wrong := next((each for each in targets if each.startswith(PATTERN) and not _is_pattern(each)), None):
+        raise FormatError(f"{where} has the target {wrong!r:.80}; expected a pattern behind {PATTERN}")
     weights = _Weights(mapping(group.get("weights"), f"{where} weights,"), f"{where} weights,")
     refuse_unknown(weights.said, OF_WEIGHTS, weights.where)
     one_of(weights.said, "dynamic", (None, False), weights.where)
-    return FORMS[form](weights)
+    return targets, *FORMS[form](weights)
+
+
+def _is_pattern(target: str) -> bool:
+    try:
+        re.compile(target.removeprefix(PATTERN))
+    except (re.error, OverflowError, RecursionError):
+        return False
+    return True
 
 
 def _names(module: str, targets: list[str]) -> bool:
     """Tell whether a target names the module, or is a pattern (`re:`) that its name begins with."""
     return any(
-        module == each or (each.startswith("re:") and re.match(each.removeprefix("re:"), module)) for each in targets
+        module == each or (each.startswith(PATTERN) and re.match(each.removeprefix(PATTERN), module))
+        for each in targets
     )
 
 

@@ -39,5 +39,5 @@ def _block(said: Any) -> tuple[int, int] | None:
     if said is None:
         return None
     if not isinstance(said, list) or len(said) != 2 or not all(type(each) is int and 0 < each < 2**31 for each in said):
-        raise FormatError(f"{WHERE} has weight_block_size = {said!r}; expected two positive integers")
+        raise FormatError(f"{WHERE} has weight_block_size = {said!r:.80}; expected two positive integers")
     return said[0], said[1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from swiftbatch.worker.model.config_numbers import shown
 from swiftbatch.worker.model.formats.contract import FormatError
 
 NOTHING: tuple[Any, ...] = (None, False, {}, [], "")
@@ -13,7 +14,7 @@ NOTHING: tuple[Any, ...] = (None, False, {}, [], "")
 def refuse_unknown(said: Mapping[str, Any], known: Collection[str], where: str) -> None:
     """Raise FormatError for a key that may decide what the weights stand for, unless it says nothing."""
     if strange := sorted(key for key, value in said.items() if key not in known and value not in NOTHING):
-        raise FormatError(f"{where} has {strange[0]} = {_short(said[strange[0]])}, which is not understood here")
+        raise FormatError(f"{where} has {shown(strange[0])} = {_short(said[strange[0]])}, which is not understood here")
 
 
 def one_of(said: Mapping[str, Any], key: str, allowed: Collection[Any], where: str) -> Any:

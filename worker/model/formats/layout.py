@@ -10,6 +10,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from swiftbatch.worker.model.config_numbers import shown
 from swiftbatch.worker.model.digests import weight_files
 from swiftbatch.worker.model.formats.catalogue import format_of
 from swiftbatch.worker.model.formats.contract import UNUSED, Format, FormatError, Scheme, StoredTensor
@@ -20,6 +21,7 @@ from swiftbatch.worker.model.gguf.tensor_types import BITS
 from swiftbatch.worker.model.text_view import text_name, text_view
 
 FLOATS = ("BF16", "F16", "F32", "F64")
+MOST_SAID = 300  # of the words of an error
 PLAIN = "weights in bfloat16, float16, float32 or float64"
 
 
@@ -61,7 +63,8 @@ def heads_in(file: Path) -> dict[str, StoredTensor]:
             slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118 (no mapping)
             return {name: StoredTensor(str(each.get_dtype()), tuple(each.get_shape())) for name, each in slices.items()}
     except (OSError, SafetensorError, GGUFError) as error:
-        raise FormatError(f"{file} is damaged or cut off ({error}); copy it again") from None
+        said = " ".join(str(error).split())[:MOST_SAID]  # the library's words quote the file
+        raise FormatError(f"{file} is damaged or cut off ({said}); copy it again") from None
 
 
 def layout_of(stored: Iterable[tuple[str, StoredTensor]], config: Mapping[str, Any], format_: Format | None) -> Layout:
@@ -73,7 +76,7 @@ def layout_of(stored: Iterable[tuple[str, StoredTensor]], config: Mapping[str, A
     plain = {name: str(text_name(name, view)) for name in named if name not in in_parts}
     for name in plain:
         if name.endswith("weight") and named[name].dtype not in (*FLOATS, *BITS):  # of GGUF files, all that is read
-            raise FormatError(f"its weights have {name} as {named[name].dtype}; expected {PLAIN}")
+            raise FormatError(f"its weights have {shown(name)} as {named[name].dtype}; expected {PLAIN}")
     if format_ is not None and named and not packed:
         raise FormatError(f"its weights are quantized in {format_.name}, says its config, and none of them is")
     heads = {known: named[name] for name, known in plain.items()} | {each.name: head for each, head in packed}
@@ -96,4 +99,4 @@ def _packed(
                 head = StoredTensor(scheme.numbers, scheme.shape(heads), scheme.form(heads))
                 yield PackedTensor(str(text_name(matrix, view)), scheme, parts), head
         except FormatError as error:
-            raise FormatError(f"its weights have {matrix} in {format_.name}, and {error}") from None
+            raise FormatError(f"its weights have {shown(matrix)} in {format_.name}, and {error}") from None

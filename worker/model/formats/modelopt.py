@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from swiftbatch.worker.model.config_numbers import shown
 from swiftbatch.worker.model.formats.contract import WHOLE, Format, FormatError, Scheme, StoredTensor
 from swiftbatch.worker.model.formats.e2m1 import BYTES, NVFP4_GROUP, NVFP4Scheme
 from swiftbatch.worker.model.formats.e4m3 import E4M3, FloatScheme
@@ -41,8 +42,8 @@ def _algorithms(said: Mapping[str, Any], where: str) -> list[str]:
     named = [said.get("quant_algo")]
     if named == [MIXED]:
         layers = mapping(said.get("quantized_layers"), f"{where}, quantized_layers,")
-        named = [mapping(layer, f"{where}, {name},").get("quant_algo") for name, layer in layers.items()]
+        named = [mapping(layer, f"{where}, {shown(name)},").get("quant_algo") for name, layer in layers.items()]
     for each in named:
-        if each not in SCHEMES:
-            raise FormatError(f"{where} has quant_algo = {each!r}; expected {', '.join(SCHEMES)}")
+        if not isinstance(each, str) or each not in SCHEMES:
+            raise FormatError(f"{where} has quant_algo = {each!r:.80}; expected {', '.join(SCHEMES)}")
     return sorted(set(map(str, named)))

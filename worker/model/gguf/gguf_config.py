@@ -92,7 +92,7 @@ def _refuse_missing(model: GGUFModel, config: Config) -> None:
             raise GGUFError(f"its metadata lacks {model.name}.{key}")
         is_size = name not in ("rms_norm_eps", *model.architecture.said.values())
         if is_size and not (isinstance(config[name], int) and config[name] > 0):
-            raise GGUFError(f"its metadata has {model.name}.{key} = {config[name]!r}, expected a positive integer")
+            raise GGUFError(f"its metadata has {model.name}.{key} = {config[name]!r:.80}, expected a positive integer")
     if (number := config["num_hidden_layers"]) > len(model.tensors):
         raise GGUFError(f"it holds {len(model.tensors):,} tensors, fewer than its {number:,} layers")
 
@@ -102,7 +102,8 @@ def _head_dim(said: Mapping[str, Any], config: Config, name: str) -> int:
     head_dim = said.get("attention.key_length", config["hidden_size"] // config["num_attention_heads"])
     if said.get("attention.value_length", head_dim) != head_dim or not isinstance(head_dim, int) or head_dim < 1:
         values = said.get("attention.value_length")
-        raise GGUFError(f"its metadata has {name}.attention.key_length = {head_dim!r} and value_length = {values!r}")
+        widths = f"{head_dim!r:.80} and value_length = {values!r:.80}"
+        raise GGUFError(f"its metadata has {name}.attention.key_length = {widths}")
     return head_dim
 
 
@@ -114,7 +115,7 @@ def _vocab_size(model: GGUFModel, said: Mapping[str, Any]) -> int:
     number = embedding.shape[0]
     if said.get("vocab_size", number) != number:
         found = said["vocab_size"]
-        raise GGUFError(f"its metadata has {model.name}.vocab_size = {found!r}, and its embedding {number:,} rows")
+        raise GGUFError(f"its metadata has {model.name}.vocab_size = {found!r:.80}, and its embedding {number:,} rows")
     return number
 
 

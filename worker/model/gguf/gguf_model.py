@@ -44,7 +44,7 @@ class GGUFModel:
         """Raises GGUFError for one that is not read here."""
         if self.name not in ARCHITECTURES:
             known = ", ".join(ARCHITECTURES)
-            raise GGUFError(f"its architecture {self.name!r} is not read here; expected one of {known}")
+            raise GGUFError(f"its architecture {self.name!r:.80} is not read here; expected one of {known}")
         return ARCHITECTURES[self.name]
 
     @cached_property

@@ -186,7 +186,7 @@ def _tensor(cursor: _Cursor) -> TensorHead:
 def _alignment(metadata: Mapping[str, Any]) -> int:
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or not 1 <= alignment <= MOST_ALIGNMENT:
-        raise GGUFError(f"its general.alignment is {alignment!r}, expected 1 to {MOST_ALIGNMENT:,}")
+        raise GGUFError(f"its general.alignment is {alignment!r:.80}, expected 1 to {MOST_ALIGNMENT:,}")
     return alignment
 
 

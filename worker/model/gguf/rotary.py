@@ -33,7 +33,7 @@ def rotary_of_gguf(model: GGUFModel, said: Mapping[str, Any], head_dim: int) -> 
             }
         }
     if turned != head_dim and model.name != "phi3":
-        raise GGUFError(f"its metadata has {model.name}.rope.dimension_count = {turned!r} for heads of {head_dim}")
+        raise GGUFError(f"its metadata has {model.name}.rope.dimension_count = {turned!r:.80} for heads of {head_dim}")
     share = {"partial_rotary_factor": turned / head_dim} if turned != head_dim else {}
     return {"rope_theta": base, "rope_scaling": scaling, **share}
 
@@ -45,7 +45,7 @@ def shortest(value: float) -> float:
 
 def _base(value: Any) -> float:
     if not isinstance(value, float) or not 0 < value < math.inf:
-        raise GGUFError(f"its metadata has a rotary base of {value!r}")
+        raise GGUFError(f"its metadata has a rotary base of {value!r:.80}")
     return shortest(value)
 
 
@@ -54,12 +54,13 @@ def _scaling(model: GGUFModel, said: Mapping[str, Any], head_dim: int, base: flo
     kind, factor, original = (said.get(key) for key in SCALING)
     if FREQUENCIES in model.tensors:
         if kind not in (None, "none"):
-            raise GGUFError(f"its rotary positions are stretched twice, by {FREQUENCIES} and as {kind!r}")
+            raise GGUFError(f"its rotary positions are stretched twice, by {FREQUENCIES} and as {kind!r:.80}")
         return _llama3(model.floats(FREQUENCIES), head_dim, base)
     if kind in (None, "none") or (factor in (None, 0, 1) and kind == "linear"):
         return None
     if kind not in ("linear", "yarn") or not isinstance(factor, float) or not 1 <= factor < math.inf:
-        raise GGUFError(f"its rotary positions are stretched as {kind!r} by {factor!r}, which is not understood here")
+        way = f"{kind!r:.80} by {factor!r:.80}"
+        raise GGUFError(f"its rotary positions are stretched as {way}, which is not understood here")
     scaling = {"rope_type": kind, "factor": shortest(factor)}
     if kind == "linear":
         return scaling

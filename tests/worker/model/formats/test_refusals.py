@@ -125,6 +125,10 @@ def with_weights(**said: Any) -> dict[str, Any]:
     return ONE_GROUP | {"config_groups": {"group_0": group | {"weights": group["weights"] | said}}}
 
 
+def with_targets(*targets: str) -> dict[str, Any]:
+    return ONE_GROUP | {"config_groups": {"group_0": ONE_GROUP["config_groups"]["group_0"] | {"targets": [*targets]}}}
+
+
 @pytest.mark.parametrize(
     ("said", "words"),
     [
@@ -149,6 +153,14 @@ def with_weights(**said: Any) -> dict[str, Any]:
         ({"quant_method": "awq", "bits": 8, "group_size": 32}, "has bits = 8; expected 4"),
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo = 'W4A8_AWQ'; expected FP8, NVFP4"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32}, "has group_size = 32; expected 16"),
+        ({"quant_method": "modelopt", "quant_algo": ["x"]}, "quant_algo = ['x']; expected FP8, NVFP4"),
+        ({"quant_method": "modelopt", "quant_algo": {"x" * 90: 1}}, f"quant_algo = {{'{'x' * 78}; expected FP8"),
+        ({"quant_method": ["x" * 90]}, f"quantization_config, ['{'x' * 78}); expected weights"),
+        ({"quant_method": "fp8", "weight_block_size": [0] * 90}, f"size = [{'0, ' * 26}0; expected two positive"),
+        ({"quant_method": "fp8", "a\nb": 1}, r"has a\nb = 1, which is not understood here"),
+        (ONE_GROUP | {"format": ["marlin-24"]}, "has format = ['marlin-24']; expected pack-quantized"),
+        (ONE_GROUP | {"config_groups": {"a\nb": 3}}, r"its quantization_config, a\nb, is 3; expected an object"),
+        (with_targets("re:("), "group_0, has the target 're:('; expected a pattern behind re:"),
         (ONE_GROUP | {"format": "marlin-24"}, "has format = 'marlin-24'; expected pack-quantized"),
         (ONE_GROUP | {"config_groups": {}}, "has no config_groups"),
         (ONE_GROUP | {"config_groups": [1]}, "config_groups, is [1]; expected an object"),
@@ -181,6 +193,8 @@ def test_two_formats_in_one_checkpoint_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"quantization_config": {"quant_method": "fp8"}}))
     (tmp_path / "hf_quant_config.json").write_text(json.dumps(said))
     assert "says 'fp8', None, its hf_quant_config.json says 'NVFP4'; two formats in one" in refusal(tmp_path)
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": ["x"] * 90}))
+    assert f"(hf_quant_config.json has {['x'] * 90!s:.80}); expected an object" in refusal(tmp_path)
 
 
 def test_a_config_of_quantized_weights_beside_plain_ones_is_refused(tmp_path: Path) -> None:
