@@ -155,6 +155,8 @@ def test_no_alert_is_on_and_every_rule_can_be_evaluated(scene: Scene) -> None:
         "SwiftbatchCheckpointOld": "ok",
         "SwiftbatchResumeLoop": "ok",
         "SwiftbatchDeadLetters": "ok",
+        "SwiftbatchNightNotStarted": "ok",
+        "SwiftbatchLastGoodNight": "ok",
     }
     assert [rule["name"] for rule in rules(scene) if scene.prometheus.query(rule["query"])] == []  # all empty: healthy
 

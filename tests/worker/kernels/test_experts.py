@@ -164,3 +164,52 @@ def test_a_router_without_numbers_shows(name: str) -> None:
     weights = telling_weights(ROUTINGS[name], FLOAT32, router, None)
     states = torch.randn(3, HIDDEN)
     assert torch.isnan(told(weights, VARIANTS[0], states)).all(dim=1).all()
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["softmax", "softmax of the chosen", "sparse mixer"])
+def test_a_router_whose_numbers_have_no_end_shows(name: str) -> None:
+    router = torch.randn(ROUTINGS[name].num_experts, HIDDEN)
+    router[1, 3] = torch.inf
+    weights = telling_weights(ROUTINGS[name], FLOAT32, router, None)
+    states = torch.randn(3, HIDDEN).abs()  # of expert 1 the score is endless, in all rows
+    assert torch.isnan(told(weights, VARIANTS[0], states)).any(dim=1).all()
+
+
+@needs_kernels
+def test_a_bias_of_choices_without_numbers_shows() -> None:
+    routing = ROUTINGS["sigmoid in groups"]
+    bias = torch.zeros(routing.num_experts)
+    bias[5] = torch.nan
+    weights = telling_weights(routing, FLOAT32, torch.randn(routing.num_experts, HIDDEN), bias)
+    assert torch.isnan(told(weights, VARIANTS[0], torch.randn(3, HIDDEN))).all(dim=1).all()
+
+
+@needs_kernels
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("name", EXPERT_SHAPES)
+@pytest.mark.parametrize("part", ["gates", "ups"])
+def test_experts_without_numbers_show(name: str, part: str, variant: str) -> None:
+    shape = Shape(experts=EXPERT_SHAPES[name])
+    weights = random_weights(shape)
+    experts = weights.layers[1].experts
+    assert experts is not None
+    lost = [
+        dataclasses.replace(each, weight=torch.full_like(each.weight, torch.nan)) for each in getattr(experts, part)
+    ]
+    made = dataclasses.replace(weights, layers=[weights.layers[0], changed(weights.layers[1], **{part: lost})])
+    hidden, _ = NativeDecoder(made, 1, variant).forward([tree_rows(random_cache(shape, 5), 3, DraftTree())])
+    assert torch.isnan(hidden).all()
+
+
+@needs_kernels
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_with_a_cap_show_that_they_are_none(variant: str) -> None:
+    shape = Shape(caps=(3.0, 20.0))
+    weights = random_weights(shape)
+    lost = dataclasses.replace(
+        weights.layers[1], output=Linear(torch.full_like(weights.layers[1].output.weight, torch.nan))
+    )
+    made = dataclasses.replace(weights, layers=[weights.layers[0], lost])
+    _, logits = NativeDecoder(made, 1, variant).forward([tree_rows(random_cache(shape, 5), 3, DraftTree())])
+    assert torch.isnan(logits).all()

@@ -126,3 +126,33 @@ def test_mixers_that_do_not_fit_are_refused() -> None:
     for change in ({"value_dim": 24}, {"num_heads": 3}, {"num_channels": 64}, {"norm_width": 80}, {"conv_width": 0}):
         with pytest.raises(ValueError, match="found"):
             dataclasses.replace(SIZES["Mamba-2"], **change)
+
+
+def with_nan(numbers: Tensor) -> Tensor:
+    damaged = numbers.clone()
+    damaged.flatten()[-1] = torch.nan
+    return damaged
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_number_that_is_lost_shows_wherever_it_stands(name: str) -> None:
+    whole = weights(name)
+    mixing, gated = whole.layers
+    assert mixing.mixer is not None
+    assert isinstance(gated.head_gate, Linear)
+    layers = {"head gate": (mixing, dataclasses.replace(gated, head_gate=Linear(with_nan(gated.head_gate.weight))))}
+    for role, linear in mixing.mixer.linears.items():
+        assert isinstance(linear, Linear)
+        linears = mixing.mixer.linears | {role: Linear(with_nan(linear.weight), linear.bias)}
+        mixer = dataclasses.replace(mixing.mixer, linears=linears)
+        layers[role] = (dataclasses.replace(mixing, mixer=mixer), gated)
+    for role in SIZES[name].needed() | {"tap_bias"}:
+        floats = mixing.mixer.floats | {role: with_nan(mixing.mixer.floats[role])}
+        mixer = dataclasses.replace(mixing.mixer, floats=floats)
+        layers[role] = (dataclasses.replace(mixing, mixer=mixer), gated)
+    for role, damaged in layers.items():
+        for variant in VARIANTS:
+            made = dataclasses.replace(whole, layers=list(damaged))  # which a decoder takes out of it
+            cache = new_cache(made)
+            hidden, _ = NativeDecoder(made, 1, variant).forward(known_rows(cache, list(range(9))))
+            assert torch.isnan(hidden[-1]).any(), (role, variant)

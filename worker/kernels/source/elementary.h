@@ -40,8 +40,8 @@ INLINE vec vec_expm1(vec y) {
 //
 // With y = -2 x it is (1 - e^y) / (1 + e^y), from e^y - 1.
 INLINE vec vec_tanh(vec x) {
-    x = vec_max(x, vec_set(-10.0f));
-    vec y = vec_mul(vec_max(vec_sub(vec_set(0.0f), x), vec_set(-10.0f)), vec_set(2.0f));
+    x = vec_max(vec_set(-10.0f), x);  // NaN stays: a maximum is the second number where there is one
+    vec y = vec_mul(vec_max(vec_set(-10.0f), vec_sub(vec_set(0.0f), x)), vec_set(2.0f));
     vec less = vec_expm1(y);
     return vec_div(vec_sub(vec_set(0.0f), less), vec_add(vec_set(2.0f), less));
 }
@@ -105,3 +105,6 @@ INLINE double exp_of(double x) {
     double power = 1.0 + (rest + series * rest * rest);
     return double_of(bits_of_double(power) + (bits_of_double(whole) << 52));
 }
+
+// The same of a layer's number, where damage has to show: what has no such power is NaN, and NaN stays.
+INLINE double exp_or_nan(double x) { return x <= 700.0 ? exp_of(x) : __builtin_nan(""); }

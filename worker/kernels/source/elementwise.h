@@ -14,12 +14,12 @@ INLINE vec by_sigmoid(vec a, vec b) {
     return vec_div(vec_add(positive, negative), vec_add(vec_set(1.0f), power));
 }
 
-// 1 / (1 + e^-a): where a is negative, the exponential of a over one more than that.
+// 1 / (1 + e^-a): where a is negative, the exponential of a over one more than that. NaN stays.
 INLINE vec sigmoid(vec a) {
     vec zero = vec_set(0.0f), one = vec_set(1.0f), minus = vec_sub(zero, a);
     vec power = vec_exp(vec_sub(zero, vec_max(a, minus)));
     vec is_positive = vec_sub(zero, vec_max(vec_sub(zero, one), vec_mul(vec_max(zero, a), vec_set(-3e38f))));  // 1 or 0
-    return vec_div(vec_max(is_positive, power), vec_add(one, power));
+    return vec_div(vec_max(power, is_positive), vec_add(one, power));
 }
 
 INLINE vec silu(vec a) { return by_sigmoid(a, a); }

@@ -161,16 +161,17 @@ static void multiply_expert_unit(const grouped_job *job, const unit_rows *unit, 
     finish_panel(matrix, first, blocks, unit->count, out, stride, job->rounds);
 }
 
+// NaN in `a` stays: a maximum is the second number where one of both is none.
 static vec least(vec a, vec b) {
     vec zero = vec_set(0.0f);
-    return vec_sub(zero, vec_max(vec_sub(zero, a), vec_sub(zero, b)));
+    return vec_sub(zero, vec_max(vec_sub(zero, b), vec_sub(zero, a)));
 }
 
 static vec gated(const grouped_job *job, vec gate, vec up) {
     if (job->gate_limit == 0.0f) return vec_mul(rounded(job->rounds, activated(job->activation, NULL, gate)), up);
     vec limit = vec_set(job->gate_limit);
     gate = least(gate, limit);
-    up = vec_max(least(up, limit), vec_set(-job->gate_limit));
+    up = vec_max(vec_set(-job->gate_limit), least(up, limit));
     vec share = rounded(job->rounds, by_sigmoid(gate, vec_mul(gate, vec_set(job->gate_slope))));
     return vec_mul(rounded(job->rounds, vec_add(up, vec_set(1.0f))), share);
 }

@@ -64,7 +64,7 @@ void mixer_free(mixer *mixer) {
 // e to the power of the logarithms that are stored, by which states decay.
 static void rates_load(mixer *mixer, const float *logarithms) {
     floats_load(&mixer->rates, mixer->sizes.num_heads, logarithms);
-    for (int head = 0; head < mixer->sizes.num_heads; head++) mixer->rates[head] = (float)exp_of(logarithms[head]);
+    for (int head = 0; head < mixer->sizes.num_heads; head++) mixer->rates[head] = (float)exp_or_nan(logarithms[head]);
 }
 
 void mixer_load(mixer *mixer, mixer_role role, const void *weight, const void *bias) {
@@ -127,7 +127,7 @@ static void convolve(const mixer *mixer, const layer_steps *steps, const int32_t
 
 // ---- what goes into the state
 
-static float softplus_of(float x) { return x > 20.0f ? x : (float)log_of(1.0 + exp_of(x)); }
+static float softplus_of(float x) { return x <= 20.0f ? (float)log_of(1.0 + exp_of(x)) : x; }
 
 // Sixteen heads' numbers, rounded where the model's are; those behind the last head are left out.
 static void put_heads(const mixer *mixer, const float *some, int first, bool rounds, float *to) {
@@ -144,7 +144,7 @@ static void delta_factors(const mixer *mixer, const float *betas, const float *n
         for (int i = 0; i < LANES && first + i < mixer->sizes.num_heads; i++) {
             float step = softplus_of(numbers[first + i] + mixer->step_bias[first + i]);
             share[i] = sigmoid_of(betas[first + i]);
-            decay[i] = (float)exp_of(-mixer->rates[first + i] * step);
+            decay[i] = (float)exp_or_nan(-mixer->rates[first + i] * step);
         }
         put_heads(mixer, share, first, true, shares);
         put_heads(mixer, decay, first, false, decays);
@@ -163,7 +163,7 @@ static void time_steps(const mixer *mixer, const float *numbers, float *steps, f
         for (int i = 0; i < LANES && first + i < sizes->num_heads; i++) {
             float step = place[i] < sizes->least_step ? sizes->least_step : place[i];
             place[i] = step > sizes->most_step ? sizes->most_step : step;
-            decay[i] = (float)exp_of(-mixer->rates[first + i] * place[i]);
+            decay[i] = (float)exp_or_nan(-mixer->rates[first + i] * place[i]);
         }
         put_heads(mixer, place, first, false, steps);
         put_heads(mixer, decay, first, false, decays);

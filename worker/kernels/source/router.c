@@ -17,13 +17,13 @@ void router_free(router *router) {
     free(router->choice_bias);
 }
 
-float sigmoid_of(float x) { return x > -700.0f ? (float)(1.0 / (1.0 + exp_of(-(double)x))) : 0.0f; }
+float sigmoid_of(float x) { return x <= -700.0f ? 0.0f : (float)(1.0 / (1.0 + exp_or_nan(-(double)x))); }
 
 static void router_softmax(const float *logits, int count, float *scores) {
     double powers[MOST_EXPERTS], sum = 0.0;
     float most = logits[0];
     for (int i = 1; i < count; i++) most = logits[i] > most ? logits[i] : most;
-    for (int i = 0; i < count; i++) sum += powers[i] = exp_of((double)logits[i] - (double)most);
+    for (int i = 0; i < count; i++) sum += powers[i] = exp_or_nan((double)logits[i] - (double)most);
     for (int i = 0; i < count; i++) scores[i] = (float)(powers[i] / sum);
 }
 
@@ -91,7 +91,7 @@ static void mix_sparsely(const expert_sizes *sizes, const float *logits, const i
         for (int i = 0; i < sizes->num_experts; i++) {
             float size = __builtin_fabsf(logits[i]);
             bool is_far = (most - logits[i]) / (size < most ? most : size) > 2.0f * sizes->jitter;
-            if (is_left[i] && !is_far) sum += exp_of((double)logits[i] - (double)most);
+            if (is_left[i] && !is_far) sum += exp_or_nan((double)logits[i] - (double)most);
         }
         weights[choice] = (float)(1.0 / sum);
         is_left[choices[choice]] = false;
@@ -126,13 +126,14 @@ void route(frame *frame, const router *router, int num_rows, const float *rows, 
     const expert_sizes *sizes = &router->sizes;
     long columns = router->weight.columns;
     float *logits = frame_take(frame, sizeof(float) * (size_t)num_rows * (size_t)columns), scores[MOST_EXPERTS];
+    bool is_damaged = router->choice_bias && has_nan(router->choice_bias, sizes->num_experts);
     linear(frame, &router->weight, num_rows, rows, logits, columns, rounds && sizes->rounds_logits);
     for (long row = 0; row < num_rows; row++) {
         float *row_weights = weights + row * sizes->num_chosen;
         score_experts(sizes, logits + row * columns, scores);
         choose_experts(router, scores, choices + row * sizes->num_chosen);
         weigh_experts(sizes, scores, choices + row * sizes->num_chosen, rounds, row_weights);
-        if (has_nan(logits + row * columns, sizes->num_experts))  // damage has to show, and comparisons pass it over
+        if (is_damaged || has_nan(logits + row * columns, sizes->num_experts))  // damage has to show, and comparisons pass it over
             for (int i = 0; i < sizes->num_chosen; i++) row_weights[i] = __builtin_nanf("");
     }
 }
