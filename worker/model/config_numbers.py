@@ -79,6 +79,7 @@ LAYERS = whole(1, f"a positive integer, at most {MOST_LAYERS:,}", MOST_LAYERS)
 SOME_LAYERS = whole(0, f"an integer from 0 to {MOST_LAYERS:,}", MOST_LAYERS)
 ID = whole(-1, "a token id")
 POSITIVE = real("a finite number above 0")
+BASE = KeyRule("a finite number above 0, other than 1", lambda value: POSITIVE.holds(value) and value != 1)  # of powers
 NOT_NEGATIVE = real("a finite number, 0 or more", is_open=False)
 FLOAT = real("a finite number above 0 with a decimal point", types=(float,))  # so transformers' classes want it
 FLOAT_OR_ZERO = real("a finite number with a decimal point, 0.0 or more", is_open=False, types=(float,))
@@ -129,7 +130,7 @@ FLOATS_OR_ZERO = (
 )
 POSITIVES = (
     *("attention_multiplier", "block_ffn_dim_multiplier", "embedding_multiplier", "logits_scaling"),
-    *("residual_multiplier", "rope_local_base_freq", "rope_theta", "rotary_emb_base"),
+    *("residual_multiplier", "rope_local_base_freq", "rotary_emb_base"),
 )
 SHARES = ("partial_rotary_factor", "rotary_pct")
 SWITCHES = (
@@ -158,6 +159,7 @@ RULES: dict[str, KeyRule] = {
     **dict.fromkeys(FLOATS_OR_ZERO, FLOAT_OR_ZERO),
     **dict.fromkeys(POSITIVES, POSITIVE),
     **dict.fromkeys(SHARES, SHARE),
+    "rope_theta": BASE,
     **dict.fromkeys(SWITCHES, SWITCH),
     **dict.fromkeys(DROPOUTS, DROPOUT),
     **dict.fromkeys(IDS, ID),
@@ -183,7 +185,8 @@ RULES: dict[str, KeyRule] = {
 }
 RULES |= {key: RULES[key].or_null() for key in OR_NULL}
 ANGLES: dict[str, KeyRule] = {  # within `rope_parameters` and `rope_scaling`
-    **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor", "rope_theta"), POSITIVE),
+    **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor"), POSITIVE),
+    "rope_theta": BASE,
     **dict.fromkeys(("beta_fast", "beta_slow", "attention_factor", "alpha"), POSITIVE.or_null()),
     **dict.fromkeys(("mscale", "mscale_all_dim"), NOT_NEGATIVE.or_null()),
     **dict.fromkeys(("short_factor", "long_factor"), POSITIVE.list_of()),

@@ -80,6 +80,7 @@ def told(config: dict[str, Any]) -> str | None:
         ("Qwen3 8B", "num_key_value_heads", 0, "a positive integer"),
         ("Qwen3 8B", "rms_norm_eps", math.nan, "a finite number above 0 with a decimal point"),
         ("Qwen3 8B", "rope_theta", 0, "a finite number above 0"),
+        ("Qwen3 8B", "rope_theta", 1, "a finite number above 0, other than 1"),
         ("Qwen3 8B", "rope_theta", "1000000", "a finite number above 0"),
         ("Qwen3 8B", "rope_scaling", [4.0], "an object or null"),
         ("Qwen3 8B", "head_dim", 127, "an even number"),
