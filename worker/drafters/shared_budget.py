@@ -230,7 +230,7 @@ class SharedBudget:
 
     def _num_quiet_steps(self, names: list[str]) -> int:
         """Steps behind the coming one that nothing is due in: no look, no plan, no trial."""
-        if self._trial.is_trying or self.clock.is_plain_due:
+        if self._trial.is_trying or not self.clock.knows_plain:
             return 0
         to_plan = STEPS_PER_PLAN - self._num_observed // len(names)
         return max(0, min(MOST_RESTING, to_plan - 1, *(self._own[name].num_steps_to_look - 1 for name in names)))

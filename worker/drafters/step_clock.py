@@ -41,6 +41,11 @@ class StepClock:
             return self._num_alike < SETTLED + (1 if is_known else FEWEST)
         return self._num_drafted >= (LOOK_EVERY if is_known else LOOK_SOON)
 
+    @property
+    def knows_plain(self) -> bool:
+        """True if enough plain steps have passed to tell what one takes."""
+        return self._is_known("plain")
+
     def beside(self, kind: StepKind, otherwise: float) -> float:
         """The seconds of a step beside those expected, below 0 where it is done sooner.
 

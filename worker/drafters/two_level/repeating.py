@@ -20,7 +20,8 @@ FEW_NODES = (7,)
 PROMISING = 1.3  # tokens a step of a chain that short: a repeat that promises less is not worth planning for
 BETTER = 1.05  # times the other drafter's rate
 REFUSED_FOR = 16  # steps until repeats as long are planned for again: to plan takes a tenth of a batch's step
-RESTS_AT_ONCE = 4  # steps without drafts that pass before anything is looked at: a look takes 3 % of a short step
+RESTS_AT_ONCE = 4  # steps without drafts that pass before anything is looked at: a look takes a fifth of a short step
+MOST_AT_ONCE = 16  # where rest after rest found no repeat
 
 
 class RepeatingDrafter(Drafter):
@@ -47,6 +48,7 @@ class RepeatingDrafter(Drafter):
         self._names: list[str] = []  # of these sequences
         self._resting: list[Sequence] = []  # that draft nothing in the coming steps
         self._num_rests, self._num_rested = 0, 0  # such steps to come, and those that nobody was told of
+        self._rests_at_once = RESTS_AT_ONCE
 
     @property
     def draft_kind(self) -> str:
@@ -117,7 +119,7 @@ class RepeatingDrafter(Drafter):
 
     def _otherwise(self, requests: list[DraftRequest]) -> list[DraftTree]:
         trees = self.otherwise.propose(requests)
-        self._num_rests = self.otherwise.rest(RESTS_AT_ONCE)
+        self._num_rests = self.otherwise.rest(self._rests_at_once)
         self._resting = [request.sequence for request in requests] if self._num_rests else []
         return trees
 
@@ -127,6 +129,8 @@ class RepeatingDrafter(Drafter):
             for sequence in self._resting:
                 self._text(sequence).catch_up(sequence)
             self._budget.rested(self._resting, self._num_rested)
+            is_repeating = any(self._text(sequence).num_matched for sequence in self._resting)
+            self._rests_at_once = RESTS_AT_ONCE if is_repeating else min(2 * self._rests_at_once, MOST_AT_ONCE)
         self._num_rests, self._num_rested = 0, 0
 
     def _text(self, sequence: Sequence) -> RepeatedText:

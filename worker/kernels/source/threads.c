@@ -14,7 +14,7 @@
 
 #define MOST_JOB_BYTES 256
 #define SPINS_IN_FRAME 4000     // looks for the next stage before the core is offered to others
-#define SPINS_OUTSIDE 20000     // looks for the next call before going to sleep
+#define SPINS_OUTSIDE 100000     // looks for the next call before going to sleep
 #define LEAST_PATIENCE 10e-6    // seconds that a helper may be awaited beside the time of two units of one's own
 #define FIRST_CHUNK (1u << 20)  // bytes
 
