@@ -25,7 +25,7 @@ MESSAGES: TypeAdapter[tuple[Message, ...]] = TypeAdapter(Messages, config=Config
 
 @dataclass(frozen=True)
 class LineKinds:
-    """What lines of a file say, by all but their own fields: the first line of each kind, which was good."""
+    """The kinds of a file's lines: the first good line of each, by all that it says but its own fields."""
 
     run_seed: int
     _firsts: dict[str, JobLine] = field(default_factory=dict)

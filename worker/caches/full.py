@@ -185,7 +185,7 @@ class FullKVCache:
         self._grow(end)
 
     def num_readable(self, most: int) -> int:
-        """How many known tokens, `most` at most, are best read in one call."""
+        """The number of known tokens, `most` at most, that are best read in one call."""
         return most
 
     def states(self) -> LayerStates | None:

@@ -62,17 +62,17 @@ class RecurrentCache(FullKVCache):
         self._steps = self._step_buffers(self.shape.recurrent)
 
     def num_readable(self, most: int) -> int:
-        """As many as there is room for, up to a boundary where that is no short way."""
+        """Return as many as there is room for, up to a boundary where that leaves out less than half of them."""
         room = min(most, self.num_steps - (self.length - self.boundary))
         to_boundary = (self.length + room) // BLOCK * BLOCK - self.length
         return to_boundary if 2 * to_boundary >= room else room
 
     def layer_steps(self) -> np.ndarray:
-        """Where the kernels find the steps and the state of each layer, `[num_layers, 5]`."""
+        """The addresses of the steps and the state of each layer, `[num_layers, 5]`."""
         return np.array([layer.addresses() for layer in self.recurrent], dtype=np.int64)
 
     def held(self) -> list[Tensor]:
-        """What the kernels find there."""
+        """The buffers at these addresses, which have to live as long as a call reads them."""
         return [each for layer in self.recurrent for each in layer.buffers()]
 
     def commit(self, path: list[int]) -> None:

@@ -53,7 +53,7 @@ class RecurrentLayer:
         return self.inputs[self._num_before :], self.keys, self.updates, self.decays
 
     def addresses(self) -> tuple[int, int, int, int, int]:
-        """Where the kernels find inputs, those in front of the boundary first, steps and state."""
+        """The addresses of inputs (those in front of the boundary first), steps and state."""
         inputs, keys, updates, decays, state = (each.data_ptr() for each in self.buffers())
         return inputs, keys, updates, decays, state
 

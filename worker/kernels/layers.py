@@ -136,7 +136,7 @@ class NativeLayers:
             self.team.hold([*groups, sequences])
 
     def _attending_among(self, layers: range) -> range:
-        """Those of all layers that attend, by their numbers in a cache."""
+        """The layers among these that attend, by their numbers in a cache."""
         return range(*(bisect.bisect_left(self._attending, end) for end in (layers.start, layers.stop)))
 
     def _sequences(self, groups: Sequence[Rows], layers: range) -> SequenceTable | None:

@@ -62,7 +62,7 @@ class StateCache(Protocol):
         """`layer_steps` of source/api.h of each layer with a state, `[num_layers, 5]` addresses."""
 
     def held(self) -> list[Tensor]:
-        """What lies at these addresses."""
+        """The buffers at these addresses, which have to live as long as a call reads them."""
 
 
 def load_mixer(library: ctypes.CDLL, handle: int, layer: int, mixer: MixerWeights) -> None:

@@ -38,7 +38,7 @@ def shown(name: str) -> str:
 
 @dataclass(frozen=True)
 class KeyRule:
-    """What a key's value must be, and the same in words."""
+    """A test of a key's value, and in words what the value must be."""
 
     words: str
     holds: Callable[[Any], bool]

@@ -116,7 +116,7 @@ def all_but_the_first(config: Mapping[str, Any]) -> frozenset[int]:
 
 @dataclass(frozen=True)
 class SparseOr:
-    """Those have them that `mlp_layer_types` call sparse; where it is not said, it is as `otherwise`."""
+    """Give experts to the layers that `mlp_layer_types` calls sparse; without that key, as `otherwise` has it."""
 
     otherwise: LayerForm
 

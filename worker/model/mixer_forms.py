@@ -13,7 +13,7 @@ from swiftbatch.worker.model.recurrent_sizes import ATTENDING, RECURRENT, Recurr
 
 Config = Mapping[str, Any]
 Order = Callable[[RecurrentShape], list[int]]
-"""Where the rows of a stored product stand that are brought into the order of its roles."""
+"""The order of a stored product's rows, by the roles that they have in our kernels."""
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ NO_MARKERS = "and no markers of thinking are known of this model (--thinking-mar
 
 @dataclass(frozen=True)
 class Chat:
-    """What a chat's tokens come of."""
+    """A chat whose tokens are yet to be found."""
 
     messages: Sequence[Message]
     options: TemplateOptions | None

@@ -47,7 +47,7 @@ class Forwards(Protocol):
 
     @property
     def expert_counts(self) -> ExpertCounts | None:
-        """What counts the experts that the rows of `run` meet; None where nothing does."""
+        """The counter of experts that the rows of `run` meet; None where nothing counts them."""
 
     @property
     def team(self) -> Team | None:

@@ -44,7 +44,7 @@ def jobs_file(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What all jobs give in one session that nothing disturbs, without Ray."""
+    """The results of all jobs in one session that nothing disturbs, without Ray."""
     folder = tmp_path_factory.mktemp("undisturbed")
     run = submit_file(write_jobs(folder / "jobs.jsonl", JOBS), str(folder / "run")).run
     run_all(run, Path(run.manifest.model), dtype=run.manifest.dtype)

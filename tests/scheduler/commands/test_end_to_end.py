@@ -131,7 +131,7 @@ def submit_args(jobs_file: str, tiny_model: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def undisturbed(jobs_file: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the jobs give in one session that nothing disturbs, without Ray."""
+    """The results of the jobs in one session that nothing disturbs, without Ray."""
     said = {"model": str(tiny_model), "dtype": "float32", "num_threads": 1}
     run = submit_file(jobs_file, str(tmp_path_factory.mktemp("undisturbed") / "run"), **said).run
     run_all(run, tiny_model)

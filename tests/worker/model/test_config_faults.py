@@ -41,7 +41,7 @@ NOT_OF_NUMBERS = (  # counts that are other models' counts
 
 
 def places(config: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Where a config has numbers, nothing, or lists, also within its parts."""
+    """The places of a config that hold numbers, nothing, or lists, also within its parts."""
     for key, value in config.items():
         if isinstance(value, dict):
             yield from ((key, *place) for place in places(value))
@@ -59,7 +59,7 @@ def changed(config: dict[str, Any], place: tuple[str, ...], value: Any) -> dict[
 
 
 def told(config: dict[str, Any]) -> str | None:
-    """What `inspect` finds out from a config alone, or why it refuses it, in one line."""
+    """The answer of `inspect` from a config alone, or why it refuses it, in one line."""
     refusal = what_refuses(config, NOWHERE)
     if refusal is None:
         view = text_view(config)

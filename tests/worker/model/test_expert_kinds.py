@@ -60,7 +60,7 @@ def test_logits_and_greedy_texts_are_those_of_transformers(name: str, folders: d
 def test_a_forward_is_that_of_transformers_whatever_its_caches_round(
     kv_dtype: KVDtype, folders: dict[str, Path]
 ) -> None:
-    """Of rows whose experts nearly tie, many meet others then: that is told, and is no fault of the forward."""
+    """Rows whose experts nearly tie meet others then: that is told, and is no fault of the forward."""
     files = locate_model(str(folders["Mixtral 8x7B"]))
     found = compare(TargetModel.load(files, "bfloat16", "cpu", kv_dtype=kv_dtype))
     assert found.agrees

@@ -55,7 +55,7 @@ def files(damaged_run: Path) -> list[str]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _loading_is_worth_it() -> Iterator[None]:
-    """Where a job replays its tokens, segments are neither read nor named."""
+    """A job that replays its tokens reads no segments, and names none."""
     with pytest.MonkeyPatch.context() as patch:
         have_caches_loaded(patch)
         yield

@@ -138,7 +138,7 @@ def step_seconds(num_rows: int, share: float) -> float:
 
 
 def routed_costs(counts: ExpertCounts, probed: float = 1.0) -> StepCosts:
-    """What probes would find; `probed` is the share that their rows meet apart."""
+    """The numbers that probes would find; `probed` is the share of experts that rows of other tokens meet."""
     seconds = np.array([[step_seconds(rows, probed) for rows in ROW_COUNTS]] * 2)
     alike, apart = ([NUM_LAYERS * distinct(rows, share) for rows in ROW_COUNTS] for share in (0.0, probed))
     spread = ExpertSpread(ROW_COUNTS, seconds[0] - step_seconds(1, 0.0), np.array(alike), np.array(apart), counts)

@@ -131,7 +131,7 @@ class RepeatingDrafter(Drafter):
             self._budget.rested(self._resting, self._num_rested)
             is_repeating = any(self._text(sequence).num_matched for sequence in self._resting)
             self._rests_at_once = RESTS_AT_ONCE if is_repeating else min(2 * self._rests_at_once, MOST_AT_ONCE)
-        self._num_rests, self._num_rested = 0, 0
+        self._resting, self._num_rests, self._num_rested = [], 0, 0
 
     def _text(self, sequence: Sequence) -> RepeatedText:
         return self._texts[sequence.sequence_id]

@@ -45,7 +45,7 @@ NO_FORM: dict[str, Any] = {"DECODE": None, "PER_BYTE": 1, "NUM_GROUPS": 1, "GROU
 
 @triton.jit
 def gated(gate, up, dtype: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, SLOPE: tl.constexpr):
-    """What a gate leaves of an up, rounded as in `ExpertWeights`; NaN stays."""
+    """The product of an activated gate and an up, rounded as in `ExpertWeights`; NaN stays."""
     if LIMIT == 0.0:
         return rounded(activated(gate, None, ACTIVATION), dtype) * up
     gate = tl.where(gate > LIMIT, LIMIT, gate)
@@ -127,7 +127,7 @@ def sum_choices(
 
 
 class CudaExperts:
-    """What experts of layers that take turns write on their way, allocated once."""
+    """The buffers of experts, which layers share in turns: allocated once."""
 
     def __init__(
         self, layers: Sequence[StackedExperts], hidden: int, dtype: torch.dtype, activation: Activation, device: Any

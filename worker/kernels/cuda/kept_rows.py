@@ -28,7 +28,7 @@ def load_rows(pointers, seen, columns, NUM_COLUMNS: tl.constexpr, MASKED: tl.con
 
 @triton.jit
 def scale_pointers(rows, HEAD_DIM: tl.constexpr):
-    """Where the scales of rows of codes lie that begin at these pointers."""
+    """Pointers to the scales of rows of codes that begin at these pointers."""
     return (rows + HEAD_DIM).to(tl.pointer_type(tl.float32), bitcast=True)
 
 

@@ -73,7 +73,7 @@ def whole_sum(numbers):
 
 @triton.jit
 def softmax(logits, is_real):
-    """Of a matrix of float32, in float64, rounded once."""
+    """The softmax of a whole matrix of float32, in float64, rounded once."""
     logits = tl.where(is_real, logits, float("-inf")).to(tl.float64)
     powers = tl.exp(logits - whole_max(logits))
     return (powers / whole_sum(powers)).to(tl.float32)
@@ -81,7 +81,7 @@ def softmax(logits, is_real):
 
 @triton.jit
 def sigmoid(logits):
-    """In float64, rounded once."""
+    """The sigmoid, in float64, rounded once."""
     return (1.0 / (1.0 + tl.exp(-logits.to(tl.float64)))).to(tl.float32)
 
 
@@ -146,7 +146,7 @@ def share_of(logit, ROUNDS: tl.constexpr):
 
 @triton.jit
 def open_groups(scores, is_real, members, GROUP_WIDTH: tl.constexpr, NUM_CHOSEN_GROUPS: tl.constexpr):
-    """Which experts `[groups, members]` lie in the best groups, ties to the lower one: those of their two best."""
+    """Mark the experts `[groups, members]` of the best groups: by their two best, ties to the lower group."""
     group_count: tl.constexpr = scores.shape[0]
     groups = tl.arange(0, group_count)
     scores = tl.where(is_real, scores, float("-inf"))

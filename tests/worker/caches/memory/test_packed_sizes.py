@@ -38,13 +38,13 @@ def plain_tensors(weights: StackedWeights) -> Iterator[torch.Tensor]:
 
 
 def products(weights: StackedWeights) -> list[AnyLinear]:
-    """Those of experts, too."""
+    """All products of a decoder, with those of experts."""
     experts = [layer.experts for layer in weights.layers if layer.experts is not None]
     return [*weights.products, *(each for own in experts for each in (own.gate_up, own.down))]
 
 
 def loaded_bytes(weights: StackedWeights) -> int:
-    """A head that is the embedding once."""
+    """The bytes of all weights; a head that is the embedding counts once."""
     plain = {each.data_ptr(): each.nbytes for each in plain_tensors(weights)}
     packed = (product.weight for product in products(weights) if not isinstance(product.weight, torch.Tensor))
     return sum(plain.values()) + sum(weight.nbytes for weight in packed)

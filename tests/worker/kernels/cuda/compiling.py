@@ -112,7 +112,7 @@ def kernels(dtype: str) -> dict[str, Made]:
 
 
 def coded_kernels(dtype: str) -> dict[str, Made]:
-    """Those that read or write keys and values in 8 bits."""
+    """The kernels that read or write keys and values in 8 bits."""
     attention = AttentionShape(KV_HEADS, HEADS // KV_HEADS, HEAD_DIM, NUM_SPLITS, DTYPES[dtype])
     plain = {
         "prefix": (prefix.prefix_split, without(attention.prefix_constants(), "HAS_BIAS", "bias_ptr")),

@@ -58,7 +58,7 @@ def kernels_of(weights: ExpertWeights, dtype: torch.dtype, hidden: int = HIDDEN)
 
 
 def run(weights: ExpertWeights, rows: Tensor, places: list[int], shared: Tensor | None = None) -> Tensor:
-    """What experts add for rows that lie at these places, among padding."""
+    """The sums that experts add to rows which lie at these places, among padding."""
     num_rows, hidden = rows.shape
     normed, out = (torch.full((NUM_ROWS, hidden), torch.nan, dtype=rows.dtype) for _ in range(2))
     normed[places] = rows
@@ -155,7 +155,7 @@ def test_a_router_without_numbers_shows_and_ends_nothing(name: str) -> None:
 
 
 def test_there_are_tiles_for_all_that_rows_may_choose() -> None:
-    """Of one expert as many as of all, or as unevenly as can be."""
+    """Rows may all choose one expert, all of them evenly, or as unevenly as can be."""
     for num_experts, num_chosen in ((1, 1), (8, 2), (128, 8), (60, 4), (512, 10), (20, 20)):
         most = 0
         for counted in range(1, num_experts + 1):  # experts with one row, while others have as many as there are
