@@ -1,7 +1,7 @@
 """The numbers of a config that a model is made of, and what each must be: told before anything starts. Without torch.
 
 `transformers` checks the types of some of them when it loads a model, and others nowhere. How numbers must fit together
-is told by `config_relations`.
+is told by `config_faults`.
 """
 
 from __future__ import annotations
