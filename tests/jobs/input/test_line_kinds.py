@@ -17,6 +17,7 @@ FIRSTS: list[dict[str, Any]] = [
     {"custom_id": "first", "prompt": "a text", "max_tokens": 5},
     {"custom_id": "first", "prompt": "a text", "seed": 4, "n": 3, "stop": ["x"], "user": "me"},
     {"custom_id": "first", "prompt": "a text", "messages": None, "max_tokens": 5, "logit_bias": {"5": 1}},
+    {"custom_id": "first", "prompt": "a text", "messages": None, "logprobs": 2},  # which chats say in another way
     {"custom_id": "first", "prompt": "a text", "max_tokens": 5, "min_tokens": 5},
     {"custom_id": "first", "prompt": "a text", "max_tokens": 5, "max_completion_tokens": 5},
     {"custom_id": "first", "messages": CHAT_BODY["messages"], "max_tokens": 5, "reasoning_effort": "low"},
@@ -32,6 +33,7 @@ OWN: list[dict[str, Any]] = [
     *({"messages": value} for value in ([], None, "hi", [{"role": "user"}], [{"role": "user", "content": "\ud800"}])),
     {"messages": [{"role": "user", "content": "hi", "tool_calls": [1]}]},
     {"prompt": "both", "messages": [{"role": "user", "content": "both"}]},
+    {"prompt": None, "messages": [{"role": "user", "content": "in place of a prompt that is null"}]},
     *({"temperature": value} for value in (1, 1.0, True, -1)),
 ]
 
