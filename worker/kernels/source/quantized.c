@@ -254,7 +254,7 @@ typedef struct {
     const char *rows;  // A
     float *out;        // C
     long row_bytes, out_stride;
-    int num_blocks, num_rows;
+    int num_blocks, num_behind, num_rows;
 } few_job;
 
 // What lies in registers or changes with every step.
@@ -262,6 +262,8 @@ typedef struct {
     vec sums[MOST_FEW_BLOCKS][MOST_FEW_ROWS];
     const quantized_part *part[MOST_FEW_BLOCKS];  // alike but for fractions
     const uint8_t *header[MOST_FEW_BLOCKS], *from[MOST_FEW_BLOCKS];
+    const uint8_t *end[MOST_FEW_BLOCKS];
+    long jump[MOST_FEW_BLOCKS];  // from the end to where the codes go on that are wanted next
     const char *a[MOST_FEW_ROWS];
     long offset;  // from `a`
 } few_state;
@@ -273,6 +275,10 @@ INLINE void begin_few(const int rows, const int count, const few_job *job, int b
     for (int n = 0; n < count; n++) {
         state->part[n] = job->blocks[block + n].part;
         state->from[n] = job->blocks[block + n].data;
+        state->end[n] = state->from[n] + state->part[n]->block_bytes;
+        int next = block + count + n;
+        bool is_there = next < job->num_blocks + job->num_behind && job->blocks[next].part;
+        state->jump[n] = is_there ? job->blocks[next].data - state->end[n] : 0;
         for (int r = 0; r < rows; r++) state->sums[n][r] = vec_set(0.0f);
     }
     state->offset = 0;
@@ -283,15 +289,17 @@ INLINE void add_group(const int rows, const int count, const int code, const int
                       const quantized_part *part, int group, few_state *state) {
     const int step_bytes = fate == PAIRED ? 4 : 8, span = span_of(code);
     group_numbers groups[MOST_FEW_BLOCKS];
+    long ahead[MOST_FEW_BLOCKS];
     for (int n = 0; n < count; n++) {
         if (group == 0) {
             state->header[n] = state->from[n];
             state->from[n] += part->header_bytes;
         }
         groups[n] = numbers_of_group(code, fate, state->part[n], state->header[n], group);
+        ahead[n] = READ_AHEAD + (state->end[n] - state->from[n] <= READ_AHEAD ? state->jump[n] : 0);
     }
     for (int i = 0; i < part->group_size; i += span) {
-        for (int n = 0; n < count; n++) __builtin_prefetch(state->from[n] + READ_AHEAD, 0, 2);
+        for (int n = 0; n < count; n++) __builtin_prefetch(state->from[n] + ahead[n], 0, 2);
 #pragma GCC unroll 4
         for (int step = 0; step < span / 2; step++, state->offset += step_bytes)
             for (int n = 0; n < count; n++) {
@@ -433,6 +441,7 @@ INLINE void multiply(const int code, const int fate, const quantized_block *bloc
                        .row_bytes = lda * (fate == PAIRED ? 2 : 4),
                        .out_stride = ldc,
                        .num_blocks = count,
+                       .num_behind = behind,
                        .num_rows = rows};
         multiply_few(code, fate, &job);
         return;
