@@ -66,7 +66,7 @@ def test_the_new_folder_runs_and_takes_as_much_as_its_codes(format_: str, plain:
     assert (made.num_matrices, made.left) == (7, ("lm_head",))
     found = inspect_model(str(made.path))
     assert found.refusal is None
-    weights = 2 * 43_008
+    weights = 43_008
     kept = 2 * (2 * 97 * 64 + 3 * 64) + 7 * 16 * (format_ != "fp8")
     assert found.num_bytes == pytest.approx(weights * NUM_BITS[format_] / 8 + kept, rel=1e-3)
     assert made.bytes_before > made.bytes_after > found.num_bytes
