@@ -17,6 +17,7 @@ from transformers.utils import logging
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.kernels.packed import plain
+from swiftbatch.worker.model.config_numbers import shown
 from swiftbatch.worker.model.files import ModelFiles, eos_token_ids_of, read_config, read_whole_config
 from swiftbatch.worker.model.formats.catalogue import CONFIG_KEYS
 from swiftbatch.worker.model.tensors import read_tensors
@@ -97,7 +98,9 @@ def _problem(found: dict[str, Any]) -> str | None:
     if missing := sorted(found["missing_keys"]):
         return f"its weights lack {len(missing):,} of the model's tensors, {missing[0]} among them"
     if unexpected := sorted(name for name in found["unexpected_keys"] if not name.endswith(OLD_BUFFERS)):
-        return f"its weights hold {len(unexpected):,} tensors that the model has no place for, as {unexpected[0]}"
+        return (
+            f"its weights hold {len(unexpected):,} tensors that the model has no place for, as {shown(unexpected[0])}"
+        )
     return None
 
 

@@ -44,6 +44,12 @@ def shown(name: str) -> str:
     return repr(name)[1:-1][:80]
 
 
+def line_of(error: Exception, most: int) -> str:
+    """The words of an error that quotes a file: in one line of so many characters, with nothing a terminal acts on."""
+    words = " ".join(str(error).split())[:most]
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in words)
+
+
 @dataclass(frozen=True)
 class KeyRule:
     """A test of a key's value, and in words what the value must be."""
