@@ -21,7 +21,7 @@ from swiftbatch.worker.model.config_numbers import shown
 from swiftbatch.worker.model.files import ModelFiles, eos_token_ids_of, read_config, read_whole_config
 from swiftbatch.worker.model.formats.catalogue import CONFIG_KEYS
 from swiftbatch.worker.model.tensors import read_tensors
-from swiftbatch.worker.model.text_view import is_another, is_turned
+from swiftbatch.worker.model.text_view import class_name, is_another, is_turned
 
 MAX_WORDS = 500  # characters of another program's error
 OLD_BUFFERS = ("rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias")  # constants that were once saved
@@ -34,7 +34,8 @@ def load_causal_lm(files: ModelFiles, dtype: torch.dtype) -> Any:
     OtherModelError as `read_tensors` does.
     """
     weights, whole = read_tensors(files, dtype, plain), read_whole_config(files.name, files.path)
-    tensors = {name: plain(weight) for name, weight in weights.items()}
+    view = read_config(files.name, files.path)
+    tensors = {class_name(name, view): plain(weight) for name, weight in weights.items()}
     del weights  # each tensor is given away below
     for name in [name for name in tensors if is_turned(name, tuple(tensors[name].shape), whole)]:
         tensors[name] = tensors[name].transpose(1, 2).contiguous()

@@ -29,6 +29,7 @@ from swiftbatch.worker.model.tensors import read_tensors
 from swiftbatch.worker.model.text_view import EMBEDDING, HEAD, HEAD_BIAS, is_of_text
 
 CPU = torch.device("cpu")
+SCALES_WITHIN = ("attention_in_scale", "key_scale", "attention_out_scale", "gate_scale", "down_scale")  # a layer
 
 
 def dense_weights(files: ModelFiles, dtype: torch.dtype, device: torch.device = CPU) -> DecoderWeights | None:
@@ -81,6 +82,7 @@ def _sizes(dense: DenseConfig, dtype: torch.dtype) -> DecoderSizes:
         gates_heads=dense.form.gates_heads,
         score_cap=dense.caps.get("scores", 0.0),
         logit_cap=dense.caps.get("logits", 0.0),
+        **{name: dense.scales[name] for name in SCALES_WITHIN if name in dense.scales},
     )
 
 
