@@ -181,6 +181,10 @@ typedef struct {
     int32_t is_parallel;   // the products of a layer read what its attention reads
     int32_t head_norms_differ;  // each head of a layer has weights of its own in its norm
     int32_t gates_heads;  // what attention finds is multiplied by the sigmoids of gates
+    // Latent attention: see latent.h. The first number is 0 where there is none; else a head of the cache has `head_dim`
+    // numbers: the latent vector, and behind it what is turned of the keys.
+    int32_t latent_rank, query_rank;  // numbers of a latent vector; of one of queries, 0 where these have none
+    int32_t still_dim, value_dim;     // of a head's query, what is not turned; of its values
     float epsilon, scale;  // of the norms; of the scores
     float embedding_scale, residual_scale, logit_scale;  // of embeddings, of what layers add, of logits; mostly 1
     float score_cap, logit_cap;  // as `attention_view.softcap`: of all layers; of logits, behind their scale
@@ -216,7 +220,8 @@ typedef enum {
     SINKS,   // floats: `attention_view.sinks` of the layer
     HEAD_GATE,     // of what its attention finds
     NO_ATTENTION,  // no weight: the layer does not attend
-    NO_PRODUCTS    // no weight: it has none behind its attention or its mixer
+    NO_PRODUCTS,   // no weight: it has none behind its attention or its mixer
+    QUERY_DOWN, KEY_UP, VALUE_UP  // of latent attention: see latent.h
 } weight_role;
 
 typedef enum {
