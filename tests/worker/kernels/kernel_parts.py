@@ -198,22 +198,27 @@ def _random_layer(
 
     experts = None if number == 0 else shape.experts
     width = shape.intermediate if experts is None else experts.shared_intermediate
-    attention: dict[str, Any] = {
-        "query": linear(query, shape.hidden),
-        "key": linear(key, shape.hidden),
-        "value": linear(key, shape.hidden),
-        "output": linear(shape.hidden, query),
-        "query_norm": head_norm(query),
-        "key_norm": head_norm(key),
-    }
+
+    def attention() -> dict[str, Any]:
+        if shape.latent is not None:
+            return _latent_attention(shape.latent, shape, normal, linear)
+        widths = {"query": (query, shape.hidden), "key": (key, shape.hidden), "value": (key, shape.hidden)}
+        return {role: linear(*each) for role, each in (widths | {"output": (shape.hidden, query)}).items()}
+
+    def head_norms() -> dict[str, Tensor | None]:
+        if shape.latent is not None:
+            of_queries = normal(shape.latent.query_rank) if shape.latent.query_rank else None
+            return {"query_norm": of_queries, "key_norm": normal(shape.latent.rank)}
+        return {"query_norm": head_norm(query), "key_norm": head_norm(key)}
 
     return LayerWeights(
-        **attention if shape.latent is None else _latent_attention(shape.latent, shape, normal, linear),
         input_norm=norm("input_norm"),
+        **attention(),
         mlp_norm=norm("mlp_norm"),
         gate=linear(width, shape.hidden) if shape.has_gates and width else None,
         up=linear(width, shape.hidden) if width else None,
         down=linear(shape.hidden, width) if width else None,
+        **head_norms(),
         output_norm=norm("output_norm"),
         down_norm=norm("down_norm"),
         is_still=shape.is_scaled and number == 1,
@@ -237,8 +242,6 @@ def _latent_attention(
         "key_up": linear(shape.group * latent.rank, latent.still_dim),
         "value_up": linear(shape.group * latent.value_dim, latent.rank),
         "output": linear(shape.hidden, shape.group * latent.value_dim),
-        "query_norm": normal(latent.query_rank) if has_vectors else None,
-        "key_norm": normal(latent.rank),
     }
 
 
