@@ -528,6 +528,27 @@ WITH_LATENTS: dict[str, dict[str, Any]] = {
         "topk_group": 1,
         "topk_method": "greedy",
     },
+    "DeepSeek V2": LATENT
+    | {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "aux_loss_alpha": 0.001,
+        "ep_size": 1,
+        "max_position_embeddings": 163840,
+        "model_type": "deepseek_v2",
+        "moe_layer_freq": 1,
+        "n_group": 4,
+        "n_shared_experts": 2,
+        "norm_topk_prob": False,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": STRETCHED | {"mscale": 1.0, "mscale_all_dim": 1.0},
+        "rope_theta": 10000,
+        "routed_scaling_factor": 16.0,
+        "scoring_func": "softmax",
+        "seq_aux": True,
+        "topk_group": 2,
+        "topk_method": "group_limited_greedy",
+    },
     "GLM 4.7 Flash": LATENT
     | {
         "architectures": ["Glm4MoeLiteForCausalLM"],

@@ -251,9 +251,9 @@ no place for, are refused, because `transformers` would fill gaps with random nu
 The heads of DeepSeek V2 and V3, Kimi K2 and GLM-4.7-Flash make their keys and values of one vector per position. On a
 CPU, caches and checkpoints of our kernels hold that vector and the turned part of the keys, which all heads share:
 54 KB per position of GLM-4.7-Flash, where keys and values of all heads would take 963 KB. A query goes through its
-head's keys to the vector's dimensions, and what it finds there through the head's values. On a GPU, and for the groups
-of experts of the large DeepSeek V2, the layers of transformers multiply, with keys and values of all heads. `auto`
-drafts with trees for these models, without chains that scan keys, and `--kv-dtype` is refused.
+head's keys to the vector's dimensions, and what it finds there through the head's values. On a GPU the layers of
+transformers run, with keys and values of all heads. `auto` drafts with trees for these models, without chains that scan
+keys, and `--kv-dtype` is refused.
 
 ## Layers with states
 

@@ -202,7 +202,8 @@ enum { MOST_EXPERTS = 1024 };  // of a layer
 typedef struct {
     int32_t num_experts, num_chosen, intermediate;  // of a layer; of a row; columns of an expert
     int32_t shared_intermediate;                    // columns of the part that all rows meet; 0 for none
-    int32_t score, num_groups, num_chosen_groups;   // experts are chosen from the groups whose two best are the best
+    int32_t score, num_groups, num_chosen_groups;   // experts are chosen from the groups whose best are the best:
+    int32_t num_best_of_group;                      // so many of each together
     int32_t is_normalised;                          // weights are divided by their sum
     int32_t rounds_logits, rounds_weights;          // to bf16, in models of it
     float least_sum, scale;                         // that weights are divided by; that multiplies them

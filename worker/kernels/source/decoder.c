@@ -483,7 +483,7 @@ static const mixer *mixer_of(const decoder *decoder) {
 void decoder_forward(decoder *decoder, team *team, const forward_call *call) {
     const decoder_sizes *sizes = &decoder->sizes;
     frame *frame = frame_open(team);
-    int num_kv_heads = sizes->latent_rank ? latent_groups(sizes) : sizes->num_kv_heads;
+    int num_kv_heads = sizes->latent_rank ? latent_groups(sizes, call->num_rows) : sizes->num_kv_heads;
     attention_sizes heads = {sizes->element, sizes->num_heads, num_kv_heads, sizes->head_dim, sizes->scale};
     size_t rows = (size_t)call->num_rows * sizeof(float);
     int query_columns = sizes->num_heads * sizes->head_dim, key_columns = sizes->num_kv_heads * sizes->head_dim;

@@ -6,7 +6,7 @@
 
 #include "heads.h"
 
-enum { ROWS_OF_HEADS = 128, MOST_TOGETHER = 16, HEADS_WORTH_HELP = 1 << 19 };
+enum { ROWS_OF_HEADS = 128, MOST_TOGETHER = 32, MOST_QUERIES = 2048, HEADS_WORTH_HELP = 1 << 19 };
 
 #define LATENT_EPSILON 1e-6f  // of the norms of latent vectors, whatever that of the others is
 
@@ -47,9 +47,10 @@ matrix *latent_matrix(latent_weights *latent, weight_role role, int *num_columns
     return found;
 }
 
-int latent_groups(const decoder_sizes *sizes) {
-    int groups = 1;
-    while (sizes->num_heads % groups || sizes->num_heads / groups > MOST_TOGETHER) groups++;
+int latent_groups(const decoder_sizes *sizes, int num_rows) {
+    int groups = 1, most = MOST_QUERIES / num_rows;
+    most = most < 1 ? 1 : most < MOST_TOGETHER ? most : MOST_TOGETHER;
+    while (sizes->num_heads % groups || sizes->num_heads / groups > most) groups++;
     return groups;
 }
 

@@ -23,8 +23,9 @@ void latent_free(latent_weights *latent);
 // The matrix of a role, and its columns; NULL for a role that is none of these.
 matrix *latent_matrix(latent_weights *latent, weight_role role, int *num_columns);
 
-// The heads that share a cache's rows in one unit of work: so many groups of them.
-int latent_groups(const decoder_sizes *sizes);
+// The groups of heads that meet a cache's rows in one unit of work each: they pack its rows anew, and few heads of many
+// rows take as much memory as many of few. No bit depends on it.
+int latent_groups(const decoder_sizes *sizes, int num_rows);
 latent_room latent_room_new(frame *frame, const decoder_sizes *sizes, int num_rows);
 
 // Keeps the rows' latent vectors, attends, and returns what all heads have found, [num_rows, num_heads * value_dim].
