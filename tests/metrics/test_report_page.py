@@ -188,6 +188,6 @@ def test_a_run_on_an_object_store_is_reported_without_links(s3_uri: str) -> None
     checkpoints.write_tokens(waiting.job_id, number, np.arange(30, dtype=np.uint32))
     text = page_of(Run.open(s3_uri))
     page = Elements(text)
-    assert f"results/{run.jobs()[0].job_id}.json" in page.text
+    assert f"results/segments/{run.jobs()[0].job_id}.seg" in page.text
     assert [link for link in page.values("href") if not link.startswith(("#", "data:"))] == []
     assert "30 <small>of 1,000</small>" in text

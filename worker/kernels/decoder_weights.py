@@ -30,6 +30,8 @@ class DecoderSizes:
     differ, each head has weights of its own. Where a layer `is_parallel`, its products read what its attention reads.
     The caps are soft ones, of scores and of logits; 0 for none. With `gates_heads` gates multiply what attention finds.
     Where it is `latent`, all heads share one entry of a cache, which `num_kv_heads` and `head_dim` tell of.
+    The last five scales multiply what attention reads, its keys and what it gives, gates before their activation, and
+    what products give.
     """
 
     num_layers: int
@@ -56,6 +58,11 @@ class DecoderSizes:
     logit_cap: float = 0.0
     gates_heads: bool = False
     latent: LatentSizes | None = None
+    attention_in_scale: float = 1.0
+    key_scale: float = 1.0
+    attention_out_scale: float = 1.0
+    gate_scale: float = 1.0
+    down_scale: float = 1.0
 
     def __post_init__(self) -> None:
         """Raises ValueError for sizes that the kernels do not take."""
@@ -127,7 +134,7 @@ class LayerWeights:
     last of them its own. The `curve` of XIELU, `[4] float32`, are its factors of squares and of exponentials, that of
     the number itself, and the bound below 0 from which exponentials change. In one with `experts` its own products, if
     there are any, are the part that all rows meet, of any width. `sinks [num_heads] float32` are scores that take a
-    share of attention and give nothing. One with a `mixer` has that in place of its attention.
+    share of attention and give nothing. One with a `mixer` has that in place of its attention, or beside it.
 
     In latent attention `key` gives a position's latent vector and the turned part of its keys, `query` is behind
     `query_down` where queries have a latent vector of their own, and the norms of queries and keys are of these
@@ -307,7 +314,7 @@ def shapes(sizes: DecoderSizes, layer: LayerWeights) -> Iterator[tuple[str, Weig
     for name, width in _head_norm_widths(sizes).items():
         yield name, getattr(layer, name), (width,)
     if layer.experts is not None:
-        yield from expert_shapes(layer.experts, sizes.hidden)
+        yield from expert_shapes(layer.experts, sizes.hidden, sizes.has_gates)
     if layer.mixer is not None:
         yield from mixer_shapes(layer.mixer, sizes.hidden)
 
@@ -341,7 +348,7 @@ def _check_form(sizes: DecoderSizes, layer: LayerWeights) -> None:
         raise ValueError(f"found a window of {layer.window} positions, expected 1 or more")
     values = layer.value if sizes.latent is None else layer.value_up
     attending = {each is not None for each in (layer.query, layer.key, values, layer.output)}
-    if len(attending) > 1 or (layer.attends and layer.mixer is not None):
+    if len(attending) > 1:
         raise ValueError("found a layer with a part of attention")
     _check_latent(sizes, layer)
     if (layer.head_gate is not None) != (sizes.gates_heads and layer.attends):

@@ -54,13 +54,14 @@ class CDecoderSizes(ctypes.Structure):
     """`decoder_sizes` of source/api.h."""
 
     SCALES = ("epsilon", "scale", "embedding_scale", "residual_scale", "logit_scale", "score_cap", "logit_cap")
+    MORE_SCALES = ("attention_in_scale", "key_scale", "attention_out_scale", "gate_scale", "down_scale")
     COUNTS = ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "intermediate", "vocab")
     FORMS = ("norm_form", "activation", "has_gates", "joins_heads", "norms_turned", "is_parallel")
     MORE_FORMS = ("head_norms_differ", "gates_heads")
     LATENT = ("latent_rank", "query_rank", "still_dim", "value_dim")
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("element", *COUNTS, *FORMS, *MORE_FORMS, *LATENT)),
-        *((name, ctypes.c_float) for name in SCALES),
+        *((name, ctypes.c_float) for name in (*SCALES, *MORE_SCALES)),
     )
 
 
@@ -98,7 +99,7 @@ class NativeLayers:
         self._other_angles = None if other is None else AngleTable(other, sizes.dtype)
         self._query_scales = None if rotary.growth is None else QueryScaleTable(rotary.growth, sizes.dtype)
         self._places: weakref.WeakKeyDictionary[Any, dict[range, CachePlace]] = weakref.WeakKeyDictionary()
-        names = (*CDecoderSizes.COUNTS, *CDecoderSizes.FORMS, *CDecoderSizes.MORE_FORMS, *CDecoderSizes.SCALES)
+        names = (field[0] for field in CDecoderSizes._fields_[1:] if field[0] not in CDecoderSizes.LATENT)
         numbers = {name: getattr(sizes, name) for name in names}
         if (latent := sizes.latent) is not None:
             of_vectors = (latent.rank, latent.query_rank, latent.still_dim, latent.value_dim)

@@ -124,6 +124,7 @@ def _may_matter(key: str, value: Any, form: Form) -> bool:
     """
     known = SIZES | set(ONE_MEANING | NO_WINDOWS) | SAID_ELSEWHERE
     known |= {form.intermediate_key, form.epsilon_key, *form.one_meaning, *form.scales.values(), *form.caps.values()}
+    known |= set(form.scale_lists)
     known |= set() if form.experts is None else form.experts.known_keys()
     known |= set() if form.latent is None else set(LATENT_KEYS)
     known |= STILL_KEYS if form.still is by_no_rope_layers else set()
