@@ -114,6 +114,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "ssm_state_size": 16,
         "moe_shared_expert_intermediate_size": 48,
         "layer_norm_epsilon": 1e-5,
+        "sliding_window": None,
     },
 }
 
