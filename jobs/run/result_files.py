@@ -9,6 +9,7 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from secrets import token_hex
 from tempfile import TemporaryFile
 from threading import Lock
@@ -21,6 +22,7 @@ from swiftbatch.jobs.run.result_segments import (
     SUFFIX,
     ResultEntry,
     SealedResult,
+    SegmentIndex,
     encode_segment,
     found_lines,
     is_whole,
@@ -30,6 +32,7 @@ from swiftbatch.jobs.run.run_files import NUM_READERS
 from swiftbatch.jobs.storage.spool import told_of_room
 from swiftbatch.jobs.storage.store import Store
 
+ROWS = 2**40  # more than a segment has
 NOT_WHOLE = "found content that does not match its checksum"
 
 
@@ -43,9 +46,10 @@ class ResultFiles:
         self._store, self._damaged, self._fingerprint = store, damaged, fingerprint
         self._older = LineFiles(store, "results", damaged, fingerprint)
         self._copies = _Copies(store)
-        self._segments: dict[str, list[ResultEntry]] = {}  # by path, what is known to be in them
+        self._segments: dict[str, SegmentIndex] = {}  # by path, what is known to be in them
+        self._paths: list[str] = []  # of these, and of those that are gone
         self._broken: dict[str, str] = {}  # those of them with something that can't be used, and what
-        self._places: dict[str, LinePlace] = {}
+        self._places: dict[str, int] = {}  # number of the path, and behind it the row in its index
         self._looking = Lock()
 
     def write_segment(self, name: str, results: Sequence[SealedResult]) -> None:
@@ -56,7 +60,7 @@ class ResultFiles:
     def sizes(self) -> dict[str, int]:
         """The jobs that have a result with something in it, with its bytes."""
         self._look()
-        return self._older.sizes() | {job_id: place.length or 0 for job_id, place in self._places.items()}
+        return self._older.sizes() | self._numbers("length")
 
     def read(self, job_id: str) -> dict[str, Any] | None:
         """A job's line; None where it is absent or damaged."""
@@ -72,7 +76,12 @@ class ResultFiles:
 
     def place(self, job_id: str) -> LinePlace:
         """The place of a job's line as far as it was found; else where an older version would have it."""
-        return self._places.get(job_id) or self._older.place(job_id)
+        number, row = divmod(self._places.get(job_id, -1), ROWS)
+        index = None if number < 0 else self._segments.get(self._paths[number])
+        if index is None:
+            return self._older.place(job_id)
+        _, start, length, _ = index.entry(row)
+        return LinePlace(job_id, self._paths[number], start, length)
 
     def data(self, place: LinePlace) -> bytes | None:
         """The bytes at a place of an output line, one of many that are asked for in any order."""
@@ -82,16 +91,16 @@ class ResultFiles:
     def whole(self) -> dict[str, int]:
         """Read all segments; returns the tokens of results that are as they were written. Others count no more."""
         self._look()
-        broken = False
+        paths = list(self._segments)
         with ThreadPoolExecutor(NUM_READERS) as pool:
-            for path, entries in zip(self._segments, pool.map(self._whole_of, self._segments), strict=True):
-                for entry in set(self._segments[path]).difference(entries):
-                    broken = True
-                    self._damaged[f"{path}/{entry.job_id}"] = self._broken[path] = NOT_WHOLE
-                self._segments[path] = entries
-        if broken:
-            self._place_all()
-        return {entry.job_id: entry.num_tokens for entries in self._segments.values() for entry in entries}
+            for path, entries in zip(paths, pool.map(self._whole_of, paths), strict=True):
+                broken = set(self._segments[path].job_ids).difference(entry.job_id for entry in entries)
+                for job_id in broken:
+                    self._damaged[f"{path}/{job_id}"] = self._broken[path] = NOT_WHOLE
+                if broken:
+                    self._segments[path] = SegmentIndex.of(entries)
+                    self._place_all()
+        return self._numbers("num_tokens")
 
     def set_damaged_aside(self, job_ids: Iterable[str]) -> list[tuple[str, str, str]]:
         """Make room where results are damaged: the old path, what is wrong, and where it is now.
@@ -102,12 +111,11 @@ class ResultFiles:
         for path, problem in self._broken.items():
             name = path.rpartition("/")[2].removesuffix(SUFFIX)
             aside = f"{DAMAGED}/results/{name}.{token_hex(4)}{SUFFIX}"
-            if kept := self._segments[path]:
-                data = self._store.read(path) or b""
-                parts = [(each, data[each.start : each.start + each.length]) for each in kept]
-                self.write_segment(
-                    f"kept-{token_hex(8)}", [SealedResult(each.job_id, each.num_tokens, part) for each, part in parts]
-                )
+            data, index = self._store.read(path) or b"", self._segments[path]
+            parts = [(each, data[each.start : each.start + each.length]) for each in index.entries()]
+            if parts:
+                results = [SealedResult(each.job_id, each.num_tokens, part) for each, part in parts]
+                self.write_segment(f"kept-{token_hex(8)}", results)
             if self._store.move(path, aside):
                 moved.append((path, problem, aside))
             for told in [told for told in self._damaged if told == path or told.startswith(f"{path}/")]:
@@ -127,33 +135,41 @@ class ResultFiles:
             if gone:
                 self._place_all()
             with ThreadPoolExecutor(NUM_READERS) as pool:
-                for path, entries in zip(
-                    new, pool.map(lambda path: self._entries(path, sizes[path]), new), strict=True
-                ):
-                    self._segments[path] = entries
-                    self._place_some(path)
+                for path, index in zip(new, pool.map(self._index, new, map(sizes.get, new)), strict=True):
+                    self._segments[path] = index
+                    self._place_some(path, self._places)
 
     def _place_all(self) -> None:
-        self._places = {}
+        places: dict[str, int] = {}
         for path in self._segments:
-            self._place_some(path)
+            self._place_some(path, places)
+        self._places = places
 
-    def _place_some(self, path: str) -> None:
-        for job_id, start, length, _ in self._segments[path]:
-            self._places.setdefault(job_id, LinePlace(job_id, path, start, length))
+    def _place_some(self, path: str, places: dict[str, int]) -> None:
+        first = len(self._paths) * ROWS
+        self._paths.append(path)
+        for row, job_id in enumerate(self._segments[path].job_ids):
+            places.setdefault(job_id, first + row)
 
-    def _entries(self, path: str, size: int | None) -> list[ResultEntry]:
+    def _numbers(self, column: str) -> dict[str, int]:
+        """A number of each result that is known, by job id."""
+        of_entry = ResultEntry._fields.index(column) - 1
+        indexes = list(self._segments.values())
+        pairs = (zip(each.job_ids, each.numbers[of_entry::3], strict=True) for each in indexes)
+        return dict(chain.from_iterable(pairs))
+
+    def _index(self, path: str, size: int | None) -> SegmentIndex:
         try:
             if not size:
                 raise ValueError(NO_FILE if size is None else "found an empty file")
             return read_index(lambda start, n: self._store.read_part(path, start, n) or b"", size, self._fingerprint)
         except ValueError as error:
             self._damaged[path] = self._broken[path] = " ".join(str(error).split())
-            return list(found_lines(self._store.read(path) or b"", self._fingerprint))
+            return SegmentIndex.of(found_lines(self._store.read(path) or b"", self._fingerprint))
 
     def _whole_of(self, path: str) -> list[ResultEntry]:
         data = self._store.read(path) or b""
-        return [entry for entry in self._segments[path] if is_whole(data, entry)]
+        return [entry for entry in self._segments[path].entries() if is_whole(data, entry)]
 
     def _read(self, place: LinePlace) -> bytes | None:
         if place.length is None:

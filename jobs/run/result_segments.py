@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from array import array
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from swiftbatch.jobs.frozen import Strict
@@ -49,6 +51,25 @@ class ResultEntry(NamedTuple):
     num_tokens: int
 
 
+@dataclass(frozen=True)
+class SegmentIndex:
+    """What is in a segment, in few bytes; three `numbers` each are a `ResultEntry` without its job."""
+
+    job_ids: list[str]
+    numbers: array[int]
+
+    @classmethod
+    def of(cls, entries: Iterable[ResultEntry]) -> SegmentIndex:
+        rows = list(entries)
+        return cls([row[0] for row in rows], array("q", [number for row in rows for number in row[1:]]))
+
+    def entry(self, row: int) -> ResultEntry:
+        return ResultEntry(self.job_ids[row], *self.numbers[3 * row : 3 * row + 3])
+
+    def entries(self) -> Iterator[ResultEntry]:
+        return (self.entry(row) for row in range(len(self.job_ids)))
+
+
 class _LastLine(Strict):
     version: Literal[1] = 1
     fingerprint: str  # the run's
@@ -68,8 +89,8 @@ def encode_segment(results: Iterable[SealedResult], fingerprint: str) -> bytes:
     return b"".join([*lines, index, sealed(last.model_dump_json().encode())])
 
 
-def read_index(read: ReadPart, size: int, fingerprint: str | None) -> list[ResultEntry]:
-    """The places of all results of a segment of so many bytes; only its end is read.
+def read_index(read: ReadPart, size: int, fingerprint: str | None) -> SegmentIndex:
+    """Find the places of all results of a segment of so many bytes; only its end is read.
 
     Raises ValueError where they can't be found so, and for a segment of another run; `fingerprint` None fits all.
     """
@@ -83,7 +104,7 @@ def read_index(read: ReadPart, size: int, fingerprint: str | None) -> list[Resul
     index = tail[-missing:end] if missing <= 0 else read(last.index_start, missing) + tail[:end]
     if hashlib.sha256(index).hexdigest() != last.index_sha256:
         raise ValueError("found an index that does not match its checksum")
-    return [ResultEntry(*entry) for entry in json.loads(index)["index"]]
+    return SegmentIndex.of(json.loads(index)["index"])
 
 
 def _last_line(data: bytes) -> _LastLine:

@@ -188,11 +188,13 @@ class Intake:
         self._fleet.retire(worker)
 
     def _take_in_loss(self, worker: Worker, reason: str, message: str) -> None:
-        """Put a lost worker's jobs back. A worker that was to end anyway is no reason to blame them."""
+        """Put a lost worker's jobs back. It is no reason to blame them if it was to end anyway, or they had ended."""
+        ended = {entry.job_id for entry in self._queue.unsealed_by(worker.id)}
+        is_unblamed = worker.drain_reason is not None or reason == "node_drained"
         self._display.note(WorkerLost(worker.id, reason, message))
         for entry in self._left_by(worker):
             self._lost_ids.add(entry.job_id)
-            if worker.drain_reason is not None or reason == "node_drained":
+            if is_unblamed or entry.job_id in ended:
                 self._settlement.release(entry.job_id, worker.drain_reason or reason)
             else:
                 self._settlement.put_back(entry.job_id, reason, f"worker {worker.id} was lost: {message}")

@@ -57,6 +57,7 @@ def make_socket(path: Path) -> None:
         os.close(here)
 
 
+SHORT = ("empty", "torn", "list", "neither")  # what tells one kind of line from the other
 OTHER_KINDS: dict[str, Callable[[Path], None]] = {
     "folder": Path.mkdir,
     "pipe": os.mkfifo,
@@ -91,8 +92,13 @@ def invoke(*args: str, exit_code: int = 0) -> Result:
     return result
 
 
-@pytest.mark.parametrize("folder", ["results", "errors"])
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize(
+    ("damage", "folder"),
+    [
+        *((damage, "results") for damage in DAMAGES),
+        *(pytest.param(n, "errors", marks=() if n in (*OTHER_KINDS, *SHORT) else pytest.mark.slow) for n in DAMAGES),
+    ],
+)
 def test_a_damaged_line_is_named_and_kept_and_its_job_alone_runs_again(
     run: Run, records: list[JobRecord], damage: str, folder: str, tmp_path: Path
 ) -> None:

@@ -19,6 +19,7 @@ from swiftbatch.worker.exactness.probe import probe_rows
 from swiftbatch.worker.inspection.inspection import inspect_model
 from swiftbatch.worker.kernels.decoder_weights import PackedLinear
 from swiftbatch.worker.kernels.sizes import BLOCK
+from swiftbatch.worker.model.causal_lm import load_causal_lm
 from swiftbatch.worker.model.dense import dense_weights
 from swiftbatch.worker.model.dense_config import OtherDecoderError, read_dense
 from swiftbatch.worker.model.files import locate_model
@@ -296,6 +297,9 @@ def publish(config: dict[str, Any], folder: Path) -> Any:
     text = json.dumps(config)
     (folder / "config.json").write_text(text)
     model = tiny_model(AutoConfig.from_pretrained(folder))
+    for name, numbers in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            numbers += 0.3 * torch.randn_like(numbers)
     model.save_pretrained(folder)
     (folder / "config.json").write_text(text)
     return model
@@ -318,6 +322,15 @@ def test_a_published_hybrid_makes_the_choices_of_transformers(name: str, tmp_pat
     assert inspection.state_bytes > 0
     assert inspection.cpu is not None
     assert inspection.cpu.name == "kernels"
+
+
+def test_where_the_kernels_lack_something_the_class_reads_tensors_by_its_own_names(tmp_path: Path) -> None:
+    model = publish(PUBLISHED["Nemotron-H"] | {"residual_in_fp32": True}, tmp_path)
+    files = locate_model(str(tmp_path))
+    assert dense_weights(files, torch.float32) is None
+    token_ids = torch.tensor([TEXT])
+    read = load_causal_lm(files, torch.float32)
+    assert torch.allclose(read(token_ids).logits, model(token_ids).logits, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", [name if name in OFTEN else pytest.param(name, marks=SLOW) for name in PUBLISHED])

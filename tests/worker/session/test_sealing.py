@@ -6,14 +6,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tenacity import wait_random_exponential
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.run.result_segments import SEGMENTS, SealedResult
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.jobs.storage.store import StoreError
+from swiftbatch.jobs.storage.retries import Retries
+from swiftbatch.jobs.storage.store import Store, StoreError
 from swiftbatch.worker.session import sealing
 from swiftbatch.worker.session.sealing import Sealing, SealingRule
 from tests.jobs.run.run_parts import FINISHED, MANIFEST
+from tests.jobs.storage.fault_proxy import FaultProxy
 
 NEVER = SealingRule(seconds=1e9, num_tokens=10**9)
 
@@ -70,6 +73,28 @@ def test_two_lives_of_a_worker_never_give_segments_the_same_name(run: Run) -> No
             results.flush()
     assert len(run.store.list(SEGMENTS)) == 4
     assert run.ended()[0] == {"a", "b"}
+
+
+@pytest.mark.long
+def test_on_a_store_with_faults_every_result_is_there_once_and_no_checkpoint_is_left(
+    s3_store: Store, s3_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("swiftbatch.jobs.storage.retries.PAUSE", wait_random_exponential(multiplier=0.01, max=0.1))
+    run = Run.create_or_open(s3_store.uri, MANIFEST, Retries(120))
+    checkpoints, results = CheckpointStore.of(run), Sealing(run, "w1", NEVER)
+    s3_proxy.chances = {"unavailable": 0.05, "refused": 0.03, "lost": 0.03, "cut": 0.03}
+    job_ids = [f"job-{number}" for number in range(12)]
+    for number, job_id in enumerate(job_ids):
+        checkpoints.claim(job_id, "w1")
+        results.add(result(job_id), is_kept=False)
+        if number % 3 == 2:
+            assert len(results.flush()) == 3
+    assert s3_proxy.num_faults
+    found = Run.open(s3_store.uri, Retries(120))
+    assert found.ended()[0] == set(job_ids)
+    assert [line for line in found.result_lines(job_ids) if line is not None] == [FINISHED] * 12
+    assert len(s3_store.list(SEGMENTS)) == 4
+    assert s3_store.list("checkpoints") == []
 
 
 def test_a_store_that_fails_is_told_and_the_checkpoints_stay(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
