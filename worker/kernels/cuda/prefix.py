@@ -113,8 +113,8 @@ def prefix_split(
         entries = block * BLOCK + tl.arange(0, BLOCK)
         kept = entries
         if PAGE:
-            page = tl.load(pages_ptr + slot * stride_pages + block // (PAGE // BLOCK))
-            kept = page * PAGE + block % (PAGE // BLOCK) * BLOCK + tl.arange(0, BLOCK)
+            page = tl.load(pages_ptr + slot * stride_pages + block * BLOCK // PAGE)
+            kept = page * PAGE + entries % PAGE
         places = cache + kept.to(tl.int64)[:, None] * stride_entry
         bias = tl.zeros([BLOCK], tl.float32)
         if HAS_BIAS:
