@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -121,6 +121,7 @@ class FullKVCache:
 
     comes_by_layer = False  # whether `layer` gives memory that holds other layers later
     boundary = 0  # behind which positions `states` are, of layers that have some
+    pages: Sequence[int] = ()  # that its entries lie in, where these are a pool's
     is_by_position = True  # whether `kv` tells all that the positions leave behind: else there are states, too
 
     def __init__(self, shape: CacheShape, max_length: int, buffer: torch.Tensor | None = None) -> None:
@@ -134,6 +135,9 @@ class FullKVCache:
         self._buffer = torch.empty(size, dtype=shape.row_dtype, device=shape.device) if buffer is None else buffer
         self._filled = FilledPages(self._buffer) if buffer is None else None
 
+    def reserve(self, end: int) -> None:
+        """Have room for the entries below `end`. Raises KVRoomError where there is none."""
+
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of one layer on the device, each `[num_kv_heads, capacity, row_width]`."""
         return self.stored(index)
@@ -141,6 +145,11 @@ class FullKVCache:
     def stored(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The layer where it is kept, for those who copy few and new positions; here it is the device as well."""
         return self._buffer[index, 0], self._buffer[index, -1]
+
+    def stored_between(self, layer: int, positions: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of `stored` the keys and values of some consecutive positions."""
+        keys, values = self.stored(layer)
+        return keys[:, positions], values[:, positions]
 
     def write(
         self, layer: int, first_entry: int, key: torch.Tensor, value: torch.Tensor
@@ -167,24 +176,27 @@ class FullKVCache:
 
         On a CPU a view: committed positions keep their bits, so another thread may read it while decoding goes on.
         """
-        rows = self._bits()[..., start:end, :]
-        bits = self._copied_out(rows).reshape(rows.shape[:-2].numel(), *rows.shape[-2:])
+        parts = [
+            self._copied_out(rows).reshape(rows.shape[:-2].numel(), *rows.shape[-2:])
+            for _, rows in self._parts(start, end)
+        ]
+        bits = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
         return bits.view(np.uint16) if bits.dtype == np.int16 else bits
 
     def load(self, kv: NDArray[Any]) -> None:
         """Commit the positions behind `length` from what `kv` returned. Raises ValueError where it does not fit."""
         rows = self._bits()
-        num_rows, capacity, width = rows.shape[:-2].numel(), *rows.shape[-2:]
+        num_rows, width, most = rows.shape[:-2].numel(), rows.shape[-1], self._capacity - MAX_TREE_NODES
         expected = np.dtype(NUMPY_DTYPES[rows.dtype])
         end = self.length + kv.shape[1]
-        if (kv.shape[0], kv.shape[2], kv.dtype) != (num_rows, width, expected) or end > capacity - MAX_TREE_NODES:
+        if (kv.shape[0], kv.shape[2], kv.dtype) != (num_rows, width, expected) or end > most:
             raise ValueError(
                 f"found keys and values of {kv.dtype} {list(kv.shape)}, expected {expected} [{num_rows}, at most "
-                f"{capacity - MAX_TREE_NODES - self.length}, {width}]"
+                f"{most - self.length}, {width}]"
             )
         bits = kv.view(np.int16) if kv.dtype == np.uint16 else kv
-        behind = rows[..., self.length : end, :]
-        self._copy_in(behind, bits.reshape(behind.shape))
+        for number, behind in self._parts(self.length, end):
+            self._copy_in(behind, bits[:, number].reshape(behind.shape))
         self._grow(end)
 
     def num_readable(self, most: int) -> int:
@@ -230,10 +242,11 @@ class FullKVCache:
     @contextlib.contextmanager
     def replayed(self, length: int, num_positions: int = 1) -> Iterator[FullKVCache]:
         """The cache as it was at `length`, to run its next tokens again; what is committed there keeps its bits."""
-        again = slice(length, length + num_positions)
-        committed = self._buffer[..., again, :].clone()
+        again = [rows for _, rows in self._parts(length, length + num_positions)]
+        committed = [rows.clone() for rows in again]
         yield self.prefix(length)
-        self._buffer[..., again, :] = committed
+        for rows, kept in zip(again, committed, strict=True):
+            rows.copy_(kept)
 
     def clear(self) -> None:
         """Make all of it zero (and so touch its memory)."""
@@ -258,6 +271,15 @@ class FullKVCache:
     def _copy_in(self, rows: torch.Tensor, kv: NDArray[Any]) -> None:
         """Fill rows of `_bits` from the host."""
         rows.copy_(torch.from_numpy(kv if kv.flags.writeable else kv.copy()))
+
+    @property
+    def _capacity(self) -> int:
+        """Entries that there is room for."""
+        return int(self._buffer.shape[-2])
+
+    def _parts(self, start: int, end: int) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield the bits of entries `[start, end)` by parts that lie side by side: which of them, and their rows."""
+        yield slice(0, end - start), self._bits()[..., start:end, :]
 
     def _bits(self) -> torch.Tensor:
         """The buffer, whatever its strides, in numbers that numpy knows."""

@@ -36,6 +36,10 @@ class TooLongError(KVRoomError):
     """A sequence is longer than any slot that a worker has: it has no place there however often it is tried."""
 
 
+class PagesError(KVRoomError):
+    """A sequence finds no page for its next positions: it has a place once others have left."""
+
+
 def check_folder(kv_offload: str | None) -> None:
     """Raise KVRoomError where that is no folder, or one in which no file can be made."""
     if kv_offload is None:
