@@ -26,8 +26,13 @@ def logits_of(model: Path, dtype: str) -> torch.Tensor:
     return target.logits(target.read(target.new_cache(64), TOKEN_IDS))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, "bfloat16") for name in TINY),
+        *(pytest.param(name, "float32", marks=pytest.mark.slow if number else ()) for number, name in enumerate(TINY)),
+    ],
+)
 def test_logits_are_those_of_the_dequantized_twin(name: str, dtype: str, tmp_path: Path) -> None:
     file, twin = write_tiny(name, tmp_path, DTYPES[dtype])
     logits = logits_of(file, dtype)
