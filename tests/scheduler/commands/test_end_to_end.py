@@ -228,7 +228,7 @@ def test_the_same_file_again_runs_only_what_is_missing(submit_args: list[str], t
     jobs_file.write_text(json.dumps({"custom_id": "a", **short}) + "\n")
     args = ["submit", str(jobs_file), *submit_args[2:], "--run", str(run)]
     assert run_command(*args).returncode == 0
-    result = next((run / "results").iterdir())
+    result = next((run / "results" / "segments").iterdir())
     written = result.stat().st_mtime_ns
     with jobs_file.open("a") as file:
         file.write(json.dumps({"custom_id": "b", **short}) + "\n" + '{"custom_id": "bad"}\n')
