@@ -85,7 +85,7 @@ def plain(made: Callable[[Kind], TargetModel]) -> Callable[[Kind], list[list[int
 
 
 def marks_of(kind: Kind, engine_name: str) -> list[pytest.MarkDecorator]:
-    """Every engine runs on the last kind, which has experts and sinks, too, and those that ask most of a forward on all."""
+    """Every engine runs on the last kind, which has experts and sinks, too; some run on all."""
     is_tried = engine_name in SEVERAL_WAYS or (kind == KINDS[-1] and engine_name not in VARIANTS)
     return [] if is_tried else [pytest.mark.slow]
 
