@@ -156,6 +156,7 @@ def test_every_engine_gives_plain_decoding_s_tokens_in_a_batch(plain: Plain, eng
     assert decode(plain.target, engine_name, plain.sequences(setting)) == plain.outputs(setting)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("engine_name", OTHER_ENGINES)
 def test_every_engine_gives_plain_decoding_s_tokens_alone(plain: Plain, engine_name: str) -> None:
     assert decode(plain.target, engine_name, plain.sequences(HARDEST)[:1]) == plain.outputs(HARDEST)[:1]

@@ -111,6 +111,7 @@ def test_rounds_that_check_no_tree_are_one_call(target: TargetModel, monkeypatch
     assert [each.output_ids.tolist() for each in made[1]] == [each.output_ids.tolist() for each in made[0]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_nodes", [0, 3])
 def test_a_resumed_job_drafts_the_same_chain(
     target: TargetModel, monkeypatch: pytest.MonkeyPatch, num_nodes: int

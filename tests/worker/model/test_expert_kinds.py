@@ -28,7 +28,7 @@ from tests.worker.model.kind_promises import (
     save_parts,
 )
 
-pytestmark = needs_kernels
+pytestmark = [pytest.mark.long, needs_kernels]
 
 DECODED = ("Qwen3 30B A3B", "gpt-oss 120B", "GLM 4.5")
 

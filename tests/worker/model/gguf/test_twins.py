@@ -12,6 +12,8 @@ from swiftbatch.worker.model.files import locate_model, read_config
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.model.gguf.tiny_gguf import TINY, TOKENS, write_tiny
 
+pytestmark = pytest.mark.long
+
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 TOKEN_IDS = [(7 * number + 3) % len(TOKENS) for number in range(48)]
 
