@@ -157,7 +157,9 @@ def test_every_engine_gives_plain_decoding_s_tokens_in_a_batch(plain: Plain, eng
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("engine_name", OTHER_ENGINES)
+@pytest.mark.parametrize(
+    "engine_name", [pytest.param(n, marks=pytest.mark.slow if n in VARIANTS else ()) for n in OTHER_ENGINES]
+)
 def test_every_engine_gives_plain_decoding_s_tokens_alone(plain: Plain, engine_name: str) -> None:
     assert decode(plain.target, engine_name, plain.sequences(HARDEST)[:1]) == plain.outputs(HARDEST)[:1]
 
@@ -174,7 +176,7 @@ def interrupted(plain: Plain, setting: str, nums_tokens: tuple[int, ...]) -> lis
 @pytest.mark.parametrize(
     ("engine_name", "setting"),
     [
-        pytest.param(*entry, marks=pytest.mark.slow if entry[1] in ALSO_RESUMED else ())
+        pytest.param(*entry, marks=pytest.mark.slow if entry[1] in ALSO_RESUMED or entry[0] in VARIANTS else ())
         for entry in ALL
         if entry[1] in RESUMED + ALSO_RESUMED
     ],

@@ -74,7 +74,7 @@ def run(engine: Engine, *sequences: Sequence) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("sampler", [pytest.param("T=0", marks=pytest.mark.slow), "T=1, min-p 0.1, penalty"])
 def test_chains_drawn_with_scanned_keys_give_plain_decoding_s_tokens(target: TargetModel, sampler: str) -> None:
     plain, drafted = (new_sequence(target, sampler, 2500, 150) for _ in range(2))
     run(Engine(target, create_drafter("autoregressive", target, free_rows)), plain)

@@ -40,7 +40,7 @@ pytestmark = pytest.mark.long
 
 NUM_CANDIDATES = 5
 NUM_SLOTS = 3
-DIFFERING = ("token", "feature", "none")  # what is fused twice, what once, and nothing; others repeat one of these
+DIFFERING = ("token", "none")  # a second fusion, and none; which sources are fused test_griffin_rows.py tries
 VARIANTS = [
     *(pytest.param(name, 128, True, marks=() if name in DIFFERING else pytest.mark.slow) for name in SECOND_FUSIONS),
     ("token", 0, False),
