@@ -20,7 +20,7 @@ MEMORY = "the memory of this machine"
 GB = 1e9
 MAX_TREE_NODES = 127  # which every full cache has room for behind its positions
 NUM_STEPS = 2 * BLOCK + MAX_TREE_NODES + 1  # of a layer with a state, behind a boundary: two blocks, a root, a tree
-FIRST_STEPS = 2 * BLOCK + 32  # of these, that a sequence has room for until a forward has more rows of it
+FIRST_STEPS = 2 * BLOCK + 32  # of these, that a sequence on a CPU has room for until a forward has more rows of it
 OWN_GROUP = Path("/sys/fs/cgroup")  # a container's own, as it sees it
 ITEM_SIZES = {"bfloat16": 2, "float32": 4}
 
@@ -80,8 +80,8 @@ def state_bytes(config: Mapping[str, Any], dtype: str) -> int:
 
 
 def state_bytes_of(shape: RecurrentShape, item_size: int) -> int:
-    """The bytes of a sequence's states: at its end, at the boundary, of the steps between. Large trees take more."""
-    return 2 * shape.state_bytes + FIRST_STEPS * shape.step_bytes(item_size)
+    """The bytes of a sequence's states at most: at its end, at the boundary, of the steps between and of a tree's."""
+    return 2 * shape.state_bytes + NUM_STEPS * shape.step_bytes(item_size)
 
 
 @dataclass(frozen=True)

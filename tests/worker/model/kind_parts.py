@@ -114,6 +114,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "ssm_state_size": 16,
         "moe_shared_expert_intermediate_size": 48,
         "layer_norm_epsilon": 1e-5,
+        "sliding_window": None,
     },
 }
 
@@ -263,9 +264,9 @@ batches, too. On a CPU our kernels run all of these models; on a GPU torch does 
 layers runs in our kernels on both. Engines with trained parts are refused for models with states.
 
 A job keeps its state in float32 at the end of its text and at a boundary of 64 positions one or two blocks back, with
-what each position since then has done to it. `swiftbatch inspect` says what that takes, and how many jobs fit: 712 MB
-for a job of Qwen3.5-27B, of whatever length, beside 66 KB per position of keys and values. Both are counted where a job
-is taken in.
+what each position since then has done to it. `swiftbatch inspect` says what that takes at most, with the largest draft
+tree, and how many jobs fit: 959 MB for a job of Qwen3.5-27B, of whatever length, beside 66 KB per position of keys and
+values. Both are counted where a job is taken in.
 
 - **Checkpoints** hold the state at the boundary and the last inputs of the convolutions (154 MB for Qwen3.5-27B),
   beside keys and values. They are written whole, once these have grown by as many bytes. A resume loads the state and
