@@ -70,6 +70,7 @@ def test_every_exported_metric_is_in_the_reference() -> None:
     assert missing == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("arguments", [["check", "rules", "alerts.yml"], ["test", "rules", "alerts_test.yml"]])
 def test_the_alert_rules_are_sound_and_fire_when_they_should(arguments: list[str]) -> None:
     result = subprocess.run([binary("promtool"), *arguments], cwd=METRICS, capture_output=True, text=True, check=False)

@@ -86,6 +86,13 @@ MARKERS = ("<think>", " So this is what I say: ")  # of several tokens each
 ALL = [(name, setting) for name in BENCH_ENGINES for setting in SETTINGS if name not in VARIANTS or setting == HARDEST]
 
 
+def marks_of(engine_name: str, setting: str) -> list[pytest.MarkDecorator]:
+    """Every engine draws in the hardest setting; the others repeat parts of it, and each is tried with one engine."""
+    if setting == HARDEST:
+        return []
+    return [pytest.mark.long if setting in DIFFERING or engine_name == MANIFOLD else pytest.mark.slow]
+
+
 def decode(
     target: TargetModel, engine_name: str, sequences: list[Sequence], drafter_state: dict[str, np.ndarray] | None = None
 ) -> list[list[int]]:
@@ -144,20 +151,15 @@ def plain(target: TargetModel, codec: TextCodec) -> Plain:
     return Plain(target, codec, num_tokens=NUM_TOKENS)
 
 
-@pytest.mark.parametrize(
-    ("engine_name", "setting"),
-    [
-        pytest.param(
-            *entry, marks=pytest.mark.long if entry[1] in DIFFERING or entry[0] == MANIFOLD else pytest.mark.slow
-        )
-        for entry in ALL
-    ],
-)
+@pytest.mark.parametrize(("engine_name", "setting"), [pytest.param(*entry, marks=marks_of(*entry)) for entry in ALL])
 def test_every_engine_gives_plain_decoding_s_tokens_in_a_batch(plain: Plain, engine_name: str, setting: str) -> None:
     assert decode(plain.target, engine_name, plain.sequences(setting)) == plain.outputs(setting)
 
 
-@pytest.mark.parametrize("engine_name", OTHER_ENGINES)
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "engine_name", [pytest.param(n, marks=pytest.mark.slow if n in VARIANTS else ()) for n in OTHER_ENGINES]
+)
 def test_every_engine_gives_plain_decoding_s_tokens_alone(plain: Plain, engine_name: str) -> None:
     assert decode(plain.target, engine_name, plain.sequences(HARDEST)[:1]) == plain.outputs(HARDEST)[:1]
 
@@ -174,7 +176,7 @@ def interrupted(plain: Plain, setting: str, nums_tokens: tuple[int, ...]) -> lis
 @pytest.mark.parametrize(
     ("engine_name", "setting"),
     [
-        pytest.param(*entry, marks=pytest.mark.slow if entry[1] in ALSO_RESUMED else ())
+        pytest.param(*entry, marks=pytest.mark.slow if entry[1] in ALSO_RESUMED or entry[0] in VARIANTS else ())
         for entry in ALL
         if entry[1] in RESUMED + ALSO_RESUMED
     ],

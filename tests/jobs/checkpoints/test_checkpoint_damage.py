@@ -14,6 +14,8 @@ from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore, Resume
 from swiftbatch.jobs.storage.store import Store
 from tests.jobs.checkpoints.checkpoint_parts import FINGERPRINT, JOB, check_checkpoints, output_ids, write_state
 
+pytestmark = pytest.mark.long
+
 RESUME = ResumeRecord(
     kind="kv", num_recovered_tokens=9, num_recomputed_tokens=1, num_loaded_positions=5, seconds=0.5, resumed=3e9
 )

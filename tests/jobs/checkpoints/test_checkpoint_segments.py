@@ -161,7 +161,7 @@ def test_what_is_no_segment_is_told_in_one_line(data: bytes, problem: str) -> No
     assert "\n" not in str(caught.value)
 
 
-@settings(max_examples=300)
+@settings(max_examples=120)
 @given(flips=st.lists(st.tuples(st.integers(0, len(WHOLE) - 1), st.integers(1, 255)), min_size=1, max_size=4))
 def test_damaged_bytes_end_in_an_error_or_in_a_segment_that_can_be_read(flips: list[tuple[int, int]]) -> None:
     damaged = bytearray(WHOLE)

@@ -59,7 +59,14 @@ def test_help_is_a_screen_and_a_half_with_each_option_on_a_line_under_a_heading(
     assert len(headings) >= 5
 
 
-@pytest.mark.parametrize("args", [["--help"], ["submit", "--help"], ["status", "RUN"], ["status", "RUN", "--json"]])
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["submit", "--help"],
+        ["status", "RUN", "--json"],
+        *(pytest.param(args, marks=pytest.mark.slow) for args in (["--help"], ["status", "RUN"])),
+    ],
+)
 def test_help_and_status_answer_at_once_and_import_nothing_heavy(args: list[str], run: Run) -> None:
     command = [
         sys.executable,

@@ -43,6 +43,7 @@ def recovered(run: Path) -> list[int]:
     return [attempt["resume"]["num_recovered_tokens"] for attempt in attempts[1:]]
 
 
+@pytest.mark.slow  # test_extension.py extends with every engine, and test_end_to_end.py goes on with runs on Ray
 def test_the_command_takes_all_jobs_on_from_the_tokens_they_have(tmp_path: Path, tiny_model: Path) -> None:
     folder, single = (Path(made_run(tmp_path, tiny_model, num).store.uri) for num in (FIRST, FIRST + 100))
     with Driver(swiftbatch("extend", str(folder), "--max-tokens", str(FIRST + 100)), os.environ, folder) as driver:

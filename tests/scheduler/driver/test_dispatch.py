@@ -16,11 +16,11 @@ from tests.work_counts import counted_calls
 
 pytestmark = pytest.mark.ray
 
-FEW, MANY = 500, 2_500
+FEW, MANY = 500, 1_500
 NUM_WAITING = 1_000  # jobs whose memory is looked at
 MOST_CALLS_PER_JOB = 20  # to count those that have ended in a folder: twice what is needed
 BYTES_PER_DONE_JOB = 150  # its id alone takes about as much
-SAME = 1.5  # work for a job among many against among few: a look at every job makes it almost 5
+SAME = 1.5  # work for a job among many against among few: a look at every job makes it almost 3
 
 
 @pytest.fixture(scope="module")

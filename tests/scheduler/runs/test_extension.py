@@ -55,8 +55,16 @@ def run(tmp_path: Path) -> Run:
     return run
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("keep_state", [True, False], ids=["state kept", "tokens kept"])
+@pytest.mark.parametrize(
+    ("engine", "keep_state"),
+    [
+        *(pytest.param(name, True, id=f"{name}, state kept") for name in ENGINES),
+        *(
+            pytest.param(name, False, id=f"{name}, tokens kept", marks=() if name == "auto" else pytest.mark.slow)
+            for name in ENGINES
+        ),
+    ],
+)
 def test_with_every_engine_also_killed_midway_the_tokens_are_those_of_one_run(
     run: Run, tiny_model: Path, at_once: str, engine: str, keep_state: bool
 ) -> None:

@@ -22,6 +22,8 @@ from tests.scheduler.commands.submit_parts import submit_file
 from tests.scheduler.runs.extension_parts import extend, finish
 from tests.scheduler.runs.test_killed_submit import Files, States, put
 
+pytestmark = pytest.mark.long
+
 NAMES = ["a", "b[0]", "b[1]"]
 MOMENTS = 30  # the least number of them
 

@@ -194,7 +194,7 @@ PLACES = {"disk": 40, "s3": 12}  # the least number of moments
 
 
 @pytest.mark.usefixtures("_quick")
-@pytest.mark.parametrize(("place", "step"), [("disk", 2), ("s3", 4)])
+@pytest.mark.parametrize(("place", "step"), [("disk", 2), ("s3", 8)])
 def test_a_kill_amid_submit_loses_nothing_and_the_same_file_again_completes_the_run(
     place: str, step: int, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

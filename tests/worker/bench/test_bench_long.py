@@ -32,6 +32,8 @@ from swiftbatch.worker.papers.tokenswift.heads import save_heads
 from swiftbatch.worker.target.target import TargetModel
 from tests.simulated_clock import SimulatedClock
 
+pytestmark = pytest.mark.long
+
 NUM_TOKENS = 200
 PREFILL = 40
 

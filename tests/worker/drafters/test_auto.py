@@ -74,7 +74,7 @@ def run(engine: Engine, *sequences: Sequence) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("sampler", [pytest.param("T=0", marks=pytest.mark.slow), "T=1, min-p 0.1, penalty"])
 def test_chains_drawn_with_scanned_keys_give_plain_decoding_s_tokens(target: TargetModel, sampler: str) -> None:
     plain, drafted = (new_sequence(target, sampler, 2500, 150) for _ in range(2))
     run(Engine(target, create_drafter("autoregressive", target, free_rows)), plain)
@@ -111,6 +111,7 @@ def test_rounds_that_check_no_tree_are_one_call(target: TargetModel, monkeypatch
     assert [each.output_ids.tolist() for each in made[1]] == [each.output_ids.tolist() for each in made[0]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_nodes", [0, 3])
 def test_a_resumed_job_drafts_the_same_chain(
     target: TargetModel, monkeypatch: pytest.MonkeyPatch, num_nodes: int

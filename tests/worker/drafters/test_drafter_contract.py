@@ -123,7 +123,14 @@ class TestEveryDrafter:
         assert before.keys() == after.keys()
         assert all(np.array_equal(before[key], after[key]) for key in before)
 
-    @pytest.mark.parametrize("prompt", [[0], [250], [5] * 50], ids=["one token", "a high token", "all equal"])
+    @pytest.mark.parametrize(
+        "prompt",
+        [
+            pytest.param([0], id="one token"),
+            pytest.param([250], id="a high token", marks=pytest.mark.slow),
+            pytest.param([5] * 50, id="all equal"),
+        ],
+    )
     def test_degenerate_prompts(
         self, tiny_target: TargetModel, name: str, params: SamplingParams, prompt: list[int]
     ) -> None:

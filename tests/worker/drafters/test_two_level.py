@@ -80,6 +80,7 @@ def plain(target: TargetModel) -> dict[str, list[int]]:
     return outputs
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("sampler", "cache", "draft_rounds"),
     [

@@ -113,9 +113,15 @@ def run(target: TargetModel, engine_name: str, sequences: list[Sequence]) -> lis
     return [(each.output_ids.tolist(), each.rewinds, each.finish_reason) for each in found]
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize(
-    "engine_name", [pytest.param(name, marks=pytest.mark.slow if name in VARIANTS else ()) for name in BENCH_ENGINES]
+    ("setting", "engine_name"),
+    [
+        pytest.param(
+            setting, name, marks=() if name == "auto" or (is_hardest and name not in VARIANTS) else pytest.mark.slow
+        )
+        for setting, is_hardest in {"sampled": False, "adjusted": True}.items()
+        for name in BENCH_ENGINES
+    ],
 )
 def test_every_engine_takes_the_same_loops_back_and_draws_the_same_tokens(
     plain: Plain, engine_name: str, setting: str

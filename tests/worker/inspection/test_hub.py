@@ -13,6 +13,8 @@ import pytest
 from swiftbatch.jobs.processes import environment_of_code, module_command
 from tests.worker.inspection.hub import Hub, hub_of
 
+pytestmark = pytest.mark.long
+
 LINE = {"custom_id": "a", "prompt": "The lighthouse", "max_tokens": 3}
 
 

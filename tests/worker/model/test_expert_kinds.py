@@ -30,7 +30,7 @@ from tests.worker.model.kind_promises import (
     save_parts,
 )
 
-pytestmark = needs_kernels
+pytestmark = [pytest.mark.long, needs_kernels]
 
 CONFIGS = WITH_EXPERTS | WITH_LATENTS
 DECODED = ("Qwen3 30B A3B", "gpt-oss 120B", "GLM 4.5", "GLM 4.7 Flash")

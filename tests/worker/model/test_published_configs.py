@@ -698,6 +698,7 @@ OTHER_FORMS |= {  # as their classes name the keys
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", OTHER_FORMS)
 def test_dense_decoders_by_other_names_say_in_our_kernels_what_transformers_says(name: str, tmp_path: Path) -> None:
     config = OTHER_FORMS[name] | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}

@@ -27,6 +27,8 @@ from tests.worker.session.session_parts import (
     undisturbed_digest,
 )
 
+pytestmark = pytest.mark.long
+
 NUM_DRAWN = 40
 
 

@@ -23,6 +23,8 @@ from tests.worker.session.session_parts import (
     to_the_end,
 )
 
+pytestmark = pytest.mark.long
+
 BOOK = "the quick brown fox jumps over the lazy dog, and then " * 30
 NUM_TOKENS = 2
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -38,6 +39,7 @@ def of_another_model(job: JobRecord) -> JobRecord:
     return JobRecord(job.job.job_id("f2"), job.job, job.line_number, job.num_prompt_tokens)
 
 
+LEADING = ("tokens.bin", "manifest.json")  # tokens themselves, and what leads to all other files
 # the job, and what its run's manifest says otherwise
 STRANGERS: Mapping[str, tuple[JobRecord, dict[str, Any]]] = {
     "another job of the run": (record("dog", NUM_TOKENS), {}),
@@ -104,7 +106,14 @@ def only(folder: Path, pattern: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("stranger", "kind"),
+    [
+        pytest.param(name, kind, marks=() if name == "another model" or kind in LEADING else pytest.mark.slow)
+        for name, kind in itertools.product(STRANGERS, KINDS)
+    ],
+    indirect=["stranger"],
+)
 def test_a_stranger_s_file_costs_no_token_and_is_named(
     kind: str,
     stranger: Path,

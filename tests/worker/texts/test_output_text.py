@@ -14,7 +14,7 @@ NAMES = st.sampled_from(sorted(KINDS))
 LOSING = ("byte fallback, a space in front", "byte fallback")
 
 
-@settings(max_examples=400)
+@settings(max_examples=120)
 @given(data=st.data(), name=NAMES)
 def test_the_text_is_that_of_the_definition_and_of_the_library_where_that_loses_nothing(
     data: st.DataObject, name: str
@@ -34,7 +34,7 @@ def test_a_cut_run_of_byte_tokens_loses_the_last_character_alone() -> None:
     assert kind.output_text.settled(token_ids) == "\u4f60" * 7
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(data=st.data(), name=NAMES)
 def test_what_is_settled_stays_whatever_comes_and_is_all_but_the_start_of_a_character(
     data: st.DataObject, name: str
@@ -54,7 +54,7 @@ def offset_of(kind: Kind, token_ids: list[int], place: int) -> int:
     return sum(end <= num_before for end in ends)
 
 
-@settings(max_examples=400)
+@settings(max_examples=120)
 @given(data=st.data(), name=NAMES)
 def test_offsets_lead_to_the_character_that_has_a_token_s_first_byte(data: st.DataObject, name: str) -> None:
     kind = KINDS[name]

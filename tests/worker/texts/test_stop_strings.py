@@ -63,7 +63,7 @@ def stops(text: str) -> st.SearchStrategy[str]:
     return part | strings
 
 
-@settings(max_examples=500)
+@settings(max_examples=150)
 @given(data=st.data(), name=NAMES, min_tokens=st.integers(0, 8), is_kept=st.booleans())
 def test_a_stop_string_ends_the_text_where_a_search_over_the_definition_finds_it(
     data: st.DataObject, name: str, min_tokens: int, is_kept: bool
@@ -86,7 +86,7 @@ def test_a_stop_string_ends_the_text_where_a_search_over_the_definition_finds_it
     assert text_of(sequence, kind.output_text) == whole[: found[is_kept]]
 
 
-@settings(max_examples=300)
+@settings(max_examples=60)
 @given(data=st.data(), name=NAMES, min_tokens=st.integers(0, 6))
 def test_a_rule_that_begins_behind_any_tokens_goes_on_as_the_one_that_saw_them(
     data: st.DataObject, name: str, min_tokens: int
@@ -138,7 +138,7 @@ def test_the_least_number_of_tokens_counts_within_characters() -> None:
         assert (sequence.finish_reason, sequence.num_generated_tokens) == ("stop", num_tokens)
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(data=st.data(), min_tokens=st.integers(0, 4))
 def test_where_tokens_have_no_bytes_of_their_own_the_library_s_text_is_searched(
     data: st.DataObject, min_tokens: int

@@ -25,6 +25,8 @@ from tests.worker.model.formats.examples import (
 from tests.worker.model.formats.twins import load, logits_of, make_twins, written
 from tests.worker.model.kind_parts import tiny_config, tiny_model
 
+pytestmark = pytest.mark.long
+
 GPT_OSS = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
 
 

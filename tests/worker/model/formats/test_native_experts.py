@@ -24,7 +24,7 @@ from tests.worker.model.formats.test_experts import GPT_OSS
 from tests.worker.model.formats.twins import load, logits_of, make_twins, written
 from tests.worker.model.test_dense import saved
 
-pytestmark = needs_kernels
+pytestmark = [pytest.mark.long, needs_kernels]
 
 OWN_TEXT = [7 * each % 64 for each in range(18)]
 

@@ -12,6 +12,8 @@ from swiftbatch.worker.model.files import locate_model, read_config
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.model.gguf.tiny_gguf import TINY, TOKENS, write_tiny
 
+pytestmark = pytest.mark.long
+
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 TOKEN_IDS = [(7 * number + 3) % len(TOKENS) for number in range(48)]
 
@@ -26,8 +28,13 @@ def logits_of(model: Path, dtype: str) -> torch.Tensor:
     return target.logits(target.read(target.new_cache(64), TOKEN_IDS))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, "bfloat16") for name in TINY),
+        *(pytest.param(name, "float32", marks=pytest.mark.slow if number else ()) for number, name in enumerate(TINY)),
+    ],
+)
 def test_logits_are_those_of_the_dequantized_twin(name: str, dtype: str, tmp_path: Path) -> None:
     file, twin = write_tiny(name, tmp_path, DTYPES[dtype])
     logits = logits_of(file, dtype)

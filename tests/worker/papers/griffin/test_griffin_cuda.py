@@ -40,7 +40,11 @@ pytestmark = pytest.mark.long
 
 NUM_CANDIDATES = 5
 NUM_SLOTS = 3
-VARIANTS = [*((fusion, 128, True) for fusion in SECOND_FUSIONS), ("token", 0, False)]
+DIFFERING = ("token", "none")  # a second fusion, and none; which sources are fused test_griffin_rows.py tries
+VARIANTS = [
+    *(pytest.param(name, 128, True, marks=() if name in DIFFERING else pytest.mark.slow) for name in SECOND_FUSIONS),
+    ("token", 0, False),
+]
 DRAWN = SamplingParams(
     max_tokens=600,
     temperature=0.8,

@@ -44,6 +44,8 @@ from tests.worker.papers.griffin.griffin_training_parts import (
     untrained,
 )
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(autouse=True)
 def _one_thread(_fixed_threads: None) -> None:

@@ -33,6 +33,8 @@ from swiftbatch.worker.training.corpus import CorpusError
 from swiftbatch.worker.training.head_recipe import OWN_SAMPLING, HeadRecipe
 from swiftbatch.worker.training.own_texts import Text, load_target, own_texts, text_states, training_states
 
+pytestmark = pytest.mark.long
+
 SENTENCE = "the quick brown fox jumps over the lazy dog. "
 FAST = HeadRecipe(num_steps=90, num_step_rows=256, num_warmup_steps=5, num_book_tokens=120, num_own_tokens=20)
 FAMILIES = {

@@ -94,7 +94,9 @@ def test_the_tokens_are_those_of_plain_decoding(
     assert 0 < drafter.counters.num_agreed_nodes <= drafter.counters.num_checked_nodes
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize(
+    "sampler", [pytest.param(name, marks=() if name in ("T=0", HARDEST) else pytest.mark.slow) for name in SAMPLERS]
+)
 def test_siblings_and_free_plans_change_no_token(
     target: TargetModel, plain: dict[str, list[int]], sampler: str
 ) -> None:

@@ -83,5 +83,6 @@ def test_the_gate_catches_a_middle_level_that_draws_from_its_own_law_after_a_rej
     assert gate(lambda sequence, _: published_levels(sequence, corrects_middle=False), PLAIN) < 1e-6
 
 
+@pytest.mark.slow  # as in the test above, with a right one: those of our own levels say the same of the gate
 def test_the_gate_lets_the_corrected_middle_level_pass() -> None:
     assert gate(lambda sequence, _: published_levels(sequence, corrects_middle=True), PLAIN) > 1e-3
