@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -27,15 +28,14 @@ if name := os.environ.get("PYTEST_XDIST_WORKER"):
 
 import hypothesis
 import pytest
-import torch
 
 from swiftbatch.jobs.storage.store import Store
-from swiftbatch.worker.model.files import DRAFT_FOLDER, PARTS_FOLDER, ModelFiles, locate_model
-from swiftbatch.worker.papers.tokenswift.heads import save_heads
-from swiftbatch.worker.target import step_costs
-from swiftbatch.worker.target.target import TargetModel
 from tests.jobs.storage.fault_proxy import FaultProxy
 from tests.jobs.storage.s3_server import S3Server, running_s3_server
+
+if TYPE_CHECKING:  # fixtures import these: the process that hands out the tests needs none, and all wait for it
+    from swiftbatch.worker.model.files import ModelFiles
+    from swiftbatch.worker.target.target import TargetModel
 
 # No example has a time to keep: the machine may be busy. What fixtures of a test give is the same for all its examples
 no_checks = (hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture)
@@ -44,6 +44,16 @@ hypothesis.settings.load_profile("busy machine")
 
 DRIVER = "tests/scheduler/driver/"
 NUM_THREADS = 1 if name else min(2, len(os.sched_getaffinity(0)))  # more than there are cores are ten times slower
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Search the modules that tests import for garbage neither while they come nor later: they stay to the end."""
+    gc.disable()
+    result = yield
+    gc.freeze()
+    gc.enable()
+    return result
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -85,12 +95,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def _fixed_threads() -> None:
+    import torch
+
     torch.set_num_threads(NUM_THREADS)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _costs_timed_once() -> Iterator[None]:
     """Each forward that tells a step's costs runs once: what they are makes plans, and no token depends on a plan."""
+    from swiftbatch.worker.target import step_costs
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step_costs, "PROBE_REPEATS", 1)
         yield
@@ -98,11 +112,15 @@ def _costs_timed_once() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def embedded_files() -> ModelFiles:
+    from swiftbatch.worker.model.files import locate_model
+
     return locate_model("embedded")
 
 
 @pytest.fixture(scope="session")
 def embedded_targets(embedded_files: ModelFiles) -> dict[str, TargetModel]:
+    from swiftbatch.worker.target.target import TargetModel
+
     return {dtype: TargetModel.load(embedded_files, dtype, "cpu") for dtype in ("bfloat16", "float32")}
 
 
@@ -114,11 +132,13 @@ def target(embedded_targets: dict[str, TargetModel]) -> TargetModel:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a random two-layer Llama, its parts (heads, draft model) and a tokenizer of 300 entries."""
-    # these take seconds to import, and the process that hands out the tests needs none
+    import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    from swiftbatch.worker.model.files import DRAFT_FOLDER, PARTS_FOLDER, locate_model
     from swiftbatch.worker.papers.griffin.griffin_weights import save_griffin
     from swiftbatch.worker.papers.griffin.model import GriffinConfig, GriffinModel
+    from swiftbatch.worker.papers.tokenswift.heads import save_heads
     from swiftbatch.worker.training.target.training import train_tokenizer
 
     folder = tmp_path_factory.mktemp("tiny-model")

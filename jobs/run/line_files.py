@@ -1,11 +1,14 @@
-"""The output lines of a run, a file for each job. What is damaged counts as not there, is kept, and can be told of."""
+"""Output lines of a run, a file for each job: errors, and results of older versions.
+
+What is damaged counts as not there, is kept, and can be told of.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from swiftbatch.jobs.json_lines import dump_line, sealed, unsealed
 from swiftbatch.jobs.run.output_line import parse_line
@@ -15,6 +18,23 @@ from swiftbatch.jobs.storage.store import Store
 DAMAGED = "damaged"
 NO_FILE = "found no file, but something else of that name"
 SUFFIX = ".json"
+
+
+class LinePlace(NamedTuple):
+    """The place of a job's line: a file of its own, or a part of a segment."""
+
+    job_id: str
+    path: str
+    start: int = 0
+    length: int | None = None  # None for a whole file
+
+    @property
+    def name(self) -> str:
+        """The line's name in what is told of damage; its end has the job's id."""
+        return self.path if self.length is None else f"{self.path}/{self.job_id}"
+
+
+ReadPlace = Callable[[LinePlace], bytes | None]
 
 
 class LineFiles:
@@ -44,6 +64,9 @@ class LineFiles:
     def path(self, job_id: str) -> str:
         return f"{self._folder}/{job_id}{SUFFIX}"
 
+    def place(self, job_id: str) -> LinePlace:
+        return LinePlace(job_id, self.path(job_id))
+
     def write(self, job_id: str, line: dict[str, Any]) -> None:
         """Keep a line, in place of an older one."""
         self._store.write(self.path(job_id), sealed(dump_line(line)[:-1]))
@@ -62,11 +85,14 @@ class LineFiles:
 
     def read(self, job_id: str) -> dict[str, Any] | None:
         """A job's line; None where it is absent or damaged."""
-        return read_line(self._store, self.path(job_id), self._damaged, self._fingerprint)
+        return parsed_line(self.place(job_id), self._data(self.place(job_id)), self._damaged, self._fingerprint)
 
     def read_all(self, job_ids: Iterable[str]) -> Iterator[dict[str, Any] | None]:
         """The lines of jobs in that order, as `read` gives them."""
-        return read_lines(self._store, map(self.path, job_ids), self._damaged, self._fingerprint)
+        return read_lines(self._data, map(self.place, job_ids), self._damaged, self._fingerprint)
+
+    def _data(self, place: LinePlace) -> bytes | None:
+        return self._store.read(place.path)
 
     def delete(self, job_id: str) -> None:
         self._store.delete(self.path(job_id))
@@ -90,29 +116,30 @@ class LineFiles:
         return f"{DAMAGED}/{self._folder}/{job_id}.{number}{SUFFIX}"
 
 
-def read_line(store: Store, path: str, damaged: dict[str, str], fingerprint: str | None) -> dict[str, Any] | None:
-    """The output line in a file; None where it is absent, damaged, or another's: then `damaged` says why."""
-    data = store.read(path)
+def parsed_line(
+    place: LinePlace, data: bytes | None, damaged: dict[str, str], fingerprint: str | None
+) -> dict[str, Any] | None:
+    """The output line that was read at a place; None where it is absent, damaged, or another's: `damaged` says why."""
     if data is None:
         return None
     try:
         text = unsealed(data)  # None for a line of an older version
-        return parse_line(data if text is None else text, path.rpartition("/")[2].removesuffix(SUFFIX), fingerprint)
+        return parse_line(data if text is None else text, place.job_id, fingerprint)
     except ValueError as error:
-        damaged[path] = str(error)
+        damaged[place.name] = str(error)
         return None
 
 
 def read_lines(
-    store: Store, paths: Iterable[str | None], damaged: dict[str, str], fingerprint: str | None
+    read: ReadPlace, places: Iterable[LinePlace | None], damaged: dict[str, str], fingerprint: str | None
 ) -> Iterator[dict[str, Any] | None]:
-    """`read_line` of many files in their order, None for a path that is None. Reads ahead, a bounded number."""
+    """`parsed_line` of many places in their order, None for a place that is None. Reads ahead, a bounded number."""
 
-    def read(some: list[str | None]) -> list[dict[str, Any] | None]:
-        return [None if path is None else read_line(store, path, damaged, fingerprint) for path in some]
+    def lines_of(some: list[LinePlace | None]) -> list[dict[str, Any] | None]:
+        return [None if place is None else parsed_line(place, read(place), damaged, fingerprint) for place in some]
 
-    remaining, each = iter(paths), NUM_READ_AHEAD // NUM_READERS  # a thread takes several: to hand them over costs, too
+    remaining, each = iter(places), NUM_READ_AHEAD // NUM_READERS  # a thread takes several: handing over costs, too
     with ThreadPoolExecutor(NUM_READERS) as pool:
         while batch := list(islice(remaining, NUM_READ_AHEAD)):
-            for lines in pool.map(read, (batch[start : start + each] for start in range(0, len(batch), each))):
+            for lines in pool.map(lines_of, (batch[start : start + each] for start in range(0, len(batch), each))):
                 yield from lines

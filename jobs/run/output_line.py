@@ -91,6 +91,11 @@ def line_id(job_id: str) -> str:
     return f"{LINE_ID}{job_id}"
 
 
+def num_completion_tokens(line: dict[str, Any]) -> int:
+    """Generated tokens of a finished job, from its output line."""
+    return int(line["response"]["body"]["usage"]["completion_tokens"])
+
+
 def texts_of(choice: dict[str, Any]) -> dict[str, str | None]:
     """The texts of a choice, as columns of a table. Log-probabilities are JSON, in the form of chats or of completions.
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import tee
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from pydantic import TypeAdapter
 
@@ -17,8 +17,11 @@ from swiftbatch.jobs.json_lines import dump_line
 from swiftbatch.jobs.run import job_table
 from swiftbatch.jobs.run.choices import joined
 from swiftbatch.jobs.run.job_table import lineages, newest_with
-from swiftbatch.jobs.run.line_files import LineFiles, read_lines
+from swiftbatch.jobs.run.line_files import LineFiles, LinePlace, read_lines
 from swiftbatch.jobs.run.output import write_output
+from swiftbatch.jobs.run.output_line import num_completion_tokens
+from swiftbatch.jobs.run.result_files import ResultFiles
+from swiftbatch.jobs.run.result_segments import SEGMENTS, SealedResult
 from swiftbatch.jobs.run.run_files import RunError, pretty, read_model, read_parsed
 from swiftbatch.jobs.run.run_records import Progress, RunManifest, WorkerStatus
 from swiftbatch.jobs.run.table_parts import longest_job, read_parts, read_records
@@ -45,6 +48,14 @@ CANCEL_JOBS = "cancel/jobs"
 REJECT = TypeAdapter(Reject)
 
 
+class EndedJob(NamedTuple):
+    """A job that has ended: its row in an index, the code of its error, None if it finished, and its tokens."""
+
+    row: int
+    error_code: str | None
+    num_tokens: int
+
+
 class Run:
     """A run in its folder. Every method raises `StoreError` when the storage fails, `RunError` for a damaged file."""
 
@@ -55,7 +66,7 @@ class Run:
         self._fingerprint = None if manifest is None else manifest.fingerprint
         self._run_id = None if manifest is None else manifest.run_id
         self.damaged: dict[str, str] = {}  # files that were met and can't be used: path and why
-        self._results = LineFiles(store, "results", self.damaged, self._fingerprint)
+        self._results = ResultFiles(store, self.damaged, self._fingerprint)
         self._errors = LineFiles(store, "errors", self.damaged, self._fingerprint)
 
     @classmethod
@@ -193,9 +204,9 @@ class Run:
             self.damaged[REJECTS] = "found no list of rejected lines"
             return []
 
-    def write_result(self, job_id: str, line: dict[str, Any]) -> bool:
-        """Keep the output line of a finished job. False when there is one: a result is never overwritten."""
-        return self._results.write_new(job_id, line)
+    def write_segment(self, name: str, results: Sequence[SealedResult]) -> None:
+        """Keep the results of finished jobs, all or none, under a name that nobody else gives a segment."""
+        self._results.write_segment(name, results)
 
     def write_error(self, job_id: str, line: dict[str, Any]) -> None:
         """Keep the output line of a dead-lettered or cancelled job, in place of an older one."""
@@ -239,17 +250,22 @@ class Run:
         """Every job in input order with its output line, None while it has neither result nor error."""
         return self._lines({})
 
-    def ended_lines(self, index: JobIndex) -> Iterator[tuple[int, dict[str, Any]]]:
-        """The rows of the jobs of an index that have a result or an error which can be read, with their output line."""
+    def ended_jobs(self, index: JobIndex) -> Iterator[EndedJob]:
+        """The jobs of an index that have a result or an error which can be read; results in segments are not parsed."""
+        whole = self._results.whole()
         finished, failed = self.ended()
-        ended = (
-            (row, (self._results if job_id in finished else self._errors).path(job_id))
-            for row, job_id in enumerate(index.job_ids())
-            if job_id in finished or job_id in failed
-        )
-        rows, again = tee(ended)
-        lines = read_lines(self.store, (path for _, path in again), self.damaged, self._fingerprint)
-        return ((row, line) for (row, _), line in zip(rows, lines, strict=True) if line is not None)
+        others: list[tuple[int, str]] = []
+        for row, job_id in enumerate(index.job_ids()):
+            if job_id in whole:
+                yield EndedJob(row, None, whole[job_id])
+            elif job_id in finished or job_id in failed:
+                others.append((row, job_id))
+        places = (self._place(job_id, finished) for _, job_id in others)
+        for (row, _), line in zip(others, self._read_places(places), strict=True):
+            if line is not None and line["error"] is None:
+                yield EndedJob(row, None, num_completion_tokens(line))
+            elif line is not None:
+                yield EndedJob(row, line["error"]["code"], 0)
 
     def joined_lines(self) -> Iterator[dict[str, Any]]:
         """The output lines so far, one for each input line, in input order; see `jobs.run.results`.
@@ -262,14 +278,22 @@ class Run:
         """Every job in input order with its line; one of the `extended` may have that of one that it has superseded."""
         finished, failed = self.ended()
 
-        def path(job_id: str) -> str | None:
-            if (known := newest_with(extended.get(job_id, [job_id]), finished)) is not None:
-                return self._results.path(known)
-            return self._errors.path(job_id) if job_id in failed else None
+        def place(job_id: str) -> LinePlace | None:
+            known = newest_with(extended.get(job_id, [job_id]), finished) or job_id
+            return self._place(known, finished) if known in finished or job_id in failed else None
 
         records, again = tee(self.records())
-        lines = read_lines(self.store, (path(record.job_id) for record in again), self.damaged, self._fingerprint)
-        return zip(records, lines, strict=True)
+        return zip(records, self._read_places(place(record.job_id) for record in again), strict=True)
+
+    def _place(self, job_id: str, finished: Container[str]) -> LinePlace:
+        return (self._results if job_id in finished else self._errors).place(job_id)
+
+    def _read_places(self, places: Iterable[LinePlace | None]) -> Iterator[dict[str, Any] | None]:
+        return read_lines(self._results.data, places, self.damaged, self._fingerprint)
+
+    def result_file(self, job_id: str) -> str:
+        """The path of the file that has a job's result, as far as results were read."""
+        return self._results.place(job_id).path
 
     def set_damaged_aside(self, job_ids: Sequence[str]) -> list[tuple[str, str, str]]:
         """Make room where results or errors of these jobs are damaged: old path, what is wrong, where it is now."""
@@ -277,7 +301,17 @@ class Run:
 
     def delete_leftovers(self) -> None:
         """Remove what killed writers have left half written; for who holds the run."""
-        for folder in ("", job_table.LATER, "results", "errors", "tokens", "shards", "shards/data", "shard-plans"):
+        for folder in (
+            "",
+            job_table.LATER,
+            "results",
+            SEGMENTS,
+            "errors",
+            "tokens",
+            "shards",
+            "shards/data",
+            "shard-plans",
+        ):
             self.store.delete_leftovers(folder)
         self.store.delete_leftovers("drivers", min_age_seconds=60)  # others may try to take the run just now
 

@@ -36,6 +36,9 @@ class Folder(Protocol):
     def read(self, path: str) -> bytes | None:
         """Return a file's content; None where there is none."""
 
+    def read_part(self, path: str, start: int, length: int) -> bytes | None:
+        """Return so many bytes of a file from a place on, fewer at its end; None where there is none."""
+
     def open(self, path: str) -> ReadableFile | None:
         """Open a file to read; None where there is none."""
 

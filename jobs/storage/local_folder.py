@@ -64,6 +64,14 @@ class LocalFolder:
         with source:
             return source.read(-1)
 
+    def read_part(self, path: str, start: int, length: int) -> bytes | None:
+        source = self.open(path)
+        if source is None:
+            return None
+        with source:
+            source.seek(start)
+            return source.read(length)
+
     def open(self, path: str) -> FileIO | None:
         try:
             # a pipe without a writer would hold us up

@@ -109,6 +109,13 @@ class ObjectFolder:
     def read(self, path: str) -> bytes | None:
         return READ_TRIES(self._read_once, path)
 
+    def read_part(self, path: str, start: int, length: int) -> bytes | None:
+        try:
+            with as_os_error(), self._filesystem.open_input_file(self._full(path)) as file:
+                return bytes(file.read_at(max(0, min(length, file.size() - start)), start))
+        except FileNotFoundError:
+            return None
+
     def open(self, path: str) -> ObjectReader | None:
         try:
             return ObjectReader(self._filesystem, self._full(path))

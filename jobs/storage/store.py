@@ -93,6 +93,10 @@ class Store:
         """The bytes of a file; None when there is none."""
         return self._try("read", path, lambda: self._folder.read(path))
 
+    def read_part(self, path: str, start: int, length: int) -> bytes | None:
+        """So many bytes of a file from a place on, fewer where it ends before; None when there is no file."""
+        return self._try("read", path, lambda: self._folder.read_part(path, start, length))
+
     @contextmanager
     def opened(self, path: str) -> Iterator[BinaryIO | None]:
         """A file of a local folder that can seek, open within the block; None when there is none."""

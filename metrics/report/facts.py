@@ -39,6 +39,7 @@ class JobFacts:
     error: tuple[str, str] | None
     metrics: dict[str, Any]
     attempts: tuple[Attempt, ...]
+    file: str | None = None  # of the run, that has its result or its error
     is_cut_thought: bool = False  # it ended before its thought did, for want of room
 
 
@@ -69,7 +70,7 @@ class RunFacts:
 
 def gather(run: Run, progress: Progress, drivers: Sequence[DriverClaim]) -> RunFacts:
     """Read a run; `progress` is how it stands, `drivers` who held it, oldest first. Raises RunError, StoreError."""
-    reader = _Reader(progress, sorted(claim.started for claim in drivers))
+    reader = _Reader(run, progress, sorted(claim.started for claim in drivers))
     jobs: dict[str, JobFacts | None] = {}  # in input order
     unfinished: list[tuple[JobRecord, dict[str, Any] | None]] = []
     for record, line in run.output_lines():
@@ -124,7 +125,8 @@ def _is_cut(record: JobRecord, finish_reason: str) -> bool:
 class _Reader:
     """Makes facts of result lines and checkpoints."""
 
-    def __init__(self, progress: Progress, driver_starts: list[float]) -> None:
+    def __init__(self, run: Run, progress: Progress, driver_starts: list[float]) -> None:
+        self._run = run
         self._progress = progress
         self._driver_starts = driver_starts
         self._held = {custom_id for worker in progress.workers for custom_id in worker.jobs}
@@ -144,6 +146,7 @@ class _Reader:
             error=None,
             metrics={name: value for name, value in metrics.items() if name != "attempts"},
             attempts=attempts_of(history, OUTCOMES["finished"], ended, self._driver_starts),
+            file=self._run.result_file(record.job_id),
             is_cut_thought=is_thought_alone and _is_cut(record, choice["finish_reason"]),
         )
 
@@ -163,6 +166,7 @@ class _Reader:
             error=error,
             metrics={},
             attempts=attempts_of(history, OUTCOMES[state], last_end, self._driver_starts),
+            file=None if error is None else f"errors/{record.job_id}.json",
         )
 
     def _state(self, record: JobRecord, error: tuple[str, str] | None) -> State:

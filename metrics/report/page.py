@@ -103,9 +103,7 @@ def _shown(facts: RunFacts) -> list[tuple[int, JobFacts]]:
 
 def _row(job: JobFacts, number: int, begin: float, store: Store, folder: str | None) -> dict[str, Any]:
     resumes = Counter(attempt.resume.kind for attempt in job.attempts if attempt.resume is not None)
-    file = f"{'results' if job.state == 'finished' else 'errors'}/{job.record.job_id}.json"
     acceptance, pace = job_pace(job)
-    has_file = job.state == "finished" or job.error is not None
     return {
         "number": number,
         "job": job,
@@ -115,8 +113,8 @@ def _row(job: JobFacts, number: int, begin: float, store: Store, folder: str | N
         "seconds": clock(job.attempts[-1].end - job.attempts[0].start) if job.attempts else "",
         "acceptance": "" if acceptance is None else f"{acceptance:.2f}",
         "pace": "" if pace is None else f"{pace:,.1f}",
-        "file": file if has_file else None,
-        "link": _link(store, file, folder) if has_file else None,
+        "file": job.file,
+        "link": None if job.file is None else _link(store, job.file, folder),
     }
 
 

@@ -114,7 +114,7 @@ class JobNotExtended(Event):
 class LineDamaged(Event):
     """A job's result or error can't be used: the job runs again, and the file at `path` is `kept` under another one."""
 
-    text: ClassVar[str] = "{path} is damaged, {problem}: kept as {kept}, its job runs again"
+    text: ClassVar[str] = "{path} is damaged, {problem}: kept as {kept}; a job that has no other result runs again"
     is_error: ClassVar[bool] = True
     path: str
     problem: str

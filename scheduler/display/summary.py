@@ -90,6 +90,7 @@ def counted(number: int, noun: str) -> str:
 
 def damage_lines(run: Run) -> list[str]:
     """A line for each file that was met and can't be used, and what makes up for it."""
+    from swiftbatch.jobs.run.result_segments import SUFFIX
     from swiftbatch.jobs.run.run import PROGRESS, REJECTS
 
     place = run.store.shown_uri
@@ -99,6 +100,8 @@ def damage_lines(run: Run) -> list[str]:
     remedies = {REJECTS: SUBMIT_AGAIN, PROGRESS: f"it is written anew with: {resume}"}
 
     def remedy(path: str) -> str:
+        if path.endswith(SUFFIX):
+            return f"its whole results are used, its other jobs run again with: {resume}"
         job_id = path.rpartition("/")[2].removesuffix(".json")
         return f"job {printable(names.get(job_id, job_id))} runs again with: {resume}"
 

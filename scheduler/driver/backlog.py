@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,12 +52,12 @@ def _ended(run: Run, index: JobIndex, lengths: Lengths) -> tuple[NDArray[np.bool
     is_waiting = np.ones(len(index), bool)
     num_jobs: Counter[str] = Counter()
     num_tokens: Counter[str] = Counter()
-    for row, line in run.ended_lines(index):
+    for row, error_code, length in run.ended_jobs(index):
         is_waiting[row] = False
-        state = "finished" if line["error"] is None else _state_of_failure(line)
+        state = "finished" if error_code is None else _state_of_failure(error_code)
         num_jobs[state] += 1
-        if line["error"] is None:
-            num_tokens[state] += (length := num_completion_tokens(line))
+        if error_code is None:
+            num_tokens[state] += length
             lengths.note(length, int(index.columns["max_tokens"][row]))
     return is_waiting, {state: (num_jobs[state], num_tokens[state]) for state in num_jobs}
 
@@ -99,11 +98,6 @@ def _started(run: Run, index: JobIndex) -> list[tuple[int, int]]:
     return found
 
 
-def num_completion_tokens(line: dict[str, Any]) -> int:
-    """Generated tokens of a finished job, from its output line."""
-    return int(line["response"]["body"]["usage"]["completion_tokens"])
-
-
 def count_jobs(run: Run) -> dict[str, int]:
     """Number of jobs by state, while no driver runs them."""
     counts = {"pending": 0, "running": 0, "finished": 0, "failed": 0, CANCELLED: 0}
@@ -112,7 +106,7 @@ def count_jobs(run: Run) -> dict[str, int]:
     counts["finished"] = len(finished)
     counts["pending"] = len(job_ids) - len(finished) - len(failed)
     for line in run.errors(failed):
-        counts[_state_of_failure(line)] += 1
+        counts[_state_of_failure(line["error"]["code"])] += 1
     return counts
 
 
@@ -121,5 +115,5 @@ def write_cancelled(run: Run, entries: Iterable[JobEntry]) -> None:
     run.write_errors((entry.job_id, error_line(entry, CANCELLED, "cancelled by its user")) for entry in entries)
 
 
-def _state_of_failure(line: dict[str, Any]) -> str:
-    return CANCELLED if line["error"]["code"] == CANCELLED else "failed"
+def _state_of_failure(code: str) -> str:
+    return CANCELLED if code == CANCELLED else "failed"

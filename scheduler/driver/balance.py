@@ -32,7 +32,7 @@ class Balance:
 
         The longest jobs go first: without the tokens' share, the first worker would get all of them.
         """
-        is_share_of_jobs = num_held >= math.ceil(self._queue.num_unfinished / self._num_workers)
+        is_share_of_jobs = num_held >= math.ceil(self._queue.num_to_run / self._num_workers)
         return is_share_of_jobs or (num_held > 0 and num_left >= self._queue.num_tokens_left / self._num_workers)
 
     def of_last(self, now: float) -> Last | None:

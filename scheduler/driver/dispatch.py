@@ -118,7 +118,7 @@ class Dispatcher:
         held = [(worker, self._queue.held_by(worker.id)) for worker in ready]
         if all(entries for _, entries in held) or any(worker.orders.released for worker in ready):
             return  # nobody is without, or one is on its way
-        job_speed = self._fleet.speed.tokens_per_second(now) / counts["running"]
+        job_speed = self._fleet.speed.tokens_per_second(now) / max(1, sum(len(entries) for _, entries in held))
         movable = [
             (num_left, worker, entry.job_id)
             for worker, entries in held
@@ -131,7 +131,7 @@ class Dispatcher:
             worker.ask_back(job_id)
 
     def _end(self, worker: Worker) -> None:
-        if self._queue.held_by(worker.id):
+        if self._queue.held_by(worker.id) or self._queue.unsealed_by(worker.id):
             self._fleet.drain(worker)
         else:
             self._fleet.retire(worker)
@@ -164,16 +164,22 @@ class Dispatcher:
         return self._queue.take(worker.id, now, has_room)
 
     def _begin_slice(self, worker: Worker) -> None:
-        """Have a worker go on with its jobs, and with those that are claimed by now."""
+        """Have a worker go on with its jobs, and with those that are claimed by now.
+
+        It writes the results that it has at once where it gets no more jobs: those that wait are others'.
+        """
         held = {entry.job_id: entry for entry in self._queue.held_by(worker.id)}
         made = self._claims.made(worker.id)
         assignments = [
             self._assignment(held[job_id], worker, attempt) for job_id, attempt in made.items() if job_id in held
         ]
-        has_jobs = bool(held.keys() - self._claims.under_way(worker.id))
-        if has_jobs or worker.orders.cancelled:
+        under_way = self._claims.under_way(worker.id)
+        has_jobs = bool(held.keys() - under_way)
+        is_done = not held and bool(self._queue.unsealed_by(worker.id))
+        if has_jobs or is_done or worker.orders.cancelled:
             num_pages = self._slots.num_pages(worker)
-            orders = replace(worker.orders, assignments=tuple(assignments), num_pages=num_pages)
+            seals = not self._queue.counts()["pending"] or is_done
+            orders = replace(worker.orders, assignments=tuple(assignments), num_pages=num_pages, seals=seals)
             self._fleet.work(worker, orders, SLICE_SECONDS)
 
     def _assignment(self, entry: JobEntry, worker: Worker, attempt: int) -> Assignment:

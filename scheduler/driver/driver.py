@@ -103,7 +103,7 @@ class Driver:
         for worker, seconds in self._fleet.leaving():
             self._context.display.note(WorkerStopping(worker.id, "node_drained"))
             worker.begin_drain("node_drained", min(self._context.grace_seconds, seconds))
-        self._fleet.fill(min(self._context.num_workers, self._queue.num_unfinished), now)
+        self._fleet.fill(min(self._context.num_workers, self._queue.num_to_run), now)
         self._dispatcher.order_relief(now)
         self._dispatcher.order_move(now)
         self._dispatcher.hand_out(now)

@@ -201,7 +201,7 @@ class Fleet:
             self.num_failed_starts = 0
             return Started(worker, answer)
         worker.orders = Orders()
-        num_jobs = len(answer.progress) + len(answer.finished)
+        num_jobs = len(answer.progress) + len(answer.ended)
         self.pace.add(num_jobs, answer.num_generated_tokens, self._clock.now() - worker.silent_since)
         for speed in (self.speed, worker.speed):
             speed.add(answer.num_generated_tokens, self._now())

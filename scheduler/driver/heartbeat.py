@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from typing import Any, Literal
 
+from swiftbatch.jobs.run.output_line import num_completion_tokens
 from swiftbatch.jobs.run.run import Progress, Run
 from swiftbatch.jobs.run.run_records import ProcessKey, RunState
 from swiftbatch.jobs.storage.store import Store
-from swiftbatch.scheduler.driver.backlog import count_jobs, num_completion_tokens
+from swiftbatch.scheduler.driver.backlog import count_jobs
 from swiftbatch.scheduler.process.identity import is_gone
 
 BEAT_SECONDS = 1.0

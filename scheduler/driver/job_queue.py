@@ -47,10 +47,12 @@ class JobQueue:
         self._untouched = untouched or UntouchedJobs.none()
         self._num_ended = {"finished": 0, "failed": 0, "cancelled": 0}
         self.num_generated_tokens = 0  # of all jobs so far, the finished ones included
+        self._num_unsealed = 0
         self._num_tokens_left = 0  # of the jobs in `_touched`, if each runs to its max_tokens
         self._touched: dict[str, UnfinishedJob] = {}  # unfinished jobs that are not among the untouched
         self._running: dict[str, UnfinishedJob] = {}
-        self._held: dict[str, set[str]] = defaultdict(set)  # the same jobs by worker
+        self._held: dict[str, set[str]] = defaultdict(set)  # the same jobs by worker, but for those that have ended
+        self._unsealed: dict[str, set[str]] = defaultdict(set)  # those that have ended, by worker
         self._groups: dict[str, deque[int]] = defaultdict(lambda: deque(maxlen=NUM_GROUPS))  # of prompts, by worker
         self._waiting = WaitingJobs(self._untouched)
         self._lengths, self._seniorities = lengths or Lengths(), count()
@@ -96,6 +98,10 @@ class JobQueue:
         """The jobs that a worker has: taken for it, and since then not put back or ended."""
         return [self._running[job_id].entry for job_id in sorted(self._held[worker_id])]
 
+    def unsealed_by(self, worker_id: str) -> list[JobEntry]:
+        """The jobs that have ended on a worker, which has yet to write their results."""
+        return [self._running[job_id].entry for job_id in sorted(self._unsealed[worker_id])]
+
     def num_left(self, worker_id: str) -> int:
         """The tokens that a worker's jobs have left if all run to their `max_tokens`."""
         return sum(self._running[job_id].num_left for job_id in self._held[worker_id])
@@ -114,11 +120,21 @@ class JobQueue:
                 if job.ticket is not None:
                     self._waiting.put(job)
 
+    def end(self, job_id: str, num_generated_tokens: int) -> None:
+        """Note that a running job has ended: its worker has room for another, but its result is yet to be written."""
+        if job := self._running.get(job_id):
+            self._set_tokens(job, num_generated_tokens)
+            self._lengths.note(num_generated_tokens, job.entry.max_tokens)
+            self._held[job.worker_id].discard(job_id)
+            self._unsealed[job.worker_id].add(job_id)
+            self._set_ended(job, True)
+
     def finish(self, job_id: str, num_generated_tokens: int) -> None:
         """Note a result."""
         if job := self._find(job_id):
             self._set_tokens(job, num_generated_tokens)
-            self._lengths.note(num_generated_tokens, job.entry.max_tokens)
+            if not job.has_ended:
+                self._lengths.note(num_generated_tokens, job.entry.max_tokens)
             self.drop(job_id, "finished")
 
     def drop(self, job_id: str, state: str) -> None:
@@ -191,6 +207,11 @@ class JobQueue:
         return len(self._touched) + self._untouched.num_left
 
     @property
+    def num_to_run(self) -> int:
+        """Count the jobs that wait or run: those still to do whose end no worker has seen."""
+        return self.num_unfinished - self._num_unsealed
+
+    @property
     def num_tokens_left(self) -> int:
         """Tokens that are still to come if every job runs to its max_tokens."""
         return self._num_tokens_left + self._untouched.num_tokens_left
@@ -217,7 +238,8 @@ class JobQueue:
 
     def _forecast(self) -> Forecast:
         if self._known_forecast is None:
-            running = ((job.num_generated_tokens, job.entry.max_tokens) for job in self._running.values())
+            jobs = (job for job in self._running.values() if not job.has_ended)
+            running = ((job.num_generated_tokens, job.entry.max_tokens) for job in jobs)
             self._known_forecast = self._lengths.forecast(running)
         return self._known_forecast
 
@@ -235,6 +257,12 @@ class JobQueue:
         job.num_generated_tokens = num_generated_tokens
         self._num_tokens_left += job.num_left - num_left
 
+    def _set_ended(self, job: UnfinishedJob, has_ended: bool) -> None:
+        num_left = job.num_left
+        job.has_ended = has_ended
+        self._num_tokens_left += job.num_left - num_left
+        self._num_unsealed += 1 if has_ended else -1
+
     def _put_back(self, job: UnfinishedJob, not_before: float) -> None:
         self._take_back(job)
         job.not_before = not_before
@@ -242,7 +270,10 @@ class JobQueue:
 
     def _take_back(self, job: UnfinishedJob) -> None:
         if self._running.pop(job.entry.job_id, None):
-            self._held[job.worker_id].remove(job.entry.job_id)
+            self._held[job.worker_id].discard(job.entry.job_id)
+        if job.has_ended:
+            self._unsealed[job.worker_id].discard(job.entry.job_id)
+            self._set_ended(job, False)
 
 
 def _growth(job: UnfinishedJob, forecast: Forecast) -> Growth:

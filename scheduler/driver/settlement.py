@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
+from swiftbatch.jobs.run.job_index import JobEntry
+from swiftbatch.jobs.run.output_line import num_completion_tokens
 from swiftbatch.jobs.run.results import error_line
 from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.metrics.driver_counters import OUTGROWN
 from swiftbatch.scheduler.cluster.remote import STORE_FAILED
 from swiftbatch.scheduler.display.events import WorkerLost, WorkerReady, WorkerStopping
 from swiftbatch.scheduler.display.job_events import JobCancelled, JobFinished, JobGivenUp, JobPutBack
-from swiftbatch.scheduler.driver.backlog import CANCELLED, num_completion_tokens, write_cancelled
+from swiftbatch.scheduler.driver.backlog import CANCELLED, write_cancelled
 from swiftbatch.scheduler.driver.context import DriverContext
 from swiftbatch.scheduler.driver.fleet import Event, Lost, Reported, Started, Worker
 from swiftbatch.worker.session.work import WorkReport
@@ -80,11 +82,15 @@ class Settlement:
             self._queue.finish(job_id, num_generated_tokens)
             self._display.note(JobFinished(entry.name, num_generated_tokens))
 
+    def take_results(self, job_ids: Iterable[str]) -> None:
+        """Count those of some jobs that have a result, whoever wrote it: nothing is left to queue."""
+        asked = list(job_ids)
+        for job_id, line in zip(asked, self._run.result_lines(asked) if asked else (), strict=True):
+            if line is not None:
+                self.finish(job_id, num_completion_tokens(line))
+
     def _has_ended(self, job_id: str) -> bool:
-        """Return whether there is nothing left to queue: a result that is there counts, whoever wrote it."""
-        if (line := self._run.result(job_id)) is not None:
-            self.finish(job_id, num_completion_tokens(line))
-            return True
+        """Return whether there is nothing left to queue, since the job is to be cancelled."""
         if job_id in self._cancelling:
             self._cancel({job_id})
             return True
@@ -144,8 +150,12 @@ class Intake:
         self._spent.num_tokens += report.num_generated_tokens
         for progress in (*report.progress, *report.released, *report.outgrown):
             self._queue.progress(progress.job_id, progress.num_generated_tokens)
+        for progress in report.ended:
+            self._queue.end(progress.job_id, progress.num_generated_tokens)
         for progress in report.finished:
             self._settlement.finish(progress.job_id, progress.num_generated_tokens)
+        left = [progress.job_id for progress in (*report.released, *report.outgrown)]
+        self._settlement.take_results([*left, *(job_id for job_id, *_ in (*report.failed, *report.refused))])
         for job_id, message in report.failed:
             self._settlement.put_back(job_id, "attempt_failed", message)
         for job_id, code, message in report.refused:
@@ -173,16 +183,24 @@ class Intake:
         """End a worker that has drained; jobs that it had not taken in yet go back too."""
         if worker.drain_reason is None:
             self._display.note(WorkerStopping(worker.id, reason))
-        for entry in self._queue.held_by(worker.id):
+        for entry in self._left_by(worker):
             self._settlement.release(entry.job_id, reason)
         self._fleet.retire(worker)
 
     def _take_in_loss(self, worker: Worker, reason: str, message: str) -> None:
-        """Put a lost worker's jobs back. A worker that was to end anyway is no reason to blame them."""
+        """Put a lost worker's jobs back. It is no reason to blame them if it was to end anyway, or they had ended."""
+        ended = {entry.job_id for entry in self._queue.unsealed_by(worker.id)}
+        is_unblamed = worker.drain_reason is not None or reason == "node_drained"
         self._display.note(WorkerLost(worker.id, reason, message))
-        for entry in self._queue.held_by(worker.id):
+        for entry in self._left_by(worker):
             self._lost_ids.add(entry.job_id)
-            if worker.drain_reason is not None or reason == "node_drained":
+            if is_unblamed or entry.job_id in ended:
                 self._settlement.release(entry.job_id, worker.drain_reason or reason)
             else:
                 self._settlement.put_back(entry.job_id, reason, f"worker {worker.id} was lost: {message}")
+
+    def _left_by(self, worker: Worker) -> list[JobEntry]:
+        """The jobs that a worker leaves unfinished, now that it is gone."""
+        left = [*self._queue.held_by(worker.id), *self._queue.unsealed_by(worker.id)]
+        self._settlement.take_results(entry.job_id for entry in left)
+        return [entry for entry in left if self._queue.entry(entry.job_id) is not None]

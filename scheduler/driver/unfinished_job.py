@@ -25,11 +25,12 @@ class UnfinishedJob:
     not_before: float = 0.0
     seniority: int | None = None  # its number among all jobs that workers were given; None before its first attempt
     worker_id: str = ""  # the worker that has it, or had it last
+    has_ended: bool = False  # on that worker, which has yet to write its result
     ticket: int | None = None  # its newest place among the waiting; None while it runs and when it has ended
 
     @property
     def num_left(self) -> int:
-        return max(0, self.entry.max_tokens - self.num_generated_tokens)
+        return 0 if self.has_ended else max(0, self.entry.max_tokens - self.num_generated_tokens)
 
     @property
     def length_class(self) -> int:

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from swiftbatch.jobs.json_lines import dump_line, sealed
+from swiftbatch.jobs.job import JobRecord
+from swiftbatch.jobs.run.result_segments import SealedResult
 from swiftbatch.jobs.run.results import success_line
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.metrics.driver_counters import DriverCounters
@@ -31,6 +32,7 @@ from swiftbatch.scheduler.scale.scale_options import JOBS_FILE, RUN, ScaleOption
 from swiftbatch.scheduler.scale.stub_workers import SimulatedClock, StubCalls
 from swiftbatch.worker.bench.peak_memory import peak_bytes, reset_peak
 from swiftbatch.worker.config import EngineConfig
+from swiftbatch.worker.session.sealing import MOST_RESULTS
 
 MAX_ATTEMPTS = 5
 PATIENCE = 1e9  # seconds: no stub worker is ever given up
@@ -96,19 +98,22 @@ def finish(options: ScaleOptions) -> dict[str, float]:
     """Write results as workers would, of all jobs but a part: nothing here is measured for its own sake."""
     run = Run.open(str(options.folder / RUN))
     records = run.jobs()
-    results = options.folder / RUN / "results"
-    results.mkdir(exist_ok=True)
-    for record in records[: int(len(records) * options.share_done)]:
-        token_ids = np.zeros(record.job.sampling.max_tokens, np.uint32)
-        line = success_line(
-            *(record, run.manifest.run_id, "a text " * 8, "length"),
-            model=run.manifest.model,
-            system_fingerprint=run.manifest.fingerprint,
-            token_ids=token_ids,
-            metrics={"seconds": 1.0},
-        )
-        (results / f"{record.job_id}.json").write_bytes(sealed(dump_line(line)[:-1]))
+    ended = records[: int(len(records) * options.share_done)]
+    for number, start in enumerate(range(0, len(ended), MOST_RESULTS)):
+        results = [_result(run, record) for record in ended[start : start + MOST_RESULTS]]
+        run.write_segment(f"simulated-{number:04d}", results)
     return {}
+
+
+def _result(run: Run, record: JobRecord) -> SealedResult:
+    line = success_line(
+        *(record, run.manifest.run_id, "a text " * 8, "length"),
+        model=run.manifest.model,
+        system_fingerprint=run.manifest.fingerprint,
+        token_ids=np.zeros(record.job.sampling.max_tokens, np.uint32),
+        metrics={"seconds": 1.0},
+    )
+    return SealedResult.of(record.job_id, line)
 
 
 def resume(options: ScaleOptions) -> dict[str, float]:

@@ -80,7 +80,7 @@ class StubWorker:
         self.calls.num_finished += len(finished)
         self._counters.num_generation_tokens += (num_new := int(len(progress) * seconds * TOKENS_PER_SECOND))
         running = tuple(each for each in progress if each.job_id in self._jobs)
-        report = WorkReport(running, finished, (), num_new, released, counters=self._counters)
+        report = WorkReport(running, finished, (), num_new, released, counters=self._counters, ended=finished)
         return self.calls.after(seconds if progress else 0.0, report)
 
     def _drain(self, seconds: float) -> Call:

@@ -15,7 +15,7 @@ from swiftbatch.jobs.run.run import Progress, Run
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.metrics.report.facts import RunFacts, gather
 from swiftbatch.metrics.report.page import render
-from tests.jobs.run.run_parts import MANIFEST, PROGRESS
+from tests.jobs.run.run_parts import MANIFEST, PROGRESS, write_result
 
 BEGIN = 1_790_000_000.0
 NUM_PROMPT_TOKENS = 100
@@ -90,7 +90,7 @@ def finish(run: Run, job: JobRecord, attempts: Sequence[AttemptRecord], ended: f
         },
     )
     line["response"]["body"]["created"] = int(ended)
-    assert run.write_result(job.job_id, line)
+    assert write_result(run, job.job_id, line)
 
 
 def facts_of(run: Run, progress: Progress = ENDED) -> RunFacts:

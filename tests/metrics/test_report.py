@@ -24,7 +24,7 @@ from swiftbatch.metrics.report.gantt import gantt
 from swiftbatch.metrics.report.page import MAX_JOBS, render
 from swiftbatch.metrics.report.stretches import job_pace, stretches
 from swiftbatch.metrics.report.summary import summary
-from tests.jobs.run.run_parts import PROGRESS
+from tests.jobs.run.run_parts import PROGRESS, write_result
 from tests.metrics.report_parts import (
     BEGIN,
     ENDED,
@@ -240,7 +240,7 @@ def test_thoughts_that_were_cut_are_counted_with_the_command_that_goes_on(tmp_pa
             metrics={},
             reasoning=Reasoning("hm", content, 2),
         )
-        assert run.write_result(chat.job_id, line)
+        assert write_result(run, chat.job_id, line)
     page = page_of(run)
     assert "with an empty answer: 2." in page
     assert f"swiftbatch extend {run.store.shown_uri} --max-tokens 600" in page

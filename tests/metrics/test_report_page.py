@@ -144,7 +144,9 @@ def test_links_lead_to_the_files_of_the_run_wherever_the_page_lies(tmp_path: Pat
             link["href"] for tag, link in page.elements if tag == "a" and not link.get("href", "#").startswith("#")
         ]
         assert len(links) == 6 + 2 + 2  # the failed ones are in two tables
-        files = [json.loads((folder / os.fsdecode(unquote_to_bytes(link))).read_text()) for link in links]
+        files = [
+            json.loads((folder / os.fsdecode(unquote_to_bytes(link))).read_text().splitlines()[0]) for link in links
+        ]
         assert {line["custom_id"] for line in files} == {job.job.custom_id for job in run.jobs()}
 
 
@@ -188,6 +190,6 @@ def test_a_run_on_an_object_store_is_reported_without_links(s3_uri: str) -> None
     checkpoints.write_tokens(waiting.job_id, number, np.arange(30, dtype=np.uint32))
     text = page_of(Run.open(s3_uri))
     page = Elements(text)
-    assert f"results/{run.jobs()[0].job_id}.json" in page.text
+    assert f"results/segments/{run.jobs()[0].job_id}.seg" in page.text
     assert [link for link in page.values("href") if not link.startswith(("#", "data:"))] == []
     assert "30 <small>of 1,000</small>" in text

@@ -18,6 +18,7 @@ from swiftbatch.jobs.checkpoints.token_log import TokenLog, encode_log
 from swiftbatch.jobs.checkpoints.writer import CheckpointWriter
 from swiftbatch.jobs.identity import Identity
 from swiftbatch.jobs.job import MAX_SLUG
+from swiftbatch.jobs.run.result_segments import SealedResult
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.driver.heartbeat import BEAT_SECONDS_OBJECT_STORE
@@ -29,7 +30,7 @@ from swiftbatch.worker.exactness.doctor import NUM_PROBED_ROWS
 from swiftbatch.worker.model.files import EMBEDDED
 from swiftbatch.worker.session.checkpointing import MAX_SEGMENT_BYTES
 from tests.jobs.checkpoints.checkpoint_parts import FINGERPRINT, IDENTITY, JOB, Cache, output_ids, tokens_at
-from tests.jobs.run.run_parts import MANIFEST, PROGRESS
+from tests.jobs.run.run_parts import FINISHED, MANIFEST, PROGRESS
 from tests.jobs.storage.fault_proxy import FaultProxy
 from tests.metrics.report_parts import timeline
 from tests.readme.command_lines import page, section, table
@@ -138,6 +139,11 @@ def test_checkpoints_make_the_requests_that_the_table_says(s3_uri: str, s3_proxy
     assert requests_of(s3_proxy, time_line) == told_requests("timeline")
     assert requests_of(s3_proxy, lambda: state(2000)) == told_requests("state")
     writer.stop()
+
+
+def test_a_segment_of_results_makes_the_requests_that_the_table_says(s3_uri: str, s3_proxy: FaultProxy) -> None:
+    run, results = Run.create_or_open(s3_uri, MANIFEST), [SealedResult.of(name, FINISHED) for name in "abc"]
+    assert requests_of(s3_proxy, lambda: run.write_segment("w1", results)) == told_requests("segment")
 
 
 def test_a_large_file_makes_the_requests_that_the_text_says(s3_uri: str, s3_proxy: FaultProxy) -> None:

@@ -78,9 +78,10 @@ NUM_FREE = 14  # last tokens among which a stop token may end a text
 OTHER_ENGINES = [name for name in BENCH_ENGINES if name != "autoregressive"]
 HARDEST = "sampled, filtered"
 LOOPING = "greedy, up to a loop"
-QUICK = ("greedy", "thinking, structured", HARDEST)
-RESUMED = ("adjusted", "thinking, structured", HARDEST)
-ALSO_RESUMED = ("greedy", "structured", LOOPING)  # their rules are among those of the others, or end a text alone
+DIFFERING = ("greedy", "adjusted", "thinking, structured", HARDEST)  # rules of the others are among theirs
+MANIFOLD = "auto"  # it drafts in several ways: each setting is tried with it
+RESUMED = ("thinking, structured", HARDEST)
+ALSO_RESUMED = ("greedy", "adjusted", "structured", LOOPING)  # their rules are among those, or end a text alone
 MARKERS = ("<think>", " So this is what I say: ")  # of several tokens each
 ALL = [(name, setting) for name in BENCH_ENGINES for setting in SETTINGS if name not in VARIANTS or setting == HARDEST]
 
@@ -145,7 +146,12 @@ def plain(target: TargetModel, codec: TextCodec) -> Plain:
 
 @pytest.mark.parametrize(
     ("engine_name", "setting"),
-    [pytest.param(*entry, marks=() if entry[1] in QUICK else pytest.mark.long) for entry in ALL],
+    [
+        pytest.param(
+            *entry, marks=pytest.mark.long if entry[1] in DIFFERING or entry[0] == MANIFOLD else pytest.mark.slow
+        )
+        for entry in ALL
+    ],
 )
 def test_every_engine_gives_plain_decoding_s_tokens_in_a_batch(plain: Plain, engine_name: str, setting: str) -> None:
     assert decode(plain.target, engine_name, plain.sequences(setting)) == plain.outputs(setting)

@@ -29,6 +29,8 @@ class DecoderSizes:
     and keys go over all heads of a row together; with `norms_turned` they stand behind the rotation of each; where they
     differ, each head has weights of its own. Where a layer `is_parallel`, its products read what its attention reads.
     The caps are soft ones, of scores and of logits; 0 for none. With `gates_heads` gates multiply what attention finds.
+    The last five scales multiply what attention reads, its keys and what it gives, gates before their activation, and
+    what products give.
     """
 
     num_layers: int
@@ -54,6 +56,11 @@ class DecoderSizes:
     score_cap: float = 0.0
     logit_cap: float = 0.0
     gates_heads: bool = False
+    attention_in_scale: float = 1.0
+    key_scale: float = 1.0
+    attention_out_scale: float = 1.0
+    gate_scale: float = 1.0
+    down_scale: float = 1.0
 
     def __post_init__(self) -> None:
         """Raises ValueError for sizes that the kernels do not take."""
@@ -119,7 +126,7 @@ class LayerWeights:
     last of them its own. The `curve` of XIELU, `[4] float32`, are its factors of squares and of exponentials, that of
     the number itself, and the bound below 0 from which exponentials change. In one with `experts` its own products, if
     there are any, are the part that all rows meet, of any width. `sinks [num_heads] float32` are scores that take a
-    share of attention and give nothing. One with a `mixer` has that in place of its attention.
+    share of attention and give nothing. One with a `mixer` has that in place of its attention, or beside it.
     """
 
     query: AnyLinear | None
@@ -296,7 +303,7 @@ def shapes(sizes: DecoderSizes, layer: LayerWeights) -> Iterator[tuple[str, Weig
     for name, width in (("query_norm", query), ("key_norm", key)):
         yield name, getattr(layer, name), (width if has_all else sizes.head_dim,)
     if layer.experts is not None:
-        yield from expert_shapes(layer.experts, sizes.hidden)
+        yield from expert_shapes(layer.experts, sizes.hidden, sizes.has_gates)
     if layer.mixer is not None:
         yield from mixer_shapes(layer.mixer, sizes.hidden)
 
@@ -306,7 +313,7 @@ def _check_form(sizes: DecoderSizes, layer: LayerWeights) -> None:
     if layer.window is not None and layer.window < 1:
         raise ValueError(f"found a window of {layer.window} positions, expected 1 or more")
     attending = {each is not None for each in (layer.query, layer.key, layer.value, layer.output)}
-    if len(attending) > 1 or (layer.attends and layer.mixer is not None):
+    if len(attending) > 1:
         raise ValueError("found a layer with a part of attention")
     if (layer.head_gate is not None) != (sizes.gates_heads and layer.attends):
         raise ValueError(f"found attention {'without' if sizes.gates_heads else 'with'} gates, expected the other form")

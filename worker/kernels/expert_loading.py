@@ -13,12 +13,13 @@ from swiftbatch.worker.kernels.quantized_rows import quantized_rows
 
 ROUTER, CHOICE_BIAS, SHARED_GATE = range(3)  # of `expert_role` in source/api.h
 EXPERT_ROLES = {"gate": 3, "up": 4, "down": 5}
+LATENT_IN, LATENT_OUT = 6, 7
 
 
 class CExpertSizes(ctypes.Structure):
     """`expert_sizes` of source/api.h."""
 
-    COUNTS = ("num_experts", "num_chosen", "intermediate", "shared_intermediate")
+    COUNTS = ("num_experts", "num_chosen", "intermediate", "shared_intermediate", "latent")
     FORMS = ("score", "num_groups", "num_chosen_groups", "is_normalised", "rounds_logits", "rounds_weights")
     SCALES = ("least_sum", "scale", "jitter", "gate_limit", "gate_slope")
     _fields_ = (
@@ -34,6 +35,7 @@ def load_experts(
     sizes = CExpertSizes(
         intermediate=experts.intermediate,
         shared_intermediate=shared_intermediate,
+        latent=experts.latent_width,
         gate_limit=experts.gate_limit,
         gate_slope=experts.gate_slope,
         **dataclasses.asdict(experts.routing),
@@ -45,9 +47,11 @@ def load_experts(
             with_bias = _contiguous(bias)
             weight = weight.detach().contiguous()
             library.decoder_load_expert(handle, layer, role, 0, weight.data_ptr(), _address(with_bias))
-    for name, role in EXPERT_ROLES.items():
-        for number, linear in enumerate(experts.linears()[name]):
-            _load_expert(library, (handle, layer, role, number), linear)
+    for name, linears in experts.linears().items():
+        for number, linear in enumerate(linears):
+            _load_expert(library, (handle, layer, EXPERT_ROLES[name], number), linear)
+    for role, linear in zip((LATENT_IN, LATENT_OUT), experts.latent or (), strict=False):
+        _load_expert(library, (handle, layer, role, 0), linear)
 
 
 def _load_expert(library: ctypes.CDLL, place: tuple[int, int, int, int], linear: AnyLinear) -> None:

@@ -53,12 +53,13 @@ class CDecoderSizes(ctypes.Structure):
     """`decoder_sizes` of source/api.h."""
 
     SCALES = ("epsilon", "scale", "embedding_scale", "residual_scale", "logit_scale", "score_cap", "logit_cap")
+    MORE_SCALES = ("attention_in_scale", "key_scale", "attention_out_scale", "gate_scale", "down_scale")
     COUNTS = ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "intermediate", "vocab")
     FORMS = ("norm_form", "activation", "has_gates", "joins_heads", "norms_turned", "is_parallel")
     MORE_FORMS = ("head_norms_differ", "gates_heads")
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("element", *COUNTS, *FORMS, *MORE_FORMS)),
-        *((name, ctypes.c_float) for name in SCALES),
+        *((name, ctypes.c_float) for name in (*SCALES, *MORE_SCALES)),
     )
 
 
@@ -96,9 +97,8 @@ class NativeLayers:
         self._other_angles = None if other is None else AngleTable(other, sizes.dtype)
         self._query_scales = None if rotary.growth is None else QueryScaleTable(rotary.growth, sizes.dtype)
         self._places: weakref.WeakKeyDictionary[Any, dict[range, CachePlace]] = weakref.WeakKeyDictionary()
-        names = (*CDecoderSizes.COUNTS, *CDecoderSizes.FORMS, *CDecoderSizes.MORE_FORMS, *CDecoderSizes.SCALES)
-        numbers = {name: getattr(sizes, name) for name in names}
-        c_sizes = CDecoderSizes(element=ELEMENTS[sizes.dtype], **numbers)
+        names = (field[0] for field in CDecoderSizes._fields_[1:])
+        c_sizes = CDecoderSizes(ELEMENTS[sizes.dtype], *(getattr(sizes, name) for name in names))
         self.handle: int = self._library.decoder_new(ctypes.byref(c_sizes))
         weakref.finalize(self, team.retire, self._library.decoder_free, self.handle)
         for number in range(sizes.num_layers):

@@ -24,7 +24,7 @@ MIXER_ROLES = {  # `mixer_role` of source/api.h
     for number, role in enumerate(
         (
             *("inputs", "gates", "betas", "steps", "output"),
-            *("taps", "tap_bias", "rates", "step_bias", "skip", "norm"),
+            *("taps", "tap_bias", "rates", "step_bias", "skip", "norm", "scales"),
         )
     )
 }
@@ -36,7 +36,7 @@ class CMixerSizes(ctypes.Structure):
     COUNTS = ("num_heads", "num_key_heads", "key_dim", "value_dim", "num_channels", "conv_width", "norm_width")
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("form", *COUNTS)),
-        *((name, ctypes.c_float) for name in ("epsilon", "least_step", "most_step")),
+        *((name, ctypes.c_float) for name in ("epsilon", "least_step", "most_step", "in_scale", "out_scale")),
     )
 
 

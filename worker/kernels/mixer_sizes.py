@@ -24,7 +24,8 @@ class MixerSizes:
     """Sizes of a layer's heads, all 0 in a convolution alone, and of the convolution; the rest is of the output.
 
     What heads find is normed together in groups of `norm_width`; 0 for no norm. Time steps of a state space stay within
-    two limits. Raises ValueError for sizes that the kernels do not take.
+    two limits. Two scales multiply what the mixer reads and what it gives. Raises ValueError for sizes that the kernels
+    do not take.
     """
 
     form: MixerForm
@@ -38,6 +39,8 @@ class MixerSizes:
     epsilon: float = 0.0
     least_step: float = 0.0
     most_step: float = 0.0
+    in_scale: float = 1.0
+    out_scale: float = 1.0
 
     def __post_init__(self) -> None:
         widths = (self.key_dim, self.value_dim, self.num_channels, self.norm_width)
@@ -70,7 +73,7 @@ class MixerSizes:
         """The shapes of numbers that are float32 in any model, by their roles; some of them may be absent."""
         heads = dict.fromkeys(("rates", "step_bias", "skip"), (self.num_heads,))
         taps = {"taps": (self.conv_width, self.num_channels), "tap_bias": (self.num_channels,)}
-        return taps | heads | {"norm": (self.width,)}
+        return taps | heads | {"norm": (self.width,), "scales": (sum(self.columns().values()),)}
 
     def needed(self) -> set[str]:
         """The roles of float32 numbers that must be there."""

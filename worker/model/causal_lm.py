@@ -17,10 +17,11 @@ from transformers.utils import logging
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.kernels.packed import plain
+from swiftbatch.worker.model.config_numbers import shown
 from swiftbatch.worker.model.files import ModelFiles, eos_token_ids_of, read_config, read_whole_config
 from swiftbatch.worker.model.formats.catalogue import CONFIG_KEYS
 from swiftbatch.worker.model.tensors import read_tensors
-from swiftbatch.worker.model.text_view import is_another, is_turned
+from swiftbatch.worker.model.text_view import class_name, is_another, is_turned
 
 MAX_WORDS = 500  # characters of another program's error
 OLD_BUFFERS = ("rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias")  # constants that were once saved
@@ -33,7 +34,8 @@ def load_causal_lm(files: ModelFiles, dtype: torch.dtype) -> Any:
     OtherModelError as `read_tensors` does.
     """
     weights, whole = read_tensors(files, dtype, plain), read_whole_config(files.name, files.path)
-    tensors = {name: plain(weight) for name, weight in weights.items()}
+    view = read_config(files.name, files.path)
+    tensors = {class_name(name, view): plain(weight) for name, weight in weights.items()}
     del weights  # each tensor is given away below
     for name in [name for name in tensors if is_turned(name, tuple(tensors[name].shape), whole)]:
         tensors[name] = tensors[name].transpose(1, 2).contiguous()
@@ -96,7 +98,9 @@ def _problem(found: dict[str, Any]) -> str | None:
     if missing := sorted(found["missing_keys"]):
         return f"its weights lack {len(missing):,} of the model's tensors, {missing[0]} among them"
     if unexpected := sorted(name for name in found["unexpected_keys"] if not name.endswith(OLD_BUFFERS)):
-        return f"its weights hold {len(unexpected):,} tensors that the model has no place for, as {unexpected[0]}"
+        return (
+            f"its weights hold {len(unexpected):,} tensors that the model has no place for, as {shown(unexpected[0])}"
+        )
     return None
 
 

@@ -75,6 +75,8 @@ def unsaid_fault(config: Config) -> str | None:
 
 def _layers(config: Config) -> Iterator[str]:
     """Lists that are too short or too long."""
+    if config.get("model_type") in NAMES_LAYERS and "layers_block_type" in config and not layer_types(config):
+        yield fault_of("layers_block_type", config["layers_block_type"], WORD.list_of())
     if (count := config.get("num_hidden_layers")) is None:
         return
     for key, rule in PER_LAYER.items():

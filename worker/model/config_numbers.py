@@ -31,9 +31,23 @@ def number_of(config: Config, key: str) -> float:
     return float(value)
 
 
+def numbers_of(config: Config, key: str, count: int) -> list[float]:
+    """So many numbers, all of them 1 where the config says null. Raises KeyError or ValueError as `number_of` does."""
+    values = [1.0] * count if config[key] is None else config[key]
+    if not isinstance(values, list) or len(values) != count:
+        raise ValueError(f"its {key} is {values!r:.80}")
+    return [number_of({key: value}, key) for value in values]
+
+
 def shown(name: str) -> str:
     """A name that a config has made up, short, and without what would break a line."""
     return repr(name)[1:-1][:80]
+
+
+def line_of(error: Exception, most: int) -> str:
+    """The words of an error that quotes a file: in one line of so many characters, with nothing a terminal acts on."""
+    words = " ".join(str(error).split())[:most]
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in words)
 
 
 @dataclass(frozen=True)

@@ -29,10 +29,12 @@ from swiftbatch.worker.model.tensors import read_tensors
 from swiftbatch.worker.model.text_view import EMBEDDING, HEAD, HEAD_BIAS, is_of_text
 
 CPU = torch.device("cpu")
+SCALES_WITHIN = ("attention_in_scale", "key_scale", "attention_out_scale", "gate_scale", "down_scale")  # a layer
 
 
 def dense_weights(files: ModelFiles, dtype: torch.dtype, device: torch.device = CPU) -> DecoderWeights | None:
-    """The weights of a model folder; None for one that is not such a decoder, or whose tensors are not all there.
+    """The weights of a model folder; None for one that is not such a decoder, or whose tensors are not all there or do
+    not fit its config, of which `transformers` tells more.
 
     Each tensor goes to the device as it is read: for another one than the CPU, the host holds one of them at a time.
     """
@@ -45,7 +47,10 @@ def dense_weights(files: ModelFiles, dtype: torch.dtype, device: torch.device = 
         return None
     place = functools.partial(_placed, device=device, dtype=dtype)
     tensors = read_tensors(files, dtype, place, _floats_of(dense))
-    layers = [_layer(tensors, number, dense, dtype) for number in range(dense.num_layers)]
+    try:
+        layers = [_layer(tensors, number, dense, dtype) for number in range(dense.num_layers)]
+    except (ValueError, IndexError):
+        return None
     head_bias = plain(tensors[HEAD_BIAS]) if dense.has_head_bias else None
     head = linear_from(tensors[EMBEDDING if dense.is_tied else HEAD], head_bias)
     final_norm = _norm(tensors, dense.form.final_norm, dense)
@@ -77,6 +82,7 @@ def _sizes(dense: DenseConfig, dtype: torch.dtype) -> DecoderSizes:
         gates_heads=dense.form.gates_heads,
         score_cap=dense.caps.get("scores", 0.0),
         logit_cap=dense.caps.get("logits", 0.0),
+        **{name: dense.scales[name] for name in SCALES_WITHIN if name in dense.scales},
     )
 
 
@@ -154,6 +160,8 @@ def _head_norm(tensors: Mapping[str, Weight], part: str, dense: DenseConfig) -> 
     weight = plain(tensors[f"{part}.weight"]).flatten()
     if (order := dense.head_order) is None:
         return weight
+    if len(weight) % dense.head_dim:
+        raise ValueError(f"found {len(weight)} weights of {part}, expected one for each dimension of a head")
     return weight.view(-1, dense.head_dim)[:, order].flatten()
 
 
@@ -177,7 +185,7 @@ def _parts(names: Mapping[str, str]) -> dict[str, list[str]]:
 def _linears(
     tensors: Mapping[str, Weight], prefix: str, part: tuple[str, list[str]], rows: Mapping[str, int]
 ) -> Iterator[tuple[str, AnyLinear]]:
-    """The roles of a stored linear layer, each with its rows."""
+    """The roles of a stored linear layer, each with its rows. Raises ValueError for one of other rows."""
     name, roles = part
     weight, stored = tensors[f"{prefix}{name}.weight"], tensors.get(f"{prefix}{name}.bias")
     bias = None if stored is None else plain(stored)
@@ -185,6 +193,8 @@ def _linears(
         yield roles[0], linear_from(weight, bias)
         return
     widths = [rows[role] for role in roles]
+    if any(each.shape[0] != sum(widths) for each in (weight, bias) if each is not None):
+        raise ValueError(f"found rows of {name} that are not those of {roles}")
     biases = [None] * len(roles) if bias is None else bias.split(widths)
     yield from zip(roles, map(linear_from, weight.split(widths), biases), strict=True)
 

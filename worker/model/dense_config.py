@@ -14,7 +14,7 @@ from typing import Any
 from swiftbatch.worker.kernels.forms import Activation
 from swiftbatch.worker.kernels.frequencies import Rotary
 from swiftbatch.worker.kernels.sizes import sizes_fault
-from swiftbatch.worker.model.config_numbers import number_of
+from swiftbatch.worker.model.config_numbers import number_of, numbers_of
 from swiftbatch.worker.model.dense_forms import ALWAYS, ATTENTION, Form
 from swiftbatch.worker.model.dense_keys import what_is_not_understood
 from swiftbatch.worker.model.dense_kinds import KINDS
@@ -84,11 +84,15 @@ class DenseConfig:
         """Tell whether a layer has keys and values."""
         return self.mixer is None or number in self.mixer.attending
 
+    def has_products(self, number: int) -> bool:
+        """Tell whether a layer has products or experts behind its attention or its mixer, or has them alone."""
+        mixes = self.mixer is not None and number in self.mixer.layers
+        return not self.form.does_one_thing or not (mixes or self.attends(number))
+
     def linears(self, number: int) -> dict[str, str]:
         """The names of a layer's linear layers by their roles; of one with experts, those that all rows meet."""
-        names = {
-            role: name for role, name in self.form.linears.items() if role not in ATTENTION or self.attends(number)
-        }
+        has = {True: self.attends(number), False: self.has_products(number)}
+        names = {role: name for role, name in self.form.linears.items() if has[role in ATTENTION]}
         if self.experts is None or number not in self.experts.layers:
             return names
         shared = (self.experts.names.shared or {}) if self.experts.shared_width else {}
@@ -175,13 +179,29 @@ def _read(config: dict[str, Any]) -> DenseConfig:
         windows=_that_hide(windows, config),
         other_rotary=other_rotary(config, form, head_dim),
         other_layers=other_layers(config, form, windows),
-        scales={what: number_of(config, key) for what, key in form.scales.items()},
+        scales={what: number_of(config, key) for what, key in form.scales.items()} | _listed_scales(config, form),
         caps={what: 0.0 if config[key] is None else number_of(config, key) for what, key in form.caps.items()},
         head_norms=form.head_norms(config),
         experts=read_experts(config, form.experts) if form.experts and has_experts(form, config) else None,
-        mixer=None if form.mixer is None else read_mixers(config, form.mixer),
+        mixer=_mixer(config, form),
         has_head_bias=form.head_bias is not None and bool(config.get(form.head_bias, False)),
     )
+
+
+def _mixer(config: dict[str, Any], form: Form) -> MixerConfig | None:
+    """Raises KeyError or ValueError, also where layers that do one thing each are left to those with products."""
+    found = None if form.mixer is None else read_mixers(config, form.mixer)
+    if form.does_one_thing and found is None:
+        raise ValueError("none of its layers has a state")
+    return found
+
+
+def _listed_scales(config: dict[str, Any], form: Form) -> dict[str, float]:
+    """Raises KeyError or ValueError for lists that are left to a default, or of other lengths."""
+    found: dict[str, float] = {}
+    for key, names in form.scale_lists.items():
+        found |= dict(zip(names, numbers_of(config, key, len(names)), strict=True))
+    return found
 
 
 def _sizes(config: dict[str, Any]) -> dict[str, int]:

@@ -70,6 +70,7 @@ class Form:
     turned_share: float | None = None  # of a head, where the config does not say it; None: all of it, always
     names: Mapping[str, str] = field(default_factory=dict)  # that differ from those below; roles with one name are one
     scales: Mapping[str, str] = field(default_factory=dict)  # keys of numbers that multiply, by what they multiply
+    scale_lists: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # keys of several, or null, and what of
     caps: Mapping[str, str] = field(default_factory=dict)  # keys of soft caps, or null, by what they cap
     curve: tuple[str, ...] = ()  # tensors of XIELU: as `LayerWeights.curve`, the first two as they are trained
     still: StillForm | None = None  # None: all layers turn heads
@@ -85,7 +86,8 @@ class Form:
     is_parallel: bool = False  # products read what attention reads
     gates_heads: bool = False  # queries are stored with a gate behind each head
     experts: ExpertForm | None = None
-    mixer: MixerNames | None = None  # of layers that do not attend
+    mixer: MixerNames | None = None  # of layers that do not attend, or do both
+    does_one_thing: bool = False  # a layer attends, mixes, or has products or experts, and not two of these
     final_norm: str = "model.norm"
     intermediate_key: str = "intermediate_size"
     width: Callable[[Mapping[str, Any]], Any] | None = None  # what counts in place of that key

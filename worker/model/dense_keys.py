@@ -123,6 +123,7 @@ def _may_matter(key: str, value: Any, form: Form) -> bool:
     """
     known = SIZES | set(ONE_MEANING | NO_WINDOWS) | SAID_ELSEWHERE
     known |= {form.intermediate_key, form.epsilon_key, *form.one_meaning, *form.scales.values(), *form.caps.values()}
+    known |= set(form.scale_lists)
     known |= set() if form.experts is None else form.experts.known_keys()
     known |= STILL_KEYS if form.still is by_no_rope_layers else set()
     known |= {form.windows.key or ""} if isinstance(form.windows, TypesOrPattern) else set()

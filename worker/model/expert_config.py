@@ -9,7 +9,7 @@ from typing import Any
 from swiftbatch.worker.kernels.routing import Routing
 from swiftbatch.worker.kernels.sizes import LANES
 from swiftbatch.worker.model.config_numbers import number_of
-from swiftbatch.worker.model.expert_forms import CHOSEN_KEYS, COUNT_KEYS, ROLES, ExpertForm, ExpertNames
+from swiftbatch.worker.model.expert_forms import CHOSEN_KEYS, COUNT_KEYS, ExpertForm, ExpertNames
 
 Config = Mapping[str, Any]
 
@@ -26,6 +26,7 @@ class ExpertConfig:
     shared_width: int  # of what all rows meet; 0 for none
     gate_limit: float
     gate_slope: float
+    latent_width: int  # of what experts read; 0 where that is a row
 
     @property
     def names(self) -> ExpertNames:
@@ -46,14 +47,21 @@ class ExpertConfig:
                 yield each
         if not is_fused and names.each is not None:
             count = self.routing.num_experts
-            yield from (names.each[role].format(number) for role in ROLES for number in range(count))
+            yield from (each.format(number) for each in names.each.values() for number in range(count))
+        if self.latent_width:
+            yield from (f"{name}.weight" for name in names.latent or ())
         if is_fused and (fused := names.fused) is not None:
             suffixes = ("",) if fused.bias_suffix is None else ("", fused.bias_suffix)
             yield from (f"{each}{suffix}" for each in (fused.gate_up, fused.down) for suffix in suffixes)
 
 
-def read_experts(config: Config, form: ExpertForm) -> ExpertConfig:
-    """Raises KeyError or ValueError for numbers left to a default, or that the kernels do not take."""
+def read_experts(config: Config, form: ExpertForm) -> ExpertConfig | None:
+    """None where no layer has them.
+
+    Raises KeyError or ValueError for numbers left to a default, or that the kernels do not take.
+    """
+    if not (layers := form.layers(config)):
+        return None
     width = _width(config, form.width)
     groups = (1, 1) if form.groups is None else tuple(int(number_of(config, key)) for key in form.groups)
     routing = Routing(
@@ -72,12 +80,13 @@ def read_experts(config: Config, form: ExpertForm) -> ExpertConfig:
     return ExpertConfig(
         form,
         routing,
-        form.layers(config),
+        layers,
         config["hidden_size"],
         width,
         _shared_width(config, form, width),
         _number(config, form.gate_limit),
         _number(config, form.gate_slope),
+        0 if form.latent_width is None or config[form.latent_width] is None else _width(config, form.latent_width),
     )
 
 

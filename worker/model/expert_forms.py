@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from swiftbatch.worker.kernels.routing import Score
+from swiftbatch.worker.model.recurrent_sizes import EXPERTS_ALONE, layer_types
 
 LayerForm = Callable[[Mapping[str, Any]], frozenset[int]]
 """Reads which layers have experts. Raises KeyError for what is left to a default, ValueError for no such numbers."""
@@ -40,11 +41,12 @@ class ExpertNames:
     router_bias: str | None = None
     each: Mapping[str, str] | None = field(
         default_factory=lambda: {role: f"mlp.experts.{{}}.{role}_proj.weight" for role in ROLES}
-    )  # of one expert by its number; None where they are never stored so
+    )  # of one expert by its number, without gates where they have none; None where they are never stored so
     fused: FusedNames | None = None
     choice_bias: str | None = None
     shared_gate: str | None = None
     shared: Mapping[str, str] | None = None  # of the products that all rows meet, by their roles
+    latent: tuple[str, str] | None = None  # of the products in front of all experts and behind them
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ class ExpertForm:
     keeps_router: bool = False  # in float32, where it is stored so
     shared_width: str | None = None
     num_shared: str | None = None  # so many widths of an expert
+    latent_width: str | None = None  # of what experts read in place of a row, where the config says one
     gate_limit: str | None = None
     gate_slope: str | None = None
     jitter: str | None = None
@@ -73,21 +76,19 @@ class ExpertForm:
     def known_keys(self) -> set[str]:
         """All keys whose numbers are understood."""
         said = (self.width, self.normalises, self.least_sum, self.scale, self.shared_width, self.num_shared)
-        said = (
-            *said,
-            self.gate_limit,
-            self.gate_slope,
-            self.jitter,
-            *(self.groups or ()),
-            *self.keys,
-            *self.one_meaning,
-        )
-        return {each for each in said if isinstance(each, str)} | {*COUNT_KEYS, *CHOSEN_KEYS, "router_aux_loss_coef"}
+        more = (self.latent_width, self.gate_limit, self.gate_slope, self.jitter, *(self.groups or ()), *self.keys)
+        of_experts = {each for each in (*said, *more, *self.one_meaning) if isinstance(each, str)}
+        return of_experts | {*COUNT_KEYS, *CHOSEN_KEYS, "router_aux_loss_coef"}
 
 
 def in_all_layers(config: Mapping[str, Any]) -> frozenset[int]:
     """Every layer has experts."""
     return frozenset(range(config["num_hidden_layers"]))
+
+
+def by_their_names(config: Mapping[str, Any]) -> frozenset[int]:
+    """Layers that are called so have experts, and nothing else."""
+    return frozenset(number for number, each in enumerate(layer_types(config) or ()) if each in EXPERTS_ALONE)
 
 
 def in_each_so_many(config: Mapping[str, Any]) -> frozenset[int]:

@@ -33,7 +33,15 @@ def expert_weights(tensors: Tensors, prefix: str, config: ExpertConfig, dtype: t
         shared_gate=None if shared_gate is None else shared_gate.to(dtype).float(),
         gate_limit=config.gate_limit,
         gate_slope=config.gate_slope,
+        latent=_latent(tensors, prefix, config),
     )
+
+
+def _latent(tensors: Tensors, prefix: str, config: ExpertConfig) -> tuple[AnyLinear, AnyLinear] | None:
+    if not config.latent_width or config.names.latent is None:
+        return None
+    front, behind = (linear_from(tensors[f"{prefix}{name}.weight"]) for name in config.names.latent)
+    return front, behind
 
 
 def _floats(tensors: Tensors, prefix: str, name: str | None) -> Tensor | None:
@@ -53,7 +61,7 @@ def _one_by_one(tensors: Tensors, prefix: str, config: ExpertConfig) -> Experts:
     names, experts = config.names.each, range(config.routing.num_experts)
     assert names is not None
     gates, ups, downs = (
-        [linear_from(tensors[prefix + names[role].format(each)]) for each in experts] for role in ROLES
+        [linear_from(tensors[prefix + names[role].format(each)]) for each in experts if role in names] for role in ROLES
     )
     return gates, ups, downs
 

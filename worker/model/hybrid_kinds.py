@@ -6,19 +6,28 @@ from dataclasses import replace
 
 from swiftbatch.worker.kernels.forms import NormForm
 from swiftbatch.worker.kernels.routing import Score
-from swiftbatch.worker.model.dense_forms import GRANITE, SHARED_GATES, Form
+from swiftbatch.worker.model.dense_forms import GRANITE, LINEARS, SHARED_GATES, Form
 from swiftbatch.worker.model.expert_forms import (
     ExpertForm,
     ExpertNames,
     FusedNames,
     behind_the_dense_ones,
+    by_their_names,
     in_all_layers,
     in_each_so_many,
     products_of,
 )
-from swiftbatch.worker.model.expert_kinds import GRANITE_EXPERTS
-from swiftbatch.worker.model.layers_without_rotary import where_no_rope_is_said
-from swiftbatch.worker.model.mixer_forms import DELTA_NET, JOINT_DELTA_NET, MAMBA, SHORT_CONVOLUTION, lfm2_width
+from swiftbatch.worker.model.expert_kinds import GRANITE_EXPERTS, SCORED_BY_SIGMOID
+from swiftbatch.worker.model.layers_without_rotary import always, where_no_rope_is_said
+from swiftbatch.worker.model.mixer_forms import (
+    DELTA_NET,
+    FALCON_MAMBA,
+    JOINT_DELTA_NET,
+    MAMBA,
+    NEMOTRON_MAMBA,
+    SHORT_CONVOLUTION,
+    lfm2_width,
+)
 
 LFM2_PRODUCTS = {"gate": "w1", "up": "w3", "down": "w2"}
 LFM2 = Form(
@@ -52,17 +61,50 @@ SHARED_EXPERT = ExpertForm(
     ),
     shared_width="shared_expert_intermediate_size",
 )
+BAMBA = Form(
+    "attention_bias",
+    "attention_bias",
+    "mlp_bias",
+    norms={"input_norm": "input_layernorm", "mlp_norm": "pre_ff_layernorm"},
+    names=products_of("feed_forward"),
+    mixer=MAMBA,
+    final_norm="model.final_layernorm",
+)
+NEMOTRON_PRODUCTS = ("up", "down")
+NEMOTRON_EXPERTS = replace(
+    SCORED_BY_SIGMOID,
+    layers=by_their_names,
+    names=ExpertNames(
+        router="mixer.gate.weight",
+        each={role: f"mixer.experts.{{}}.{role}_proj.weight" for role in NEMOTRON_PRODUCTS},
+        choice_bias="mixer.gate.e_score_correction_bias",
+        shared={role: f"mixer.shared_experts.{role}_proj" for role in NEMOTRON_PRODUCTS},
+        latent=("mixer.fc1_latent_proj", "mixer.fc2_latent_proj"),
+    ),
+    num_shared=None,
+    shared_width="moe_shared_expert_intermediate_size",
+    latent_width="moe_latent_size",
+    keys=(),
+    one_meaning={"n_shared_experts": (1,)},
+)
 HYBRID_KINDS: dict[str, Form] = {
-    "bamba": Form(
-        "attention_bias",
-        "attention_bias",
-        "mlp_bias",
-        norms={"input_norm": "input_layernorm", "mlp_norm": "pre_ff_layernorm"},
-        names={role: f"feed_forward.{role}_proj" for role in ("gate", "up", "down")},
+    "bamba": replace(
+        BAMBA,
         turned_share=0.5,
-        mixer=MAMBA,
-        final_norm="model.final_layernorm",
         unused=("attn_layer_indices", "attn_rotary_emb", "num_logits_to_keep", "z_loss_coefficient"),
+    ),
+    "falcon_h1": replace(
+        BAMBA,
+        scales={
+            "embedding": "embedding_multiplier",
+            "logits_factor": "lm_head_multiplier",
+            "attention_in_scale": "attention_in_multiplier",
+            "key_scale": "key_multiplier",
+            "attention_out_scale": "attention_out_multiplier",
+        },
+        scale_lists={"mlp_multipliers": ("gate_scale", "down_scale")},
+        mixer=FALCON_MAMBA,
+        unused=("num_logits_to_keep",),
     ),
     "granitemoehybrid": Form(
         "attention_bias",
@@ -94,6 +136,20 @@ HYBRID_KINDS: dict[str, Form] = {
             keys=("num_dense_layers",),
             one_meaning={"use_expert_bias": (True,)},
         ),
+    ),
+    "nemotron_h": Form(
+        norms=dict.fromkeys(("input_norm", "mlp_norm"), "norm"),
+        norm_form=NormForm.ONCE,
+        has_gates=False,
+        activation_key="mlp_hidden_act",
+        names={role: name.replace("self_attn", "mixer").replace("mlp", "mixer") for role, name in LINEARS.items()},
+        still=always,
+        experts=NEMOTRON_EXPERTS,
+        mixer=NEMOTRON_MAMBA,
+        does_one_thing=True,
+        final_norm="model.norm_f",
+        epsilon_key="layer_norm_epsilon",
+        unused=("attention_head_dim", "norm_eps", "num_logits_to_keep"),
     ),
     "qwen3_5_moe_text": replace(QWEN35, intermediate_key="shared_expert_intermediate_size", experts=SHARED_EXPERT),
     "qwen3_5_text": QWEN35,

@@ -10,6 +10,7 @@ from swiftbatch.worker.model.config_numbers import number_of
 from swiftbatch.worker.model.dense_forms import Form, WindowAngles
 from swiftbatch.worker.model.dense_kinds import KINDS
 from swiftbatch.worker.model.layer_windows import Windows
+from swiftbatch.worker.model.layers_without_rotary import always
 
 
 def num_turned_of(config: dict[str, Any], form: Form, head_dim: int) -> int:
@@ -26,8 +27,11 @@ def num_turned_of(config: dict[str, Any], form: Form, head_dim: int) -> int:
 
 def _angles(config: dict[str, Any], layers: str = "full_attention") -> dict[str, Any]:
     """The config's words about the angles of some layers, with their base."""
-    if own := KINDS[config["model_type"]].window_angles:
-        return _angles_by_type(config, own, layers)
+    form = KINDS[config["model_type"]]
+    if form.still is always:
+        return {"rope_type": "default", "rope_theta": 1e4}  # which no layer reads
+    if form.window_angles:
+        return _angles_by_type(config, form.window_angles, layers)
     said = config.get("rope_scaling") or config.get("rope_parameters") or {"rope_type": "default"}
     return {"rope_theta": config["rope_theta"]} | said if "rope_theta" in config else dict(said)
 

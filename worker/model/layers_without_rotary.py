@@ -45,6 +45,11 @@ def without_windows_if_said(config: dict[str, Any], windows: Windows) -> frozens
     return frozenset() if config["sliding_window"] is None else without_windows(config, windows)
 
 
+def always(config: dict[str, Any], windows: Windows) -> frozenset[int]:
+    """The kind has no rotary positions."""
+    return frozenset(range(len(windows)))
+
+
 def where_no_rope_is_said(config: dict[str, Any], windows: Windows) -> frozenset[int]:
     """All layers are still, or none is."""
-    return frozenset(range(len(windows))) if config["position_embedding_type"] == "nope" else frozenset()
+    return always(config, windows) if config["position_embedding_type"] == "nope" else frozenset()

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from swiftbatch.worker.kernels.mixer_sizes import MixerForm, MixerSizes
-from swiftbatch.worker.model.config_numbers import number_of
+from swiftbatch.worker.model.config_numbers import number_of, numbers_of
 from swiftbatch.worker.model.recurrent_sizes import ATTENDING, RECURRENT, RecurrentShape, layer_types, recurrent_shape
 
 Config = Mapping[str, Any]
+NUM_PARTS = 5  # of a row of Mamba-2 that have scales of their own
 Order = Callable[[RecurrentShape], list[int]]
 """The order of a stored product's rows, by the roles that they have in our kernels."""
 
@@ -32,6 +33,10 @@ class MixerNames:
     epsilon: str = "rms_norm_eps"
     least_step: str | None = None  # key of the least time step, where `time_step_limit` does not count
     orders: Mapping[str, Order] = field(default_factory=dict)  # of stored products whose roles are mixed
+    norm: str | None = None  # key that says whether there is a norm of what is found; None: always
+    in_scale: str | None = None  # keys of numbers that multiply what the mixer reads, what it gives,
+    out_scale: str | None = None
+    part_scales: str | None = None  # and gates, values, keys, queries and steps: a list, or null
     keys: tuple[str, ...] = ()  # beginnings of keys whose numbers are read here, or change no forward
     one_meaning: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # of keys that may be left away
 
@@ -47,6 +52,7 @@ class MixerConfig:
     attending: frozenset[int]
     has_bias: bool
     has_tap_bias: bool
+    part_scales: tuple[float, ...] | None
 
     @property
     def numbers(self) -> dict[str, str]:
@@ -80,6 +86,7 @@ def read_mixers(config: Config, names: MixerNames) -> MixerConfig | None:
         frozenset(number for number, each in enumerate(types) if each in ATTENDING),
         _is_said(config, names.bias),
         _is_said(config, names.tap_bias),
+        None if names.part_scales is None else tuple(numbers_of(config, names.part_scales, NUM_PARTS)),
     )
 
 
@@ -87,12 +94,19 @@ def _sizes(config: Config, names: MixerNames, shape: RecurrentShape) -> MixerSiz
     sizes = {name: size for name, size in vars(shape).items() if name != "num_layers"}
     if names.form == MixerForm.CONVOLUTION:
         return MixerSizes(names.form, **sizes)
-    width, least, most = shape.value_dim, 0.0, math.inf
-    if names.form == MixerForm.STATE_SPACE:
-        width = shape.num_heads * shape.value_dim // shape.num_key_heads
-        least, most = _time_step_limits(config, names)
+    if names.form == MixerForm.DELTA_NET:
+        return MixerSizes(names.form, **sizes, norm_width=shape.value_dim, epsilon=config[names.epsilon])
+    width = shape.num_heads * shape.value_dim // shape.num_key_heads
+    least, most = _time_step_limits(config, names)
     return MixerSizes(
-        names.form, **sizes, norm_width=width, epsilon=config[names.epsilon], least_step=least, most_step=most
+        names.form,
+        **sizes,
+        norm_width=width if names.norm is None or _is_said(config, names.norm) else 0,
+        epsilon=config[names.epsilon],
+        least_step=least,
+        most_step=most,
+        in_scale=1.0 if names.in_scale is None else number_of(config, names.in_scale),
+        out_scale=1.0 if names.out_scale is None else number_of(config, names.out_scale),
     )
 
 
@@ -151,12 +165,14 @@ OUTPUT: dict[str, tuple[str, ...]] = {"out_proj": ("output",)}
 TAPS = {"taps": "conv1d.weight", "tap_bias": "conv1d.bias", "rates": "A_log", "step_bias": "dt_bias"}
 TAPS |= {"norm": "norm.weight"}
 DELTA_KEYS = ("linear_", "full_attention_interval", "mtp_")
+SILU_ALONE: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu",)}  # of the convolution and the gates, too
 DELTA_NET = MixerNames(
     MixerForm.DELTA_NET,
     "linear_attn",
     {"in_proj_qkv": ("inputs",), "in_proj_z": ("gates",), "in_proj_b": ("betas",), "in_proj_a": ("steps",), **OUTPUT},
     TAPS,
     keys=DELTA_KEYS,
+    one_meaning=SILU_ALONE,
 )
 JOINT_DELTA_NET = MixerNames(  # Qwen3-Next
     MixerForm.DELTA_NET,
@@ -165,6 +181,7 @@ JOINT_DELTA_NET = MixerNames(  # Qwen3-Next
     TAPS,
     orders={"in_proj_qkvz": _queries_to_gates, "in_proj_ba": _betas_and_steps},
     keys=DELTA_KEYS,
+    one_meaning=SILU_ALONE,
 )
 MAMBA = MixerNames(
     MixerForm.STATE_SPACE,
@@ -174,6 +191,27 @@ MAMBA = MixerNames(
     bias="mamba_proj_bias",
     tap_bias="mamba_conv_bias",
     keys=("mamba_", "time_step_limit"),
+    one_meaning=SILU_ALONE,
+)
+NEMOTRON_MAMBA = replace(
+    MAMBA,
+    part="mixer",
+    bias="use_bias",
+    tap_bias="use_conv_bias",
+    epsilon="layer_norm_epsilon",
+    least_step="time_step_min",
+    keys=("mamba_", "time_step_", "chunk_size", "conv_kernel", "expand", "n_groups", "ssm_state_size"),
+    one_meaning={"mamba_hidden_act": ("silu",), "mlp_bias": (False,), "residual_in_fp32": (False,)},
+)
+FALCON_MAMBA = replace(
+    MAMBA,
+    norm="mamba_rms_norm",
+    in_scale="ssm_in_multiplier",
+    out_scale="ssm_out_multiplier",
+    part_scales="ssm_multipliers",
+    keys=("mamba_", "time_step_limit", "ssm_"),
+    one_meaning=SILU_ALONE
+    | {"mamba_norm_before_gate": (False,), "mamba_use_mlp": (True,), "projectors_bias": (False,)},
 )
 SHORT_CONVOLUTION = MixerNames(
     MixerForm.CONVOLUTION,

@@ -18,6 +18,8 @@ def mixer_weights(tensors: Mapping[str, Weight], prefix: str, mixer: MixerConfig
     linears = dict(_linears(tensors, f"{prefix}{mixer.names.part}.", mixer))
     stored = {role: plain(tensors[prefix + name]) for role, name in mixer.numbers.items()}
     numbers = {role: _number(role, each.to(dtype).float(), mixer) for role, each in stored.items()}
+    if mixer.part_scales is not None:
+        numbers["scales"] = _scales(mixer.part_scales, mixer).to(dtype).float()
     return MixerWeights(mixer.sizes, linears, numbers)
 
 
@@ -41,6 +43,14 @@ def of_rows(weight: Weight, rows: list[int]) -> Weight:
         raise ValueError(f"found {weight.shape[0]} rows, expected {len(rows)}")
     chosen = torch.tensor(rows, device=weight.device)
     return weight.rows(chosen) if isinstance(weight, PackedMatrix) else weight[chosen]
+
+
+def _scales(parts: tuple[float, ...], mixer: MixerConfig) -> Tensor:
+    """The scales of all columns in the order of the kernels' roles."""
+    gates, values, keys, queries, steps = parts
+    width, key_width = mixer.sizes.width, mixer.shape.num_key_heads * mixer.shape.key_dim
+    runs = ((values, width), (keys, key_width), (queries, key_width), (gates, width), (steps, mixer.shape.num_heads))
+    return torch.cat([torch.full((count,), scale) for scale, count in runs])
 
 
 def _number(role: str, numbers: Tensor, mixer: MixerConfig) -> Tensor:

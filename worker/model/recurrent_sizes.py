@@ -10,7 +10,8 @@ Config = Mapping[str, Any]
 
 ATTENDING = {"attention", "full_attention", "sliding_attention", "chunked_attention", "hybrid", "*"}
 RECURRENT = {"linear_attention", "mamba", "conv", "hybrid", "M"}  # what configs call layers that have a state
-STATELESS = {"mlp", "moe", "-", "E"}  # products or experts alone
+EXPERTS_ALONE = {"moe", "E"}
+STATELESS = {"mlp", "-"} | EXPERTS_ALONE  # products or experts alone
 ALL_ALIKE = {"falcon_h1": "hybrid", "granitemoehybrid": "mamba"}  # layers of kinds whose config does not name them
 DEFAULT_INTERVAL = 4  # one of so many layers of Qwen3-Next attends, where its config does not say it
 

@@ -10,6 +10,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from swiftbatch.worker.model.recurrent_sizes import layer_types
+
 Config = Mapping[str, Any]
 
 NESTING = {  # kinds of whole models that were held against transformers' own, and the kind of text that they default to
@@ -53,6 +55,7 @@ LEFT_OUT: dict[str, dict[str, Any]] = {  # what published configs leave to the c
     "starcoder2": {"tie_word_embeddings": True},
     "gpt_oss": {"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
     "qwen2_moe": {"qkv_bias": True},
+    "nemotron_h": {"head_dim": 128, "layer_norm_epsilon": 1e-5, "moe_latent_size": None},
     "vaultgemma": {"tie_word_embeddings": True},
 }
 OF_THE_WHOLE = ("quantization_config", "compression_config", "eos_token_id", "tie_word_embeddings")
@@ -64,6 +67,8 @@ PREDICTORS = re.compile(r"^(?:model\.)?(?:mtp|mtp_layers|nextn_predict_layers)\.
 TURNED_EXPERTS = re.compile(r"\.mlp\.experts\.(gate_up|down)_proj$")
 WHOLE_DECODER, LAYER = re.compile(r"^model\.language_model\."), re.compile(r"^model\.layers\.(\d+)\.")
 HEAD, HEAD_BIAS, EMBEDDING = "lm_head.weight", "lm_head.bias", "model.embed_tokens.weight"
+OWN_DECODER = re.compile(r"^backbone\.")
+OWN_EMBEDDING = {"nemotron_h": "model.embeddings.weight"}  # of kinds whose classes have another name for it
 
 
 def text_view(config: Config) -> dict[str, Any]:
@@ -77,6 +82,8 @@ def text_view(config: Config) -> dict[str, Any]:
     for key in ("rope_scaling", "rope_parameters"):
         if isinstance(said := view.get(key), dict):
             view[key] = {name: value for name, value in said.items() if name not in OF_IMAGES}
+    if view["model_type"] == "nemotron_h" and "num_hidden_layers" not in view and (types := layer_types(view)):
+        view["num_hidden_layers"] = len(types)
     return LEFT_OUT.get(str(view["model_type"]), {}) | view
 
 
@@ -99,11 +106,19 @@ def text_name(name: str, config: Config) -> str | None:
     if OTHER_TOWERS.match(name) or PREDICTORS.match(name):
         return None
     name = WHOLE_DECODER.sub("model.", name).removeprefix("language_model.")
+    if (own := OWN_EMBEDDING.get(str(config.get("model_type")))) is not None:
+        name = OWN_DECODER.sub("model.", name)
+        name = EMBEDDING if name == own else name
     if number := LAYER.match(name):
         num_layers = config.get("num_hidden_layers") or 0
         num_predictors = config.get("num_nextn_predict_layers") or 0
         return None if num_layers <= int(number[1]) < num_layers + num_predictors else name
     return name
+
+
+def class_name(name: str, config: Config) -> str:
+    """The name that the class of this view's kind has for a tensor, by its name in the text model."""
+    return OWN_EMBEDDING.get(str(config.get("model_type")), name) if name == EMBEDDING else name
 
 
 def is_of_text(name: str, config: Config) -> bool:

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
-from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore, State
+from swiftbatch.jobs.checkpoints.checkpoint_store import AttemptRecord, CheckpointStore, State
 from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
 from swiftbatch.jobs.checkpoints.token_log import TokenLog
 from swiftbatch.jobs.logprobs import shown_logprobs
+from swiftbatch.jobs.run.result_segments import SealedResult
 from swiftbatch.jobs.run.results import success_line
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.retries import Retries
@@ -40,6 +41,7 @@ from swiftbatch.worker.session.checkpointing import Checkpointing
 from swiftbatch.worker.session.resume import Resumer
 from swiftbatch.worker.session.running_job import RunningJob, num_pages_in_use, without_room
 from swiftbatch.worker.session.same_model import located_model, refuse_changed_meanwhile
+from swiftbatch.worker.session.sealing import Sealing, SealingRule
 from swiftbatch.worker.session.work import Assignment, JobProgress, Orders, WorkReport
 from swiftbatch.worker.target.loading import resolve_device
 from swiftbatch.worker.target.step_costs import step_costs_of
@@ -62,6 +64,8 @@ class WorkerSession:
         self._run = Run.open(run_uri, Retries(config.store_retry_seconds, counters.count_store_retry))
         files = located_model(config.model, self._run)
         self._checkpoints, self._kept_logs = CheckpointStore.of(self._run), KeptLogs.of(self._run)
+        rule = SealingRule(config.checkpoint_seconds, config.checkpoint_tokens)
+        self._sealing = Sealing(self._run, worker_id, rule)
         self._codec = TextCodec(files, config.thinking_markers)
         slots = self._slots_wanted(files)
         computed = (config.dtype, config.device, config.kv_offload, slots, config.cuda_kernels, config.kv_dtype)
@@ -98,7 +102,7 @@ class WorkerSession:
         self._num_pages = orders.num_pages
         released = self._release(orders.released, self._config.grace_seconds)
         outgrown: list[JobProgress] = []
-        finished: list[JobProgress] = []
+        ended: list[JobProgress] = []
         failed: list[tuple[str, str]] = []
         refused: list[tuple[str, str, str]] = []
         for assignment in orders.assignments:
@@ -121,19 +125,23 @@ class WorkerSession:
                 if job.sequence.error is not None:
                     refused.append((job.job_id, job.sequence.error_code or NOT_FINITE, job.sequence.error))
                 else:
-                    self._finish(job, finished, failed)
+                    self._finish(job, ended, failed)
             for job in self._running.values():
                 self._checkpointing.put_due(job)
+            self._sealing.seal_due()
         if self._must_drain:
+            self._sealing.seal()
             released += self._release(list(self._running), self._config.grace_seconds)
+        is_last = self._must_drain or (orders.seals and not self._running)
         return WorkReport(
             progress=tuple(job.progress for job in self._running.values()),
-            finished=tuple(finished),
+            finished=tuple(self._sealing.flush() if is_last else self._sealing.sealed()),
             failed=tuple(failed),
             refused=tuple(refused),
             num_generated_tokens=self.engine.counters.num_generation_tokens - num_before,
             released=tuple(released),
             outgrown=tuple(outgrown),
+            ended=tuple(ended),
             is_draining=self._must_drain,
             counters=copy.deepcopy(self.engine.counters),
         )
@@ -141,8 +149,10 @@ class WorkerSession:
     def drain(self, seconds: float) -> WorkReport:
         """Checkpoint and hand back all jobs: token logs first, then as much state as `seconds` allow."""
         self._must_drain = True
-        released = tuple(self._release(list(self._running), seconds))
-        return WorkReport(released=released, is_draining=True, counters=copy.deepcopy(self.engine.counters))
+        self._sealing.seal()
+        released, counters = tuple(self._release(list(self._running), seconds)), copy.deepcopy(self.engine.counters)
+        finished = tuple(self._sealing.flush())
+        return WorkReport(finished=finished, released=released, is_draining=True, counters=counters)
 
     def request_drain(self) -> None:
         """Let the running or the next `work` drain, within the grace period; safe in a signal handler."""
@@ -223,9 +233,10 @@ class WorkerSession:
         self.engine.replace(again)
         job.sequence = again
 
-    def _finish(self, job: RunningJob, finished: list[JobProgress], failed: list[tuple[str, str]]) -> None:
-        """Write a finished job's result, then forget its checkpoints; an overtaken attempt writes nothing."""
-        newest = self._checkpoints.attempts(job.job_id)
+    def _finish(self, job: RunningJob, ended: list[JobProgress], failed: list[tuple[str, str]]) -> None:
+        """Have the result of a job written that has ended; an overtaken attempt writes nothing."""
+        attempts = self._checkpoints.history(job.job_id)
+        newest = attempts[-1].attempt if attempts else 0
         if newest > job.assignment.attempt:
             self.engine.counters.num_stale_attempt_rejections += 1
             failed.append((job.job_id, f"attempt {job.assignment.attempt} was overtaken by attempt {newest}"))
@@ -233,10 +244,9 @@ class WorkerSession:
         if may_be_extended(job.sequence, job.thinking):  # before its result says that it is there
             log = TokenLog(job.sequence.output_ids.astype("uint32"), job.sequence.rewinds)
             self._kept_logs.write(job.job_id, log, job.sequence.kept_logprobs)
-        self._run.write_result(job.job_id, self._result_line(job))
-        if not self._is_kept(job):
-            self._checkpoints.clear(job.job_id)
-        finished.append(job.progress)
+        line = self._result_line(job, attempts)
+        self._sealing.add(SealedResult.of(job.job_id, line), is_kept=self._is_kept(job))
+        ended.append(job.progress)
         reason = job.sequence.finish_reason or ""
         self.engine.counters.count_finished(reason, time.monotonic() - job.started, job.sequence.num_generated_tokens)
 
@@ -244,10 +254,9 @@ class WorkerSession:
         """Return whether a finished job's checkpoints stay."""
         return self._config.keep_state and may_be_extended(job.sequence, job.thinking)
 
-    def _result_line(self, job: RunningJob) -> dict[str, Any]:
+    def _result_line(self, job: RunningJob, attempts: list[AttemptRecord]) -> dict[str, Any]:
         record, output_ids = job.assignment.record, job.sequence.output_ids.astype("uint32")
         text, logprobs = text_of(job.sequence, self._codec.output_text), job.sequence.kept_logprobs
-        attempts = self._checkpoints.history(job.job_id)
         exactness = exactness_of(self._run.manifest.exactness, [a.numerics for a in attempts if a.numerics])
         return success_line(
             record,

@@ -26,6 +26,7 @@ class Orders:
     assignments: tuple[Assignment, ...] = ()
     cancelled: tuple[str, ...] = ()
     released: tuple[str, ...] = ()  # write a whole checkpoint of these, then hand them back
+    seals: bool = True  # all results when no job runs any more; False where more jobs are about to come
     num_pages: int | None = None  # that caches of all jobs may take; None where that is no question
 
 
@@ -50,3 +51,4 @@ class WorkReport:
     counters: EngineCounters | None = None  # all that the worker has counted since it started
     refused: tuple[tuple[str, str, str], ...] = ()  # (job_id, error code, message): every attempt would end so
     outgrown: tuple[JobProgress, ...] = ()  # handed back with a whole checkpoint, since the memory ran out
+    ended: tuple[JobProgress, ...] = ()  # in this slice; they take no room, and finish once their results are there

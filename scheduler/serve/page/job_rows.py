@@ -11,16 +11,17 @@ from itertools import islice
 from typing import Any
 
 from swiftbatch.jobs.run.job_index import JobName
+from swiftbatch.jobs.run.output_line import num_completion_tokens
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_files import NUM_READERS
 from swiftbatch.jobs.run.run_records import Progress
-from swiftbatch.scheduler.driver.backlog import CANCELLED, num_completion_tokens
+from swiftbatch.scheduler.driver.backlog import CANCELLED
 from swiftbatch.scheduler.runs.cancellation import EXPIRED
 from swiftbatch.scheduler.serve.partial import names_of
 
 NUM_JOBS = 50  # of a page
 NUM_PROBLEMS = 100
-NUM_KNOWN_JOBS = 5000  # finished jobs whose texts are kept: they are not read again at each look
+NUM_KNOWN_RUNS = 8
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,9 @@ def job_page(run: Run, progress: Progress | None, number: int) -> JobPage:
     number = min(max(1, number), num_pages)
     running = {} if progress is None else progress.running
     shown = names[(number - 1) * NUM_JOBS : number * NUM_JOBS]
+    results = _results(run.store.uri, [job.job_id for job in shown if job.name not in running])
     with ThreadPoolExecutor(NUM_READERS) as pool:
-        rows = list(pool.map(lambda job: _row(run, job, running), shown))
+        rows = list(pool.map(lambda job: _row(run, job, running, results.get(job.job_id)), shown))
     return JobPage(rows, number, num_pages, len(names))
 
 
@@ -77,27 +79,27 @@ def file_problems(pieces: Iterator[bytes]) -> list[Problem]:
     return [_problem(json.loads(line)) for line in islice(_lines(pieces), NUM_PROBLEMS)]
 
 
-def _row(run: Run, job: JobName, running: dict[str, int]) -> JobRow:
+def _row(run: Run, job: JobName, running: dict[str, int], result: dict[str, Any] | None) -> JobRow:
     if job.name in running:
         return JobRow(job.name, "running", running[job.name])
-    try:
-        num_tokens, finish_reason = _finished(run.store.uri, job.job_id)
-        return JobRow(job.name, "finished", num_tokens, finish_reason)
-    except LookupError:
-        line = run.error(job.job_id)
+    if result is not None:
+        reason = str(result["response"]["body"]["choices"][0]["finish_reason"])
+        return JobRow(job.name, "finished", num_completion_tokens(result), reason)
+    line = run.error(job.job_id)
     if line is None:
         return JobRow(job.name, "pending")
     state = {CANCELLED: "cancelled", EXPIRED: "expired"}.get(str(line["error"]["code"]), "failed")
     return JobRow(job.name, state, problem=str(line["error"]["message"]))
 
 
-@functools.lru_cache(maxsize=NUM_KNOWN_JOBS)
-def _finished(uri: str, job_id: str) -> tuple[int, str]:
-    """Tokens and finish reason from a job's result. Raises LookupError, which no cache keeps, where there is none."""
-    line = Run.open(uri).result(job_id)
-    if line is None:
-        raise LookupError(job_id)
-    return num_completion_tokens(line), str(line["response"]["body"]["choices"][0]["finish_reason"])
+def _results(uri: str, job_ids: list[str]) -> dict[str, dict[str, Any] | None]:
+    return dict(zip(job_ids, _known_run(uri).result_lines(job_ids), strict=True))
+
+
+@functools.lru_cache(maxsize=NUM_KNOWN_RUNS)
+def _known_run(uri: str) -> Run:
+    """A run that knows where its results are: pages and clients ask again and again."""
+    return Run.open(uri)
 
 
 def _problem(line: dict[str, Any]) -> Problem:

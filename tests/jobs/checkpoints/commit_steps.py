@@ -20,6 +20,8 @@ import numpy as np
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore, ResumeRecord
 from swiftbatch.jobs.checkpoints.writer import CheckpointWriter
+from swiftbatch.jobs.run.result_segments import SealedResult
+from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.store import Store
 from tests.jobs.checkpoints.checkpoint_parts import (
     FINGERPRINT,
@@ -30,8 +32,8 @@ from tests.jobs.checkpoints.checkpoint_parts import (
     output_ids,
     tokens_at,
 )
+from tests.jobs.run.run_parts import FINISHED, MANIFEST
 
-RESULT = f"results/{JOB}.json"
 NUM_POSITIONS = 48  # of the finished sequence
 CHANGING = {"os.rename", "os.remove", "os.link", "os.mkdir", "os.rmdir", "os.truncate"}
 
@@ -98,9 +100,16 @@ def run_attempt(store: Store, num_positions: int, acknowledged: int | None = Non
     writer.stop()
 
 
+def result() -> dict[str, Any]:
+    """The output line of the job when it has ended."""
+    body = FINISHED["response"]["body"]
+    choice = {"text": output_ids(NUM_POSITIONS - NUM_PROMPT_TOKENS).tobytes().hex(), "finish_reason": "length"}
+    return FINISHED | {"response": {"body": body | {"choices": [choice]}}}
+
+
 def finish(store: Store) -> None:
-    """The result first, then the checkpoints go."""
-    store.write(RESULT, output_ids(NUM_POSITIONS - NUM_PROMPT_TOKENS).tobytes())
+    """The segment with the result first, then the checkpoints go."""
+    Run(store, MANIFEST).write_segment(f"w{os.getpid()}", [SealedResult.of(JOB, result())])
     CheckpointStore(store, FINGERPRINT).clear(JOB)
 
 

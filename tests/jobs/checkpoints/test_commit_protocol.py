@@ -11,9 +11,12 @@ from pathlib import Path
 import pytest
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
+from swiftbatch.jobs.run.result_segments import SEGMENTS
+from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.store import Store
-from tests.jobs.checkpoints.checkpoint_parts import FINGERPRINT, JOB, NUM_PROMPT_TOKENS, check_checkpoints, output_ids
-from tests.jobs.checkpoints.commit_steps import NUM_POSITIONS, RESULT, finish, run_attempt
+from tests.jobs.checkpoints.checkpoint_parts import FINGERPRINT, JOB, check_checkpoints
+from tests.jobs.checkpoints.commit_steps import NUM_POSITIONS, finish, result, run_attempt
+from tests.jobs.run.run_parts import MANIFEST
 
 pytestmark = pytest.mark.long
 
@@ -43,18 +46,14 @@ def acknowledged(folder: Path) -> tuple[int, int]:
     return int(num_tokens), int(num_positions)
 
 
-def expected_result() -> bytes:
-    return output_ids(NUM_POSITIONS - NUM_PROMPT_TOKENS).tobytes()
-
-
 def test_what_was_flushed_is_there_wherever_the_process_was_killed(
     killed: list[Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     for folder in killed:
         store, checkpoints = Store(str(folder)), CheckpointStore(Store(str(folder)), FINGERPRINT)
-        result = store.read(RESULT)
-        if result is not None:
-            assert result == expected_result(), folder
+        run = Run(store, MANIFEST)
+        if JOB in run.ended()[0]:
+            assert run.result(JOB) == result(), folder
             continue
         num_tokens, num_positions = check_checkpoints(checkpoints)
         assert num_tokens >= acknowledged(folder)[0], folder
@@ -73,9 +72,11 @@ def test_a_run_that_was_killed_anywhere_is_resumed_to_its_end(
     monkeypatch.setattr(os, "fsync", lambda _: None)  # only its time would show here
     for folder in killed:
         store = Store(str(folder))
-        if not store.exists(RESULT):
+        if Run(store, MANIFEST).result(JOB) is None:
             run_attempt(store, NUM_POSITIONS)
             finish(store)
             assert store.list("checkpoints") == []
-        assert store.read(RESULT) == expected_result()
-        assert store.list("results") == [f"{JOB}.json"]
+        run = Run(store, MANIFEST)
+        assert run.result(JOB) == result()
+        assert len(store.list(SEGMENTS)) == 1
+        assert run.damaged == {}

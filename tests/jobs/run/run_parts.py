@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from swiftbatch.jobs.job import Job, JobRecord
-from swiftbatch.jobs.run.run import Progress, RunManifest, WorkerStatus
+from swiftbatch.jobs.run.line_files import LineFiles
+from swiftbatch.jobs.run.result_segments import SealedResult
+from swiftbatch.jobs.run.run import Progress, Run, RunManifest, WorkerStatus
 from swiftbatch.jobs.sampling import SamplingParams
 
 MANIFEST = RunManifest(
@@ -55,3 +57,16 @@ def make_record(custom_id: str, line_number: int = 1, prompt: str = "Once") -> J
     sampling = SamplingParams(max_tokens=5, seed=1, stop=("END",))
     job = Job(custom_id=custom_id, url="/v1/completions", prompt=prompt, sampling=sampling)
     return JobRecord(job.job_id("f1"), job, line_number, 3)
+
+
+def write_result(run: Run, job_id: str, line: dict[str, Any]) -> bool:
+    """Keep a result in a segment of its own; False where there is one."""
+    is_new = run.result(job_id) is None
+    if is_new:
+        run.write_segment(job_id, [SealedResult.of(job_id, line)])
+    return is_new
+
+
+def write_older_result(run: Run, job_id: str, line: dict[str, Any]) -> bool:
+    """Keep a result as older versions did, in a file of its own; False where there is one."""
+    return LineFiles(run.store, "results", {}, None).write_new(job_id, line)

@@ -16,7 +16,7 @@ from swiftbatch.jobs.input.lines import JobLine
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.run.results import Reasoning, error_line, success_line
 from swiftbatch.jobs.run.run import Run
-from tests.jobs.run.run_parts import MANIFEST, make_record
+from tests.jobs.run.run_parts import MANIFEST, make_record, write_result
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def finish(run: Run, record: JobRecord) -> None:
         token_ids=token_ids,
         metrics=metrics,
     )
-    assert run.write_result(record.job_id, line)
+    assert write_result(run, record.job_id, line)
 
 
 def fail(run: Run, records: Sequence[JobRecord], code: str = "cancelled", message: str = "why") -> None:
@@ -98,7 +98,7 @@ def test_what_was_thought_is_counted_over_all_choices(run: Run) -> None:
             metrics={},
             reasoning=thought,
         )
-        assert run.write_result(record.job_id, line)
+        assert write_result(run, record.job_id, line)
     ((line),) = output(run)
     assert line["response"]["body"]["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2 + 3}
 

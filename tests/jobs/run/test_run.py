@@ -17,7 +17,7 @@ from swiftbatch.jobs.run.run import Run, RunError
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.jobs.storage.store import StoreError
 from tests import ROOT
-from tests.jobs.run.run_parts import FINISHED, MANIFEST, PROGRESS, failed_line, make_record
+from tests.jobs.run.run_parts import FINISHED, MANIFEST, PROGRESS, failed_line, make_record, write_result
 
 
 @pytest.fixture(params=["local", "s3"])
@@ -255,8 +255,8 @@ def test_rejects_come_back_as_they_went_in(run: Run) -> None:
 
 
 def test_a_finished_result_is_never_overwritten(run: Run) -> None:
-    assert run.write_result("a-1", FINISHED)
-    assert not run.write_result("a-1", FINISHED | {"custom_id": "second"})
+    assert write_result(run, "a-1", FINISHED)
+    assert not write_result(run, "a-1", FINISHED | {"custom_id": "second"})
     assert run.result("a-1") == FINISHED
     assert run.ended()[0] == {"a-1"}
     assert run.result("b-1") is None
@@ -268,14 +268,14 @@ def test_an_error_may_be_replaced_and_a_result_makes_up_for_it(run: Run) -> None
     run.write_error("b-1", failed_line("3"))
     assert run.error("a-1") == failed_line("2")
     assert run.ended()[1] == {"a-1", "b-1"}
-    run.write_result("a-1", FINISHED)
+    write_result(run, "a-1", FINISHED)
     assert run.ended()[1] == {"b-1"}
 
 
 def test_cleared_errors_make_jobs_pending_again_and_results_stay(run: Run) -> None:
     run.write_error("a-1", {})
     run.write_error("b-1", {})
-    run.write_result("c-1", {})
+    write_result(run, "c-1", FINISHED)
     assert run.clear_errors() == 2
     assert run.ended()[1] == set()
     assert run.error("a-1") is None

@@ -17,7 +17,7 @@ from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_files import NUM_READ_AHEAD
 from swiftbatch.jobs.storage.local_folder import LocalFolder
 from swiftbatch.jobs.storage.store import Store, StoreError
-from tests.jobs.run.run_parts import MANIFEST, make_record
+from tests.jobs.run.run_parts import MANIFEST, make_record, write_result
 
 
 @pytest.fixture
@@ -46,11 +46,11 @@ def read_table(store: Store) -> list[dict[str, Any]]:
 def test_output_holds_every_finished_and_failed_job_in_input_order(run: Run) -> None:
     records = [make_record(custom_id) for custom_id in ("d", "c", "b", "a", "pending")]
     run.add_jobs(records)
-    run.write_result(records[3].job_id, finished_line("a", "A \u2028 B\n", {"num_drafts": 2, "speed": 1, "note": "x"}))
+    write_result(run, records[3].job_id, finished_line("a", "A \u2028 B\n", {"num_drafts": 2, "speed": 1, "note": "x"}))
     run.write_error(records[2].job_id, failed_line("b", "cancelled"))
     run.write_error(records[1].job_id, failed_line("c", "attempts_exhausted"))
-    run.write_result(
-        records[0].job_id, finished_line("d", "D", {"speed": 0.5, "text": 7, "error_code": 1, "gone": None})
+    write_result(
+        run, records[0].job_id, finished_line("d", "D", {"speed": 0.5, "text": 7, "error_code": 1, "gone": None})
     )
     run.write_error(records[0].job_id, failed_line("d", "too early"))
     run.write_output()
@@ -79,7 +79,7 @@ def test_a_table_has_what_a_chat_thought_and_its_log_probabilities(run: Run, mon
     for record in records:
         line = finished_line(record.job.custom_id, "", {})
         line["response"]["body"]["choices"] = [{"message": message, "logprobs": logprobs, "finish_reason": "stop"}]
-        run.write_result(record.job_id, line)
+        write_result(run, record.job_id, line)
     run.write_output()
     rows = read_table(run.store)
     assert [(row["text"], row["reasoning_content"]) for row in rows] == [("Yes", "well\\udce9")] * 2
@@ -100,7 +100,7 @@ def test_output_is_written_again_after_more_results(run: Run) -> None:
     run.add_jobs(records)
     for num_finished in (1, 150):
         for record in records[:num_finished]:
-            run.write_result(record.job_id, finished_line(record.job.custom_id, "x", {}))
+            write_result(run, record.job_id, finished_line(record.job.custom_id, "x", {}))
         run.write_output()
         assert [row["custom_id"] for row in read_table(run.store)] == [
             f"job {number}" for number in range(num_finished)
@@ -111,7 +111,7 @@ def test_results_are_read_several_at_once_in_order_and_not_far_ahead(run: Run, m
     records = [make_record(f"job-{i}") for i in range(NUM_READ_AHEAD + 20)]
     run.add_jobs(records)
     for record in records:
-        run.write_result(record.job_id, finished_line(record.job.custom_id, "text", {}))
+        write_result(run, record.job_id, finished_line(record.job.custom_id, "text", {}))
     real, paths, others_are_read = LocalFolder.read, list[str](), threading.Event()
 
     def read(folder: LocalFolder, path: str) -> bytes | None:

@@ -18,7 +18,7 @@ from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.jobs.shards.settings import ShardSettings, ask_for_shards
 from swiftbatch.jobs.shards.shards import DATA, Shards
 from swiftbatch.jobs.storage.store import Store
-from tests.jobs.run.run_parts import FINISHED, MANIFEST
+from tests.jobs.run.run_parts import FINISHED, MANIFEST, write_result
 
 Rows = list[dict[str, Any]]
 
@@ -61,7 +61,7 @@ def finish(run: Run, *records: JobRecord) -> None:
             "choices": [{"text": f"text of {record.job_id}", "finish_reason": "length"}],
             "metrics": {"speed": 1.5},
         }
-        run.write_result(record.job_id, {"custom_id": record.job.custom_id, "response": {"body": body}, "error": None})
+        write_result(run, record.job_id, {"custom_id": record.job.custom_id, "response": {"body": body}, "error": None})
 
 
 def fail(run: Run, *records: JobRecord, code: str = "attempts_failed", message: str = "why") -> None:

@@ -15,13 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import dataset
 
+from swiftbatch.jobs.run.result_segments import SEGMENTS
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_files import RunError
 from swiftbatch.jobs.shards.settings import ShardSettings, ask_for_shards
 from swiftbatch.jobs.shards.shard_file import arrow_schema
 from swiftbatch.jobs.shards.shards import DATA, Shards
-from swiftbatch.jobs.storage.store import StoreError
-from tests.jobs.run.run_parts import FINISHED
+from swiftbatch.jobs.storage.store import Store, StoreError
+from tests.jobs.run.run_parts import FINISHED, write_result
 from tests.jobs.shards.shard_parts import (
     all_rows,
     fail,
@@ -112,7 +113,7 @@ def test_thoughts_and_log_probabilities_are_columns_also_of_chats(tmp_path: Path
     message = {"role": "assistant", "reasoning_content": "well", "content": "Yes"}
     choice = {"message": message, "logprobs": {"content": [{"token": "Y", "logprob": -0.5}]}, "finish_reason": "stop"}
     body = FINISHED["response"]["body"] | {"choices": [choice]}
-    run.write_result(record.job_id, {"custom_id": "a", "response": {"body": body}, "error": None})
+    write_result(run, record.job_id, {"custom_id": "a", "response": {"body": body}, "error": None})
     shards_of(run).catch_up(is_end=True)
     [[row]] = all_rows(run.store)
     assert (row["text"], row["reasoning_content"]) == ("Yes", "well")
@@ -197,20 +198,25 @@ def test_a_run_that_is_asked_for_shards_later_puts_all_into_them(tmp_path: Path)
         ask_for_shards(run.store, ShardSettings.parse("jsonl:1"))
 
 
+def damage(store: Store, path: str) -> None:
+    store.write(path, (store.read(path) or b"").replace(b"text of", b"test of"))
+
+
 def test_a_damaged_result_holds_up_its_line_alone_and_a_planned_shard_until_it_is_there_again(tmp_path: Path) -> None:
     run = make_run(str(tmp_path / "run"), {"a": 1, "b": 1, "c": 1, "d": 1}, "jsonl:2")
     a, b, c, d = run.jobs()
     finish(run, a, b, c, d)
-    whole = run.store.read(f"results/{a.job_id}.json") or b""
-    run.store.write(f"results/{a.job_id}.json", whole[:20])
+    damage(run.store, f"{SEGMENTS}/{a.job_id}.seg")
     shards_of(run).catch_up(is_end=False)
     assert [[row["custom_id"] for row in rows] for rows in all_rows(run.store)] == [["b"], ["c", "d"]]
     before = files(run.store)
     run.store.delete(f"{DATA}/train-00001.jsonl")
-    run.store.write(f"results/{d.job_id}.json", b"{")
+    damage(run.store, f"{SEGMENTS}/{d.job_id}.seg")
     shards_of(run, 2).catch_up(is_end=False)
     assert list(files(run.store)) == ["train-00000.jsonl"]
-    assert [(path, where) for path, _, where in run.set_damaged_aside([a.job_id, d.job_id])] != []
+    held = Run.open(run.store.uri)
+    assert sorted(job.row for job in held.ended_jobs(held.job_index())) == [1, 2]
+    assert len(held.set_damaged_aside([a.job_id, d.job_id])) == 2
     finish(run, a, d)
     shards_of(run, 3).catch_up(is_end=True)
     assert {name: files(run.store)[name] for name in before} == before
@@ -220,7 +226,7 @@ def test_a_damaged_result_holds_up_its_line_alone_and_a_planned_shard_until_it_i
 def test_large_results_close_a_shard_before_its_rows_do(tmp_path: Path) -> None:
     run = make_run(str(tmp_path / "run"), dict.fromkeys("abcde", 1), "parquet:100")
     finish(run, *run.jobs())
-    size = len(run.store.read(f"results/{run.jobs()[0].job_id}.json") or b"") + len("Once a")
+    size = run.ended_sizes()[0][run.jobs()[0].job_id] + len("Once a")
     written, num_waiting = shards_of(run).catch_up(is_end=False, max_bytes=2 * size)
     assert [shard.num_rows for shard in written] == [2, 2]
     assert num_waiting == 1

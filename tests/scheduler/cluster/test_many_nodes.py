@@ -27,12 +27,12 @@ JOBS: list[dict[str, Any]] = [
     {"custom_id": name, "prompt": prompt, "max_tokens": 4 * NUM_TOKENS, "temperature": 0.8, "ignore_eos": True}
     for name, prompt in list(PROMPTS.items())[:3]
 ]
-OPTIONS = ["--workers", "2", "--checkpoint-tokens", "64"]
+OPTIONS = ["--checkpoint-tokens", "64"]
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[LocalCluster]:
-    """Two nodes beside the head; a test that loses one puts another in its place."""
+    """Two nodes beside the head; a test that needs two of them begins with one more."""
     with local_cluster(num_cpus=1) as cluster:
         yield cluster
 
@@ -92,8 +92,7 @@ def test_a_killed_node_costs_no_token(
         worker = wait_for_a_checkpoint(driver)
         node = cluster.node_of(worker.pid)
         assert node is not None
-        cluster.kill_raylet(node)
-        cluster.add_raylet()
+        cluster.kill_raylet(node)  # the other one is there
         driver.wait_for(lambda: num_preemptions(driver, "worker_died") > 0)
         assert driver.process.wait(DEADLINE_SECONDS) == 0
     assert f"worker {worker.id} is lost" in driver.output()
@@ -105,6 +104,7 @@ def test_a_killed_node_costs_no_token(
 def test_a_drained_node_hands_its_jobs_back_whole(
     cluster: LocalCluster, jobs_file: str, undisturbed: dict[str, Any], tmp_path: Path
 ) -> None:
+    cluster.add_raylet()
     # one attempt: a strike would end the job
     with submit(cluster, jobs_file, tmp_path / "run", "--metrics-port", "0", "--max-attempts", "1") as driver:
         worker = wait_for_a_checkpoint(driver)
@@ -113,7 +113,6 @@ def test_a_drained_node_hands_its_jobs_back_whole(
         node.process.terminate()
         driver.wait_for(lambda: num_preemptions(driver, "node_drained") > 0)
         cluster.kill_raylet(node)
-        cluster.add_raylet()
         assert driver.process.wait(DEADLINE_SECONDS) == 0
     assert_same(driver.run, undisturbed)
     metrics = bodies(driver.run)[worker.jobs[0]]["metrics"]
@@ -152,7 +151,7 @@ def test_a_head_that_is_lost_and_started_anew_stops_the_run_and_loses_nothing(
     cluster: LocalCluster, undisturbed: dict[str, Any], tmp_path: Path
 ) -> None:
     jobs_file = write_jobs(tmp_path / "jobs.jsonl", JOBS)
-    with submit(cluster, jobs_file, tmp_path / "run", "--workers", "1") as driver:
+    with submit(cluster, jobs_file, tmp_path / "run") as driver:
         wait_for_a_checkpoint(driver)
         assert cluster.head is not None
         cluster.head.kill()

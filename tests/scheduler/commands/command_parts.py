@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 from swiftbatch.jobs.run.results import success_line
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.cli import main
+from tests.jobs.run.run_parts import write_result
 
 
 def invoke(*args: str) -> Result:
@@ -52,7 +53,7 @@ def finish(run: Run, custom_id: str, text: str) -> None:
         token_ids=token_ids,
         metrics=metrics,
     )
-    assert run.write_result(record.job_id, line)
+    assert write_result(run, record.job_id, line)
 
 
 def walk(command: click.Command, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], click.Command]]:

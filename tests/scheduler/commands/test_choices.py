@@ -17,6 +17,7 @@ from swiftbatch.scheduler.driver.backlog import load_queue
 from swiftbatch.scheduler.driver.heartbeat import current_progress
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.model.text import TextCodec
+from tests.jobs.run.run_parts import write_result
 from tests.scheduler.commands.command_parts import invoke, job, refusal, write_jobs
 from tests.scheduler.commands.submit_parts import submit_file
 
@@ -29,7 +30,8 @@ def jobs_file(tmp_path: Path) -> str:
 def finish(run: Run, record: JobRecord) -> None:
     ids = np.arange(4, dtype=np.uint32)
     text = f"text {record.job.choice_index}"
-    run.write_result(
+    write_result(
+        run,
         record.job_id,
         success_line(
             record,

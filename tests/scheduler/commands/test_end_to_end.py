@@ -173,14 +173,14 @@ def test_a_killed_driver_and_an_interrupted_one_lose_nothing(
     submit_args: list[str], undisturbed: dict[str, tuple[str, str, int]], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    with started(*submit_args, "--run", str(run), "--workers", "2") as process:
+    with started(*submit_args, "--run", str(run)) as process:
         wait_until(lambda: token_log(run))
         pids = [worker.pid for worker in workers(run)]
         process.kill()
         process.wait()
         assert status(run)["state"] == "interrupted"
         wait_until(lambda: not any(map(is_alive, pids)))  # they don't outlive their driver
-    with started("resume", str(run), "--workers", "2", *OFTEN) as process:
+    with started("resume", str(run), *OFTEN) as process:
         wait_until(lambda: workers(run) and not set(pids) & {worker.pid for worker in workers(run)})
         os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C in a terminal does
         output, _ = process.communicate(timeout=DEADLINE_SECONDS)
@@ -188,7 +188,7 @@ def test_a_killed_driver_and_an_interrupted_one_lose_nothing(
     assert "Traceback" not in output
     assert f"swiftbatch resume {run}" in output
     assert status(run)["state"] == "interrupted"
-    process_again = run_command("resume", str(run), "--workers", "2")
+    process_again = run_command("resume", str(run))
     assert process_again.returncode == 0, process_again.stdout + process_again.stderr
     assert outputs(run) == undisturbed
     assert max(body["metrics"]["num_recovered_tokens"] for body in bodies(run).values()) > 0
@@ -228,7 +228,7 @@ def test_the_same_file_again_runs_only_what_is_missing(submit_args: list[str], t
     jobs_file.write_text(json.dumps({"custom_id": "a", **short}) + "\n")
     args = ["submit", str(jobs_file), *submit_args[2:], "--run", str(run)]
     assert run_command(*args).returncode == 0
-    result = next((run / "results").iterdir())
+    result = next((run / "results" / "segments").iterdir())
     written = result.stat().st_mtime_ns
     with jobs_file.open("a") as file:
         file.write(json.dumps({"custom_id": "b", **short}) + "\n" + '{"custom_id": "bad"}\n')

@@ -25,6 +25,7 @@ from swiftbatch.scheduler.cli import main
 from swiftbatch.scheduler.commands import nightly as nightly_command
 from swiftbatch.scheduler.runs.folder_hold import file_of
 from swiftbatch.scheduler.runs.job_files import job_files
+from tests.jobs.run.run_parts import write_result
 from tests.scheduler.commands.nightly_parts import held_elsewhere
 from tests.scheduler.commands.submit_parts import submit_file
 
@@ -58,7 +59,8 @@ def finish(inbox: str, runs: str, path: str, model: Path) -> Run:
     for record in run.jobs():
         ids = np.arange(3, dtype=np.uint32)
         text = f"text of {record.job.custom_id}"
-        run.write_result(
+        write_result(
+            run,
             record.job_id,
             success_line(
                 record,

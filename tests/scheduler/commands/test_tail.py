@@ -92,8 +92,8 @@ def test_tail_follows_a_running_job_to_its_end(run: Run, tiny_model: Path) -> No
 
 def test_tail_tells_of_a_result_that_is_damaged(run: Run, tiny_model: Path) -> None:
     finish(run, "a", "the whole text")
-    path = Path(run.store.uri) / "results" / f"{run.jobs()[0].job_id}.json"
+    path = Path(run.store.uri) / "results" / "segments" / f"{run.jobs()[0].job_id}.seg"
     path.write_bytes(path.read_bytes().replace(b"whole", b"whale"))
     told = invoke("tail", run.store.uri, "a")
     assert (told.exit_code, told.stdout) == (1, "\n")
-    assert f"results/{path.name}" in told.stderr
+    assert f"results/segments/{path.name}" in told.stderr

@@ -26,6 +26,7 @@ from swiftbatch.scheduler.cluster import remote
 from swiftbatch.scheduler.cluster.actors import WorkerInfo
 from swiftbatch.scheduler.driver.driver import Driver
 from swiftbatch.worker.session.work import JobProgress, Orders, WorkReport
+from tests.jobs.run.run_parts import write_older_result
 from tests.scheduler.driver.driver_parts import RecordingDisplay, make_driver, make_run
 from tests.work_counts import Work, counted_calls
 
@@ -116,7 +117,7 @@ class NoOpWorker:
             token_ids=ids,
             metrics={"seconds": 1.5},
         )
-        self._dispatched.run.write_result(record.job_id, line)
+        write_older_result(self._dispatched.run, record.job_id, line)
         return JobProgress(record.job_id, len(ids))
 
 

@@ -28,6 +28,7 @@ from swiftbatch.scheduler.driver.speed import Speed, StepPace
 from swiftbatch.worker.caches.memory.pages import PAGE
 from swiftbatch.worker.session.running_job import num_pages_in_use, without_room
 from swiftbatch.worker.session.work import Assignment, JobProgress, Orders, WorkReport
+from tests.jobs.run.run_parts import write_older_result
 from tests.scheduler.driver.driver_parts import make_context, make_run
 
 SLICE = 0.5  # seconds of a worker between two reports
@@ -114,7 +115,7 @@ class SimulatedWorker:
             record = job.assignment.record
             fingerprint, ids = self.run.manifest.fingerprint, np.zeros(job.num_tokens, np.uint32)
             shown: dict[str, Any] = {"model": "none", "system_fingerprint": fingerprint, "token_ids": ids}
-            self.run.write_result(record.job_id, success_line(record, "run", "", "length", metrics={}, **shown))
+            write_older_result(self.run, record.job_id, success_line(record, "run", "", "length", metrics={}, **shown))
             del self.jobs[record.job_id]
         return [job.progress for job in ended]
 

@@ -11,11 +11,12 @@ import pytest
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.job import JobRecord
+from swiftbatch.jobs.run.result_segments import SEGMENTS
 from swiftbatch.jobs.run.results import error_line, success_line
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.local_folder import LocalFolder
 from swiftbatch.scheduler.driver.backlog import count_jobs, load_queue, write_cancelled
-from tests.jobs.run.run_parts import MANIFEST, PROGRESS, make_record
+from tests.jobs.run.run_parts import MANIFEST, PROGRESS, make_record, write_result
 
 
 @pytest.fixture
@@ -27,7 +28,8 @@ def run(tmp_path: Path) -> Run:
 
 def finish(run: Run, record: JobRecord, num_tokens: int) -> None:
     ids = np.zeros(num_tokens, np.uint32)
-    run.write_result(
+    write_result(
+        run,
         record.job_id,
         success_line(
             record, "r", "t", "stop", model="m", system_fingerprint=run.manifest.fingerprint, token_ids=ids, metrics={}
@@ -97,4 +99,4 @@ def test_a_fresh_run_is_taken_up_without_a_look_at_each_job(run: Run, monkeypatc
     finish(run, a, 4)
     seen.clear()
     assert load_queue(run, 5).num_unfinished == 5
-    assert [path for path in seen if "results/" in path] == [f"results/{a.job_id}.json"]
+    assert [path for path in seen if "results/" in path] == [f"{SEGMENTS}/{a.job_id}.seg"]

@@ -21,6 +21,7 @@ from swiftbatch.scheduler.cluster.cluster import Cluster
 from swiftbatch.scheduler.driver.backlog import load_queue
 from swiftbatch.scheduler.driver.driver import DriverError
 from swiftbatch.scheduler.driver.heartbeat import current_progress
+from tests.jobs.run.run_parts import write_result
 from tests.jobs.shards.shard_parts import all_rows, files, job_ids
 from tests.scheduler.driver.driver_parts import (
     RecordingDisplay,
@@ -163,7 +164,7 @@ def test_a_result_in_the_store_counts_though_the_report_was_lost(tmp_path: Path,
 
     def finish_behind_its_back(progress: Progress) -> None:
         if progress.num_generated_tokens > 20 and progress.workers:
-            run.write_result(job_id(run, "a"), late)
+            write_result(run, job_id(run, "a"), late)
             os.kill(progress.workers[0].pid, signal.SIGKILL)
 
     display.on_update = finish_behind_its_back

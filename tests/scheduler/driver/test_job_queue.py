@@ -226,3 +226,22 @@ def test_order_and_totals_hold_over_any_sequence_of_events() -> None:
         by_state = {"pending": len(left) - len(running), "running": len(running), "finished": 60 - len(left)}
         assert queue.counts() == by_state | {"failed": 0, "cancelled": 0}
     assert 10 < len(left) < 50
+
+
+def test_a_job_that_has_ended_takes_no_room_and_runs_again_if_its_result_is_never_written() -> None:
+    queue = JobQueue(max_attempts=5)
+    for name in "abc":
+        queue.add(entry(name, 100))
+    assert [take(queue, "w1", 0.0) for _ in range(2)] == ["a", "b"]
+    queue.end("a", 40)
+    assert held(queue, "w1") == ["b"]
+    assert [entry.job_id for entry in queue.unsealed_by("w1")] == ["a"]
+    assert (queue.num_left("w1"), queue.num_tokens_left, queue.num_to_run) == (100, 200, 2)
+    assert queue.counts()["running"] == 2  # it has not finished yet
+    assert queue.lose("a", 0.0)
+    assert (queue.unsealed_by("w1"), queue.num_tokens_left, queue.num_to_run) == ([], 260, 3)
+    assert {take(queue, "w2", 9.0), take(queue, "w2", 9.0)} == {"a", "c"}
+    queue.end("a", 40)
+    queue.finish("a", 40)
+    assert (queue.unsealed_by("w2"), queue.num_tokens_left, queue.num_to_run) == ([], 200, 2)
+    assert queue.counts()["finished"] == 1

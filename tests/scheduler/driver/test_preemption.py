@@ -57,6 +57,29 @@ def test_a_worker_that_is_told_to_end_hands_its_jobs_back_whole_and_unblamed(
     assert display.updates[-1].running == {}
 
 
+def test_ended_jobs_whose_results_a_killed_worker_had_not_written_run_again_to_the_same_tokens(
+    tmp_path: Path, cluster: Cluster
+) -> None:
+    jobs = {"long": 700, **{f"short-{number}": 20 + number for number in range(4)}}
+    run, display = make_run(tmp_path / "run", jobs), RecordingDisplay()
+    unwritten: list[int] = []
+
+    def kill(progress: Progress) -> None:
+        if not unwritten and progress.workers and progress.jobs["running"] > 2:  # more than it has slots
+            unwritten.append(progress.jobs["running"])
+            assert not run.ended()[0]
+            os.kill(progress.workers[0].pid, signal.SIGKILL)
+
+    display.on_update = kill
+    assert make_driver(run, cluster, display, workers=1, slots=2).run() == "finished"
+    assert unwritten
+    undisturbed = make_run(tmp_path / "undisturbed", jobs)
+    assert make_driver(undisturbed, cluster, RecordingDisplay(), workers=1, slots=2).run() == "finished"
+    assert [token_hash(run, name) for name in jobs] == [token_hash(undisturbed, name) for name in jobs]
+    assert len(run.store.read("output.jsonl") or b"") > 0
+    assert display.updates[-1].jobs["finished"] == len(jobs)
+
+
 def test_a_worker_with_nothing_to_do_that_gets_sigterm_is_replaced(tmp_path: Path, cluster: Cluster) -> None:
     run, display, counters = make_run(tmp_path / "run", {"a": 600, "b": 20}), RecordingDisplay(), DriverCounters()
     ended: list[int] = []

@@ -15,6 +15,7 @@ from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.driver.hold import Hold
 from swiftbatch.scheduler.runs.extension import Extension, extend_jobs
 from swiftbatch.worker.model.files import locate_model
+from tests.jobs.run.run_parts import write_result
 from tests.worker.session.session_parts import claimed, session, to_the_end
 
 
@@ -45,4 +46,4 @@ def finish(run: Run, record: JobRecord, reason: str = "length", num_tokens: int 
     )
     if reason == "length":
         KeptLogs.of(run).write(record.job_id, TokenLog(ids))
-    assert run.write_result(record.job_id, line)
+    assert write_result(run, record.job_id, line)

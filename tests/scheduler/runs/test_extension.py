@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
 from swiftbatch.jobs.input.lines import JobLine
 from swiftbatch.jobs.job import JobRecord
+from swiftbatch.jobs.run.result_segments import SealedResult
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.model.files import locate_model
@@ -108,15 +109,17 @@ def test_kept_states_of_layers_are_loaded_as_well(tmp_path: Path, monkeypatch: p
 def test_the_tokens_are_kept_before_a_result_says_that_the_job_has_ended_and_only_where_it_may_go_on(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, write = make_run(tmp_path / "run"), Run.write_result
+    run, write = make_run(tmp_path / "run"), Run.write_segment
     run.add_jobs([record("fox", 20), record("dog", 20, {"stop": ["a", "e", "i", "o", "u", "t", " "]})])
     kept: dict[str, bool] = {}
 
-    def written(run: Run, job_id: str, line: dict[str, Any]) -> bool:
-        kept.setdefault(line["custom_id"], job_id in KeptLogs.of(run).sizes())
-        return write(run, job_id, line)
+    def written(run: Run, name: str, results: Sequence[SealedResult]) -> None:
+        for result in results:
+            custom_id = json.loads(result.line)["custom_id"]
+            kept.setdefault(custom_id, result.job_id in KeptLogs.of(run).sizes())
+        write(run, name, results)
 
-    monkeypatch.setattr(Run, "write_result", written)
+    monkeypatch.setattr(Run, "write_segment", written)
     run_all(run, tiny_model)
     reasons = {job.job.custom_id: body(run, job)["choices"][0]["finish_reason"] for job in run.jobs()}
     assert reasons == {"fox": "length", "dog": "stop"}

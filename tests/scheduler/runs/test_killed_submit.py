@@ -25,7 +25,7 @@ from swiftbatch.scheduler.driver.job_queue import JobQueue
 from swiftbatch.scheduler.process.identity import own_key
 from swiftbatch.scheduler.runs import job_records, launch, submission
 from swiftbatch.scheduler.runs.settings import Settings
-from tests.jobs.run.run_parts import FINISHED
+from tests.jobs.run.run_parts import FINISHED, write_result
 
 pytestmark = pytest.mark.long
 
@@ -100,7 +100,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     def finish(run: Run, hold: Hold, queue: JobQueue, *_: object) -> tuple[str, None]:
         records = {record.job_id: record for record in run.jobs()}
         for job_id in queue.unfinished():
-            assert run.write_result(job_id, FINISHED | {"custom_id": records[job_id].job.custom_id})
+            assert write_result(run, job_id, FINISHED | {"custom_id": records[job_id].job.custom_id})
         run.write_output(hold.epoch.check)
         hold.end("finished")
         return "finished", None

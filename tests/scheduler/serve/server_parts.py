@@ -100,8 +100,9 @@ def request(custom_id: str, max_tokens: int = 20, **fields: object) -> dict[str,
 
 def until_half_done(run: Path) -> dict[Path, bytes]:
     """Wait until a job has a checkpoint and another one its result; the results then."""
-    wait_until(lambda: next(run.glob("checkpoints/*/*/tokens.bin"), None) and next(run.glob("results/*"), None))
-    return {path: path.read_bytes() for path in run.glob("results/*.json")}
+    segments = "results/segments/*.seg"
+    wait_until(lambda: next(run.glob("checkpoints/*/*/tokens.bin"), None) and next(run.glob(segments), None))
+    return {path: path.read_bytes() for path in run.glob(segments)}
 
 
 def bodies(lines: list[dict[str, Any]]) -> dict[str, Any]:

@@ -131,13 +131,14 @@ def test_a_batch_of_no_good_line_and_one_of_no_line_fail(server: Server) -> None
     assert "found UTF-16 text; expected UTF-8: convert it, as with iconv -f UTF-16 -t UTF-8" in str(problem.message)
 
 
-def test_a_cancelled_batch_and_an_expired_one_deliver_what_is_finished(server: Server) -> None:
+def test_a_cancelled_batch_and_an_expired_one_deliver_what_is_finished_and_lists_go_over_pages(server: Server) -> None:
     client = server.client
     late = server.create(request("late", 2000), window="1s")  # it waits for the other's driver, so it runs nothing
     batch_id = server.create(
         request("short", 5, priority=-1), *[request(f"long-{number}", 3500) for number in range(12)]
     )
     queued = server.create(request("queued"))
+    are_listed_over_pages(server)
     wait_until(lambda: get(server, f"/v1/batches/{batch_id}/progress")["request_counts"]["completed"])
     wait_until(lambda: [line for line in get(server, f"/v1/batches/{batch_id}/partial")["data"] if line["text"]])
     assert batch_id in json.dumps(get(server, "/sd"))
@@ -155,7 +156,8 @@ def test_a_cancelled_batch_and_an_expired_one_deliver_what_is_finished(server: S
     assert [line["error"]["code"] for line in server.lines(expired.error_file_id)] == ["batch_expired"]
 
 
-def test_files_are_listed_over_pages_and_batches_too(server: Server) -> None:
+def are_listed_over_pages(server: Server) -> None:
+    """Files and batches, which wait behind older ones: no driver starts for them."""
     client = server.client
     ids = [server.upload(request(f"p{number}")) for number in range(5)]
     newest = [file.id for file in client.files.list(limit=2, purpose="batch")]

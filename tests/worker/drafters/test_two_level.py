@@ -43,6 +43,7 @@ SAMPLERS = {
     "T=1, min-p 0.1, penalty": {"temperature": 1.0, "min_p": 0.1, "repetition_penalty": 1.2, "penalty_window": 128},
     "T=1.2, eta, penalty": {"temperature": 1.2, "eta": 2e-4, "repetition_penalty": 1.15},
 }
+ENDS = ("T=0", "T=1.2, eta, penalty")
 NUM_TOKENS = 60
 SMALL_BUDGET = 64  # so that a short text overflows it many times
 
@@ -79,12 +80,18 @@ def plain(target: TargetModel) -> dict[str, list[int]]:
     return outputs
 
 
-@pytest.mark.parametrize("draft_rounds", [None, 2])
 @pytest.mark.parametrize(
-    ("sampler", "cache"),
+    ("sampler", "cache", "draft_rounds"),
     [
-        *itertools.product(SAMPLERS, ["summary"]),
-        *itertools.product(["T=1.2, eta, penalty"], ["dynamic", "full", "static"]),
+        *itertools.product(SAMPLERS, ["summary"], [2]),
+        *itertools.product(["T=1.2, eta, penalty"], ["summary", "dynamic", "full", "static"], [None]),
+        *(
+            pytest.param(*entry, marks=pytest.mark.slow)
+            for entry in (
+                *itertools.product(list(SAMPLERS)[:-1], ["summary"], [None]),
+                *itertools.product(["T=1.2, eta, penalty"], ["dynamic", "full", "static"], [2]),
+            )
+        ),
     ],
 )
 def test_the_tokens_are_those_of_plain_decoding(
@@ -121,7 +128,9 @@ def always(
     return drafter
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize(
+    "sampler", [pytest.param(name, marks=() if name in ENDS else pytest.mark.slow) for name in SAMPLERS]
+)
 def test_drafts_that_see_the_whole_cache_are_accepted(target: TargetModel, sampler: str) -> None:
     """The forward with a partial cache is the target's own, tree mask, positions, noise and penalty included."""
     drafter = always(target, 8, "full")
@@ -134,10 +143,10 @@ def test_drafts_that_see_the_whole_cache_are_accepted(target: TargetModel, sampl
 def test_a_resumed_job_has_the_same_partial_cache_and_n_grams(target: TargetModel) -> None:
     for cache in ("dynamic", "static", "full", "summary"):
         undisturbed, resumed = (always(target, 8, cache, num_nodes=12, budget=SMALL_BUDGET) for _ in range(2))
-        sequence = new_sequence(target, "T=1, min-p 0.1, penalty", 200)
+        sequence = new_sequence(target, "T=1, min-p 0.1, penalty", 140)
         engine = Engine(target, undisturbed)
         slot = engine.start(sequence)
-        while sequence.num_generated_tokens < 150:
+        while sequence.num_generated_tokens < 110:
             engine.step()
         resumed.start(sequence, slot.cache)
         resumed.restore(sequence, undisturbed.state(sequence))
@@ -220,8 +229,10 @@ def test_unfit_state_is_refused_and_changes_nothing(target: TargetModel, damage:
     assert all(np.array_equal(before[name], array) for name, array in drafter.state(sequence).items())
 
 
-@pytest.mark.parametrize("temperature", [0.4, 1.2])
-@pytest.mark.parametrize("penalty", [1.0, 1.2])
+@pytest.mark.parametrize(
+    ("temperature", "penalty"),
+    [(0.4, 1.2), (1.2, 1.0), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((0.4, 1.0), (1.2, 1.2)))],
+)
 @pytest.mark.parametrize("cut", [{"min_p": 0.1}, {"top_p": 0.9}, {"top_k": 20}, {"eta": 2e-4}], ids=str)
 def test_every_sampler_gives_plain_decoding_s_tokens(
     target: TargetModel, temperature: float, penalty: float, cut: dict[str, float]
@@ -273,7 +284,7 @@ def test_a_chain_ends_where_nothing_can_be_drawn(target: TargetModel) -> None:
     assert chain.depth_left == 0
 
 
-ENGINE_RUN = """
+ENGINES_RUN = """
 import sys
 from swiftbatch.jobs.sampling import SamplingParams
 from tests.worker.drafters.drafter_parts import free_rows
@@ -287,32 +298,26 @@ from swiftbatch.worker.target.target import TargetModel
 
 summary.NUM_RECENT, summary.PERIOD = 48, 32
 target = TargetModel.load(locate_model("embedded"), "bfloat16", "cpu")
-drafter = {drafter}
-sequence = Sequence("a", [7] * 250, SamplingParams(max_tokens=20, seed=1, ignore_eos=True), target.vocab_size)
-engine = Engine(target, drafter)
-engine.start(sequence)
-while sequence.finish_reason is None:
-    engine.step()
-print("rounds", drafter.counters.num_rounds > 0)
-print("summaries", drafter._tracked["a"].partial.bias is not None)
+for drafter in (
+    triforce(target, free_rows, None, TriForceOptions(budget=64, gammas=(2, 6))),
+    tokenswift(target, free_rows, None, TokenSwiftOptions(budget=64, draft_rounds=2)),
+):
+    sequence = Sequence("a", [7] * 250, SamplingParams(max_tokens=20, seed=1, ignore_eos=True), target.vocab_size)
+    engine = Engine(target, drafter)
+    engine.start(sequence)
+    while sequence.finish_reason is None:
+        engine.step()
+    print("rounds", drafter.counters.num_rounds > 0)
+    print("summaries", drafter._tracked["a"].partial.bias is not None)
 print("transformers", "transformers" in vars(target), "transformers.modeling_utils" in sys.modules)
 """
 
 
 @pytest.mark.long
 @needs_kernels
-@pytest.mark.parametrize(
-    "drafter",
-    [
-        "triforce(target, free_rows, None, TriForceOptions(budget=64, gammas=(2, 6)))",
-        "tokenswift(target, free_rows, None, TokenSwiftOptions(budget=64, draft_rounds=2))",
-    ],
-    ids=["triforce", "tokenswift"],
-)
-def test_rounds_on_the_kernels_load_no_second_copy_of_the_model(drafter: str) -> None:
-    program = ENGINE_RUN.format(drafter=drafter)
-    process = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert process.stdout == "rounds True\nsummaries True\ntransformers False False\n"
+def test_rounds_on_the_kernels_load_no_second_copy_of_the_model() -> None:
+    process = subprocess.run([sys.executable, "-c", ENGINES_RUN], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert process.stdout == 2 * "rounds True\nsummaries True\n" + "transformers False False\n"
 
 
 def first_tree(target: TargetModel, **changes: object) -> DraftTree:

@@ -26,6 +26,8 @@ class ExpertShape:
     has_bias: bool = False  # of the router and of all experts
     gate_limit: float = 0.0
     gate_slope: float = 0.0
+    has_gates: bool = True
+    latent: int = 0
 
 
 def random_experts(shape: ExpertShape, hidden: int, normal: Normal) -> ExpertWeights:
@@ -38,23 +40,26 @@ def random_experts(shape: ExpertShape, hidden: int, normal: Normal) -> ExpertWei
     def each(columns: int, depth: int) -> list[Linear]:
         return [linear(columns, depth) for _ in range(count)]
 
-    router = linear(count, hidden)
+    router, width = linear(count, hidden), shape.latent or hidden
     return ExpertWeights(
         shape.routing,
         Linear(router.weight.float(), None if router.bias is None else router.bias.float()),
-        gates=each(shape.intermediate, hidden),
-        ups=each(shape.intermediate, hidden),
-        downs=each(hidden, shape.intermediate),
+        gates=each(shape.intermediate, width) if shape.has_gates else [],
+        ups=each(shape.intermediate, width),
+        downs=each(width, shape.intermediate),
         choice_bias=0.3 * normal(count).float() if shape.has_choice_bias else None,
         shared_gate=normal(1, hidden, scale=hidden**-0.5).float() if shape.has_shared_gate else None,
         gate_limit=shape.gate_limit,
         gate_slope=shape.gate_slope,
+        latent=(linear(width, hidden), linear(hidden, width)) if shape.latent else None,
     )
 
 
 ALL = Score.SOFTMAX
 GROUPED = Routing(12, 3, Score.SIGMOID, least_sum=1e-20, scale=2.5, num_groups=4, num_chosen_groups=2,
                   rounds_logits=False, rounds_weights=False)  # fmt: skip
+UNGATED = ExpertShape(GROUPED, shared_intermediate=80, has_choice_bias=True, has_gates=False)  # as Nemotron 3
+LATENT = ExpertShape(Routing(12, 3, ALL), has_bias=True, has_gates=False, latent=32)
 EXPERT_SHAPES = {  # by what has them
     "qwen3_moe": ExpertShape(),
     "qwen2_moe": ExpertShape(Routing(20, 4, ALL, is_normalised=False), shared_intermediate=112, has_shared_gate=True),

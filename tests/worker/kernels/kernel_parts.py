@@ -27,7 +27,7 @@ from swiftbatch.worker.papers.griffin.native_griffin import GriffinWeights
 from swiftbatch.worker.target.partial_rows import PartialRows, partial_rows
 from swiftbatch.worker.target.tiles import SequenceRows, max_tree_depth, tree_rows
 from tests.worker.caches.cache_parts import everything_of
-from tests.worker.kernels.expert_parts import EXPERT_SHAPES, ExpertShape, random_experts
+from tests.worker.kernels.expert_parts import EXPERT_SHAPES, LATENT, UNGATED, ExpertShape, random_experts
 
 VARIANTS = runnable_variants()
 F32_VARIANTS = [name for name in VARIANTS if not name.endswith("bf16")]
@@ -121,6 +121,10 @@ OTHER_FORMS = {  # by what has them
 WITH_EXPERTS = {name: Shape(experts=experts) for name, experts in EXPERT_SHAPES.items()}
 WITH_EXPERTS |= {
     f"{name} in float32": Shape(experts=EXPERT_SHAPES[name], dtype=FLOAT32) for name in ("glm4_moe", "gpt_oss")
+}
+WITH_EXPERTS |= {
+    "experts without gates": Shape(experts=UNGATED, has_gates=False, activation=Activation.RELU2),
+    "latent experts": Shape(experts=LATENT, has_gates=False, activation=Activation.RELU2, dtype=FLOAT32),
 }
 SHAPES = (
     Shape(),

@@ -72,13 +72,15 @@ def reference_experts(experts: ExpertWeights, rows: Tensor, activate: Callable[[
     """Compute what experts add for rows `[num_rows, hidden]`, with the part that all rows meet."""
     logits = _product(rows, experts.router)
     choices, weights = reference_choice(experts.routing, logits, experts.choice_bias, rounded)
-    sums = torch.zeros_like(rows)
+    read = rows if experts.latent is None else rounded(_product(rows, experts.latent[0]))
+    sums = torch.zeros_like(read)
     for rank in range(choices.shape[1]):
-        outputs = torch.empty_like(rows)
+        outputs = torch.empty_like(read)
         for expert in choices[:, rank].unique().tolist():
             chosen = choices[:, rank] == expert
-            outputs[chosen] = _expert(experts, expert, rows[chosen], activate, rounded)
+            outputs[chosen] = _expert(experts, expert, read[chosen], activate, rounded)
         sums = sums + outputs * weights[:, rank, None]
+    sums = sums if experts.latent is None else _product(rounded(sums), experts.latent[1])
     if shared is None:
         return rounded(sums)
     if experts.shared_gate is not None:
@@ -90,7 +92,10 @@ def reference_experts(experts: ExpertWeights, rows: Tensor, activate: Callable[[
 def _expert(
     experts: ExpertWeights, number: int, rows: Tensor, activate: Callable[[Tensor], Tensor], rounded: Rounded
 ) -> Tensor:
-    gate, up = (rounded(_product(rows, each[number])) for each in (experts.gates, experts.ups))
+    up = rounded(_product(rows, experts.ups[number]))
+    if not experts.gates:
+        return rounded(_product(rounded(activate(up)), experts.downs[number]))
+    gate = rounded(_product(rows, experts.gates[number]))
     if experts.gate_limit:
         gate, up = gate.clamp(max=experts.gate_limit), up.clamp(-experts.gate_limit, experts.gate_limit)
         active = rounded(gate * (gate * experts.gate_slope).sigmoid()) * rounded(up + 1)

@@ -28,14 +28,17 @@ SIZES = {
     "Mamba-2": MixerSizes(
         MixerForm.STATE_SPACE, 4, 2, 16, 48, 256, 4, norm_width=96, epsilon=1e-5, least_step=0.05, most_step=0.8
     ),
-    "Mamba-2 without norm": MixerSizes(MixerForm.STATE_SPACE, 20, 1, 16, 16, 352, 2, most_step=float("inf")),
+    "Mamba-2 without norm beside attention": MixerSizes(
+        MixerForm.STATE_SPACE, 20, 1, 16, 16, 352, 2, most_step=float("inf"), in_scale=0.7, out_scale=1.3
+    ),
     "convolution": MixerSizes(MixerForm.CONVOLUTION, 0, 0, 0, 0, 48, 3),
 }
+SCALES = ("attention_in_scale", "key_scale", "attention_out_scale", "gate_scale", "down_scale")
 ABSENT = dict.fromkeys(("query", "key", "value", "output"))
 
 
 def weights(name: str, dtype: torch.dtype = FLOAT32, packs: bool = False, unpacks: bool = False) -> DecoderWeights:
-    """A layer with a mixer, and one that attends through gates."""
+    """A layer with a mixer, with attention beside it where its name says so, and one that attends through gates."""
     plain, sizes = random_weights(Shape(dtype=dtype, head_dim=64, num_kv_heads=2)), SIZES[name]
     torch.manual_seed(3)
     shapes = {role: (columns, HIDDEN) for role, columns in sizes.columns().items()} | {"output": (HIDDEN, sizes.width)}
@@ -51,9 +54,13 @@ def weights(name: str, dtype: torch.dtype = FLOAT32, packs: bool = False, unpack
         numbers = {role: numbers[role] for role in ("taps", "tap_bias")}
     first, second = plain.layers
     assert second.query is not None
-    mixing = dataclasses.replace(first, **ABSENT, mixer=MixerWeights(sizes, linears, numbers))
+    attends = "beside attention" in name
+    own = {"head_gate": first.query} if attends else ABSENT
+    mixing = dataclasses.replace(first, **own, mixer=MixerWeights(sizes, linears, numbers))  # type: ignore[arg-type]
     gated = dataclasses.replace(second, head_gate=second.query)
-    return dataclasses.replace(plain, sizes=dataclasses.replace(plain.sizes, gates_heads=True), layers=[mixing, gated])
+    scales = {each: 0.5 + 0.3 * number for number, each in enumerate(SCALES)} if attends else {}
+    whole = dataclasses.replace(plain.sizes, gates_heads=True, **scales)  # type: ignore[arg-type]
+    return dataclasses.replace(plain, sizes=whole, layers=[mixing, gated])
 
 
 def new_cache(made: DecoderWeights) -> RecurrentCache:
@@ -146,7 +153,7 @@ def test_a_number_that_is_lost_shows_wherever_it_stands(name: str) -> None:
         linears = mixing.mixer.linears | {role: Linear(with_nan(linear.weight), linear.bias)}
         mixer = dataclasses.replace(mixing.mixer, linears=linears)
         layers[role] = (dataclasses.replace(mixing, mixer=mixer), gated)
-    for role in SIZES[name].needed() | {"tap_bias"}:
+    for role in SIZES[name].needed() | {"tap_bias"} | ({"scales"} if SIZES[name].num_heads else set()):
         floats = mixing.mixer.floats | {role: with_nan(mixing.mixer.floats[role])}
         mixer = dataclasses.replace(mixing.mixer, floats=floats)
         layers[role] = (dataclasses.replace(mixing, mixer=mixer), gated)

@@ -250,9 +250,8 @@ no place for, are refused, because `transformers` would fill gaps with random nu
 
 Gated delta nets (Qwen3-Next, Qwen3.5), Mamba-2 (Bamba, Falcon-H1, Granite 4 h, Nemotron-H) and short convolutions
 (LFM2) have one state per job in place of keys and values per position. Their rows are exact under drafts and in
-batches, too. On a CPU our kernels run all of these models but Falcon-H1 and Nemotron-H: of those they attend and step
-the states, and torch does the rest. On a GPU torch does all of it. A Granite 4 without Mamba-2 layers runs in our
-kernels on both. Engines with trained parts are refused for models with states.
+batches, too. On a CPU our kernels run all of these models; on a GPU torch does all of it. A Granite 4 without Mamba-2
+layers runs in our kernels on both. Engines with trained parts are refused for models with states.
 
 A job keeps its state in float32 at the end of its text and at a boundary of 64 positions one or two blocks back, with
 what each position since then has done to it. `swiftbatch inspect` says what that takes, and how many jobs fit: 712 MB

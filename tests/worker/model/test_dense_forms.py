@@ -115,7 +115,7 @@ def test_every_engine_gives_plain_decoding_s_tokens_beside_a_resumed_job(kind: s
     check_engines_give_plain_tokens_beside_a_resumed_job(loaded(folders[kind], "bfloat16"))
 
 
-@pytest.mark.parametrize("kind", FORMS)
+@pytest.mark.parametrize("kind", [pytest.param(n, marks=() if n in TREES else pytest.mark.slow) for n in FORMS])
 def test_texts_are_the_same_where_keys_and_values_lie_on_a_disk(
     kind: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -6,21 +6,34 @@ Keys as they stand there, old names of layers included; sizes are cut down.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig
 
+from swiftbatch.worker.exactness.probe import probe_rows
 from swiftbatch.worker.inspection.inspection import inspect_model
+from swiftbatch.worker.kernels.decoder_weights import PackedLinear
+from swiftbatch.worker.kernels.sizes import BLOCK
+from swiftbatch.worker.model.causal_lm import load_causal_lm
+from swiftbatch.worker.model.dense import dense_weights
+from swiftbatch.worker.model.dense_config import OtherDecoderError, read_dense
 from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.model.text_view import text_view
+from swiftbatch.worker.target.native_forwards import NativeForwards
 from swiftbatch.worker.target.target import TargetModel
+from tests.worker.model.formats.examples import EXAMPLES
+from tests.worker.model.formats.twins import logits_of, make_twins
 from tests.worker.model.kind_parts import VOCAB_SIZE, tiny_model
 
 pytestmark = pytest.mark.long
 
 NUM_TOKENS = 200
+TEXT = [(7 * i + 3) % 90 for i in range(NUM_TOKENS)]
 SMALL = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
@@ -256,7 +269,27 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
 }
 
-IN_KERNELS = ("Bamba", "Granite 4 h", "Granite 4 h micro", "LFM2", "Qwen3-Next", "Qwen3.5")
+PUBLISHED["Nemotron 3 Super"] = PUBLISHED["Nemotron 3 Nano"] | {
+    "layers_block_type": ["mamba", "moe", "attention", "mlp", "mamba", "moe"],
+    "moe_latent_size": 32,
+    "moe_shared_expert_intermediate_size": 96,
+    "mtp_layers_block_type": ["attention", "moe"],
+    "n_group": 2,
+    "n_routed_experts": 8,
+    "num_nextn_predict_layers": 1,
+    "time_step_limit": [0.0, float("inf")],
+}
+for key in ("hybrid_override_pattern", "num_hidden_layers"):
+    del PUBLISHED["Nemotron 3 Super"][key]
+PUBLISHED["Falcon-H1 with norms"] = PUBLISHED["Falcon-H1"] | {
+    "attention_in_multiplier": 0.7,
+    "mamba_d_ssm": 128,
+    "mamba_n_groups": 2,
+    "mamba_n_heads": 4,
+    "mamba_rms_norm": True,
+}
+NUM_ROWS = 10_000  # of random trees, in the slow test
+OFTEN, SLOW = ("Falcon-H1", "Nemotron 3 Super", "Qwen3-Next"), pytest.mark.slow
 
 
 def publish(config: dict[str, Any], folder: Path) -> Any:
@@ -264,24 +297,99 @@ def publish(config: dict[str, Any], folder: Path) -> Any:
     text = json.dumps(config)
     (folder / "config.json").write_text(text)
     model = tiny_model(AutoConfig.from_pretrained(folder))
+    for name, numbers in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            numbers += 0.3 * torch.randn_like(numbers)
     model.save_pretrained(folder)
     (folder / "config.json").write_text(text)
     return model
 
 
+def loaded(folder: Path, dtype: str) -> TargetModel:
+    target = TargetModel.load(locate_model(str(folder)), dtype, "cpu")
+    assert isinstance(target.forwards, NativeForwards)
+    return target
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_hybrid_makes_the_choices_of_transformers(name: str, tmp_path: Path) -> None:
     model = publish(PUBLISHED[name], tmp_path)
-    target = TargetModel.load(locate_model(str(tmp_path)), "float32", "cpu")
-    token_ids = [(7 * i + 3) % 90 for i in range(NUM_TOKENS)]
-    cache, logits = target.new_cache(NUM_TOKENS), []
-    while cache.length < NUM_TOKENS:
-        logits.append(target.logits(target.read(cache, token_ids[cache.length :])))
-    expected = model(input_ids=torch.tensor([token_ids])).logits[0]
-    found = torch.cat(logits)
+    found = logits_of(loaded(tmp_path, "float32"), TEXT)
+    expected = model(input_ids=torch.tensor([TEXT])).logits[0]
     assert int((found.argmax(-1) == expected.argmax(-1)).sum()) == NUM_TOKENS
     assert (found - expected).abs().max() < 1e-3 * expected.abs().max()
     inspection = inspect_model(str(tmp_path))
     assert inspection.state_bytes > 0
     assert inspection.cpu is not None
-    assert (inspection.cpu.name == "kernels") == (name in IN_KERNELS)
+    assert inspection.cpu.name == "kernels"
+
+
+def test_where_the_kernels_lack_something_the_class_reads_tensors_by_its_own_names(tmp_path: Path) -> None:
+    model = publish(PUBLISHED["Nemotron-H"] | {"residual_in_fp32": True}, tmp_path)
+    files = locate_model(str(tmp_path))
+    assert dense_weights(files, torch.float32) is None
+    token_ids = torch.tensor([TEXT])
+    read = load_causal_lm(files, torch.float32)
+    assert torch.allclose(read(token_ids).logits, model(token_ids).logits, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", [name if name in OFTEN else pytest.param(name, marks=SLOW) for name in PUBLISHED])
+def test_of_random_tree_rows_none_differs_in_any_bit(name: str, tmp_path: Path) -> None:
+    publish(PUBLISHED[name], tmp_path)
+    assert probe_rows(loaded(tmp_path, "bfloat16"), 100, seed=1, first_length=BLOCK).num_differing == 0
+
+
+@SLOW
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_of_ten_thousand_tree_rows_none_differs_in_any_bit(name: str, dtype: str, tmp_path: Path) -> None:
+    """Texts grow to 1,500 tokens, and so past twenty boundaries, again and again."""
+    publish(PUBLISHED[name], tmp_path)
+    assert probe_rows(loaded(tmp_path, dtype), NUM_ROWS, seed=2).num_differing == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "packed"),
+    [
+        ("Nemotron 3 Super", "ModelOpt NVFP4"),
+        pytest.param("Nemotron 3 Super", "ModelOpt FP8", marks=SLOW),
+        pytest.param("Falcon-H1", "ModelOpt FP8", marks=SLOW),
+    ],
+)
+def test_packed_weights_give_the_bits_of_their_dequantized_twin(name: str, packed: str, tmp_path: Path) -> None:
+    publish(PUBLISHED[name], tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    twins = make_twins(EXAMPLES[packed], tmp_path, PUBLISHED[name], tensors)
+    found, expected = (logits_of(loaded(folder, "bfloat16"), TEXT[:70]) for folder in twins)
+    assert expected.isfinite().all()
+    assert torch.equal(found, expected)
+    assert num_packed(twins[0]) > 0
+
+
+def num_packed(folder: Path) -> int:
+    """Count the products of mixers and the matrices of experts that stay packed."""
+    weights = dense_weights(locate_model(str(folder)), torch.bfloat16)
+    assert weights is not None
+    mixers = [each for layer in weights.layers if layer.mixer for each in layer.mixer.linears.values()]
+    experts = [each for layer in weights.layers if layer.experts for each in layer.experts.ups]
+    return sum(isinstance(each, PackedLinear) for each in (*mixers, *experts))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("Nemotron-H", {"hybrid_override_pattern": "*-*-*-*-"}, "none of its layers has a state"),
+        ("Nemotron-H", {"mamba_hidden_act": "gelu"}, "its mamba_hidden_act is 'gelu'"),
+        ("Nemotron 3 Nano", {"n_shared_experts": 2}, "its n_shared_experts is 2"),
+        ("Nemotron 3 Nano", {"moe_latent_size": 24}, "its moe_latent_size is 24"),
+        ("Falcon-H1", {"mlp_multipliers": [1.0]}, "its mlp_multipliers is"),
+        ("Falcon-H1", {"ssm_multipliers": [1.0, 2.0, "x", 1.0, 1.0]}, "its ssm_multipliers is"),
+        ("Falcon-H1", {"mamba_norm_before_gate": True}, "its mamba_norm_before_gate is True"),
+        ("Bamba", {"hidden_act": "relu2"}, "its hidden_act is 'relu2'"),
+    ],
+)
+def test_what_the_kernels_do_not_have_is_left_to_the_layers_of_transformers(
+    name: str, changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(OtherDecoderError, match=re.escape(words)):
+        read_dense(text_view(PUBLISHED[name] | changes))

@@ -18,11 +18,13 @@ import numpy as np
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.errors import ModelError
+from swiftbatch.jobs.run.result_segments import SealedResult
 from swiftbatch.jobs.run.results import success_line
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.model.files import OtherModelError
+from swiftbatch.worker.session.sealing import Sealing, SealingRule
 from swiftbatch.worker.session.work import Assignment, JobProgress, Orders, WorkReport
 
 TOKENS_PER_SLICE = 10
@@ -57,6 +59,8 @@ class CountingSession:
     def __init__(self, config: EngineConfig, run_uri: str, worker_id: str, metrics_port: int | None = None) -> None:
         self._run = Run.open(run_uri)
         self._checkpoints = CheckpointStore.of(self._run)
+        rule = SealingRule(config.checkpoint_seconds, config.checkpoint_tokens)
+        self._sealing = Sealing(self._run, worker_id, rule)
         self._running: dict[str, CountingJob] = {}
         self._must_drain = False
 
@@ -70,15 +74,23 @@ class CountingSession:
         time.sleep(0.05)
         num_generated = sum(self._advance(job) for job in self._running.values())
         ended = [job for job in self._running.values() if len(job.ids) == job.assignment.record.job.sampling.max_tokens]
-        finished = tuple(self._finish(job) for job in ended)
+        reported = tuple(self._finish(job) for job in ended)
+        self._sealing.seal_due()
         if self._must_drain:
             released += self._release(list(self._running))
         refused = tuple(
             self._refuse(job) for job in list(self._running.values()) if job.custom_id.startswith("refused")
         )
-        progress = tuple(job.progress for job in self._running.values())
+        is_last = self._must_drain or (orders.seals and not self._running)
         return WorkReport(
-            progress, finished, tuple(failed), num_generated, tuple(released), self._must_drain, refused=refused
+            progress=tuple(job.progress for job in self._running.values()),
+            finished=tuple(self._sealing.flush() if is_last else self._sealing.sealed()),
+            failed=tuple(failed),
+            num_generated_tokens=num_generated,
+            released=tuple(released),
+            is_draining=self._must_drain,
+            refused=refused,
+            ended=reported,
         )
 
     def drain(self, seconds: float) -> WorkReport:
@@ -89,7 +101,8 @@ class CountingSession:
         self._must_drain = True
 
     def _drained(self, released: list[JobProgress]) -> WorkReport:
-        return WorkReport(released=(*released, *self._release(list(self._running))), is_draining=True)
+        released = [*released, *self._release(list(self._running))]
+        return WorkReport(finished=tuple(self._sealing.flush()), released=tuple(released), is_draining=True)
 
     def _take_in(self, assignment: Assignment) -> tuple[str, str] | None:
         record = assignment.record
@@ -155,8 +168,7 @@ class CountingSession:
             token_ids=token_ids,
             metrics=metrics,
         )
-        self._run.write_result(record.job_id, line)
-        self._checkpoints.clear(record.job_id)
+        self._sealing.add(SealedResult.of(record.job_id, line), is_kept=False)
         return self._running.pop(record.job_id).progress
 
 

@@ -17,7 +17,7 @@ from swiftbatch.worker.session.session import WorkerSession
 from swiftbatch.worker.session.work import Assignment, JobProgress, Orders
 from tests.worker.session.session_parts import claimed, digest, make_run, record, session, to_the_end
 
-NUM_JOBS, NUM_FITTING, NUM_GIVEN = 40, 6, 10
+NUM_JOBS, NUM_FITTING, NUM_GIVEN = 24, 6, 10
 SHORTEST, LONGEST = 14, 18  # tokens: more jobs than fit outgrow the memory before one of them ends
 JOBS = [record(f"job {number}", SHORTEST + number % (LONGEST - SHORTEST + 1)) for number in range(NUM_JOBS)]
 

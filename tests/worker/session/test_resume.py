@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,6 +36,7 @@ from tests.worker.session.session_parts import (
 pytestmark = pytest.mark.long
 
 ENGINES = ["autoregressive", "suffix", "token-recycling"]
+TWO_ENGINES = [pytest.param("autoregressive", marks=pytest.mark.slow), *ENGINES[1:]]
 
 
 @pytest.fixture
@@ -42,9 +44,19 @@ def run(tmp_path: Path) -> Run:
     return make_run(tmp_path / "run")
 
 
-@pytest.fixture
-def undisturbed(tmp_path: Path, tiny_model: Path) -> str:
-    return undisturbed_digest(tmp_path / "undisturbed", tiny_model, record("fox"))
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> str:
+    return undisturbed_digest(tmp_path_factory.mktemp("undisturbed"), tiny_model, record("fox"))
+
+
+@pytest.fixture(scope="module")
+def wholes(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[str, dict[str, Any]]:
+    """Results of jobs with these sampling fields, by plain decoding that nothing disturbs."""
+    fields = {"structured": STRUCTURED, "adjusted": ADJUSTED, "looping": LOOPING}
+    return {
+        name: undisturbed_body(tmp_path_factory.mktemp("whole"), tiny_model, record("fox", drawn=drawn))
+        for name, drawn in fields.items()
+    }
 
 
 @pytest.fixture(autouse=True)
@@ -130,13 +142,13 @@ STRUCTURED = {
 }
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", TWO_ENGINES)
 @pytest.mark.parametrize("kind", ["state", "tokens"])
 def test_a_grammar_goes_on_where_it_stood_in_another_worker(
-    run: Run, tmp_path: Path, tiny_model: Path, engine: str, kind: str
+    run: Run, wholes: dict[str, dict[str, Any]], tiny_model: Path, engine: str, kind: str
 ) -> None:
     job = record("fox", drawn=STRUCTURED)
-    [undisturbed] = undisturbed_body(tmp_path / "undisturbed", tiny_model, job)["choices"]
+    [undisturbed] = wholes["structured"]["choices"]
     preempted(run, tiny_model, job, 60, engine=engine, checkpoint=kind)
     to_the_end(session(run, tiny_model, engine=engine), claimed(run, job))
     assert body(run, job)["choices"] == [undisturbed]
@@ -144,27 +156,26 @@ def test_a_grammar_goes_on_where_it_stood_in_another_worker(
     assert re.fullmatch(STRUCTURED["structured_outputs"]["regex"], undisturbed["text"])
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", TWO_ENGINES)
 @pytest.mark.parametrize("kind", ["state", "tokens"])
 def test_counts_masks_and_bias_are_the_same_in_another_worker(
-    run: Run, tmp_path: Path, tiny_model: Path, engine: str, kind: str
+    run: Run, wholes: dict[str, dict[str, Any]], tiny_model: Path, engine: str, kind: str
 ) -> None:
     job = record("fox", drawn=ADJUSTED)
-    [undisturbed] = undisturbed_body(tmp_path / "undisturbed", tiny_model, job)["choices"]
+    [undisturbed] = wholes["adjusted"]["choices"]
     assert preempted(run, tiny_model, job, 100, engine=engine, checkpoint=kind) < 130
     to_the_end(session(run, tiny_model, engine=engine), claimed(run, job))
     assert body(run, job)["choices"] == [undisturbed]
     assert (undisturbed["finish_reason"], body(run, job)["usage"]["completion_tokens"] > 130) == ("stop", True)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", TWO_ENGINES)
 @pytest.mark.parametrize("num_tokens", [100, 1000])
 def test_a_loop_is_found_at_the_same_token_after_a_resume(
-    run: Run, tmp_path: Path, tiny_model: Path, engine: str, num_tokens: int
+    run: Run, wholes: dict[str, dict[str, Any]], tiny_model: Path, engine: str, num_tokens: int
 ) -> None:
     """With `num_tokens` 1000 all is logged but the result."""
-    job = record("fox", drawn=LOOPING)
-    whole = undisturbed_body(tmp_path / "undisturbed", tiny_model, job)
+    job, whole = record("fox", drawn=LOOPING), wholes["looping"]
     length = whole["usage"]["completion_tokens"]
     assert (whole["choices"][0]["finish_reason"], 100 < length < NUM_TOKENS) == ("repetition", True)
     worker, assignment = session(run, tiny_model, engine=engine), claimed(run, job)

@@ -67,8 +67,12 @@ def _rows() -> Iterator[list[str]]:
 
 
 def packed_table() -> str:
-    """Markdown: what the weights of a model take in each form, in GB, and how many slots of each length fit then."""
-    headers = ("weights of", "form", "GB", "GPU", *(f"slots of {length:,}" for length in SLOT_LENGTHS))
+    """Markdown: what the weights of a model take in each form, in GB, and how many slots of each length fit then.
+
+    Behind those with keys and values in bfloat16 are those in 8 bits.
+    """
+    slots = [f"slots of {length:,}{words}" for words in ("", ", keys in fp8") for length in SLOT_LENGTHS]
+    headers = ("weights of", "form", "GB", "GPU", *slots)
     lines = [headers, ["---"] * len(headers), *_packed_rows()]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
@@ -76,7 +80,8 @@ def packed_table() -> str:
 def _packed_rows() -> Iterator[list[str]]:
     for (model, form, sizes), (name, number) in product(packed_models(), GPUS.items()):
         gpu = gpu_memory(number, GPU_BYTES - CONTEXT_BYTES)
-        slots = [_slots(one_slot(sizes, gpu, length)) for length in SLOT_LENGTHS]
+        kept = (sizes, replace(sizes, kv_dtype="fp8"))
+        slots = [_slots(one_slot(each, gpu, length)) for each in kept for length in SLOT_LENGTHS]
         yield [model, form, f"{sizes.weight_bytes / GB:.1f}", name, *slots]
 
 

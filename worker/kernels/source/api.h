@@ -122,6 +122,7 @@ typedef struct {
     int32_t norm_width;     // neighbours of what is found that are normed together; 0 for no norm
     float epsilon;          // of this norm
     float least_step, most_step;  // of STATE_SPACE
+    float in_scale, out_scale;    // of what the mixer reads and of what it gives; mostly 1
 } mixer_sizes;
 
 typedef enum {
@@ -131,7 +132,8 @@ typedef enum {
     MIX_STEPS,    // [num_heads] what decays depend on
     MIX_OUTPUT,   // from what is found to the row; those from here on are floats, whatever the element
     MIX_TAPS,     // [conv_width, num_channels] of the convolution
-    MIX_TAP_BIAS, MIX_RATES, MIX_STEP_BIAS, MIX_SKIP, MIX_NORM
+    MIX_TAP_BIAS, MIX_RATES, MIX_STEP_BIAS, MIX_SKIP, MIX_NORM,
+    MIX_SCALES     // of the columns of all roles up to MIX_STEPS, one role behind the other
 } mixer_role;
 
 // The last steps of one sequence in one layer, by their positions behind a boundary.
@@ -184,6 +186,9 @@ typedef struct {
     float epsilon, scale;  // of the norms; of the scores
     float embedding_scale, residual_scale, logit_scale;  // of embeddings, of what layers add, of logits; mostly 1
     float score_cap, logit_cap;  // as `attention_view.softcap`: of all layers; of logits, behind their scale
+    float attention_in_scale, key_scale, attention_out_scale;  // of what attention reads, of keys before they are turned,
+                                                               // and of what attention gives; mostly 1
+    float gate_scale, down_scale;  // of gates before their activation, and of what products give; mostly 1
 } decoder_sizes;
 
 typedef enum {
@@ -198,6 +203,7 @@ enum { MOST_EXPERTS = 1024 };  // of a layer
 typedef struct {
     int32_t num_experts, num_chosen, intermediate;  // of a layer; of a row; columns of an expert
     int32_t shared_intermediate;                    // columns of the part that all rows meet; 0 for none
+    int32_t latent;                                 // numbers of a row that experts read and give; 0 for all of the row's
     int32_t score, num_groups, num_chosen_groups;   // experts are chosen from the groups whose two best are the best
     int32_t is_normalised;                          // weights are divided by their sum
     int32_t rounds_logits, rounds_weights;          // to bf16, in models of it
@@ -221,7 +227,8 @@ typedef enum {
 
 typedef enum {
     ROUTER, CHOICE_BIAS, SHARED_GATE,    // floats, whatever the element
-    EXPERT_GATE, EXPERT_UP, EXPERT_DOWN  // of one expert
+    EXPERT_GATE, EXPERT_UP, EXPERT_DOWN,  // of one expert
+    LATENT_IN, LATENT_OUT                 // from a row to what experts read, and from their sum back to a row
 } expert_role;
 
 typedef struct decoder decoder;
@@ -236,7 +243,7 @@ EXPORT void decoder_experts(decoder *decoder, int layer, const expert_sizes *siz
 EXPORT void decoder_load_expert(decoder *decoder, int layer, int role, int expert, const void *weight, const void *bias);
 EXPORT void decoder_load_quantized_expert(decoder *decoder, int layer, int role, int expert,
                                           const quantized_rows *weight, const void *bias);
-// Gives a layer a mixer in place of attention.
+// Gives a layer a mixer: in place of attention where it has NO_ATTENTION, else beside it, and both are added.
 EXPORT void decoder_mixer(decoder *decoder, int layer, const mixer_sizes *sizes);
 EXPORT void decoder_load_mixer(decoder *decoder, int layer, int role, const void *weight, const void *bias);
 EXPORT void decoder_load_quantized_mixer(decoder *decoder, int layer, int role, const quantized_rows *weight,

@@ -17,7 +17,7 @@ typedef struct {
     float *curve;      // of XIELU, or NULL
     float *sinks;      // those of the view, or NULL
     experts *experts;  // NULL: none
-    mixer *mixer;      // in place of attention, or NULL
+    mixer *mixer;      // in place of attention or beside it, or NULL
     int intermediate;  // of the part that all rows meet; 0 for none
     bool does_not_attend, has_no_products;
     bool is_still;  // its heads are not turned
@@ -41,6 +41,7 @@ typedef struct {
     const forward_call *call;
     attention *attention;
     float *normed, *wide, *mixed;  // [num_rows, hidden], [num_rows, the widest matrix], [num_rows, most depth]
+    float *beside;                 // [num_rows, hidden] what a mixer beside attention gives; NULL where none is
     expert_room *experts_room;
     mixer_room mixers_room;
     bool rounds;
@@ -198,7 +199,6 @@ void decoder_mixer(decoder *decoder, int layer, const mixer_sizes *sizes) {
     layer_weights *to = &decoder->layers[layer];
     mixer_free(to->mixer);
     to->mixer = mixer_new(sizes, &decoder->sizes);
-    to->does_not_attend = true;
 }
 
 void decoder_load_mixer(decoder *decoder, int layer, int role, const void *weight, const void *bias) {
@@ -255,7 +255,9 @@ static void activate_rows(const decoder_sizes *sizes, const float *curve, const 
                           float *out) {
     for (long i = 0; i < count; i += LANES) {
         const float *place = rows + (1 + sizes->has_gates) * i;
-        vec a = rounded(rounds, activated((activation)sizes->activation, curve, vec_load(place)));
+        vec a = vec_load(place);
+        if (sizes->gate_scale != 1.0f) a = rounded(rounds, vec_mul(a, vec_set(sizes->gate_scale)));
+        a = rounded(rounds, activated((activation)sizes->activation, curve, a));
         vec_store(out + i, sizes->has_gates ? rounded(rounds, vec_mul(a, vec_load(place + LANES))) : a);
     }
 }
@@ -375,6 +377,7 @@ static void feed_forward(const pass *pass, const layer_weights *weights) {
         linear(pass->frame, &weights->gate_up, num_rows, pass->normed, pass->wide, weights->gate_up.columns, pass->rounds);
         activate_rows(sizes, weights->curve, pass->wide, (long)num_rows * weights->intermediate, pass->rounds, pass->mixed);
         linear(pass->frame, &weights->down, num_rows, pass->mixed, pass->wide, sizes->hidden, pass->rounds);
+        if (sizes->down_scale != 1.0f) scale_numbers(pass->wide, (long)num_rows * sizes->hidden, sizes->down_scale, pass->rounds);
     }
     if (weights->experts)
         experts_run(pass->frame, weights->experts, pass->experts_room, num_rows, pass->normed, pass->rounds, pass->wide);
@@ -394,15 +397,36 @@ static void gate_heads(const pass *pass, const layer_weights *weights) {
     }
 }
 
+static void scale_keys(const pass *pass, const layer_weights *weights) {
+    const decoder_sizes *sizes = &pass->decoder->sizes;
+    float *keys = pass->wide + sizes->num_heads * sizes->head_dim;
+    for (long row = 0; row < pass->call->num_rows; row++)
+        scale_numbers(keys + row * weights->qkv.columns, sizes->num_kv_heads * sizes->head_dim, sizes->key_scale, pass->rounds);
+}
+
 static void attend_rows(const pass *pass, int layer, int place) {
     const decoder_sizes *sizes = &pass->decoder->sizes;
     const layer_weights *weights = &pass->decoder->layers[layer];
     int num_rows = pass->call->num_rows;
+    long count = (long)num_rows * sizes->hidden;
+    if (sizes->attention_in_scale != 1.0f) scale_numbers(pass->normed, count, sizes->attention_in_scale, pass->rounds);
     linear(pass->frame, &weights->qkv, num_rows, pass->normed, pass->wide, weights->qkv.columns, pass->rounds);
+    if (sizes->key_scale != 1.0f) scale_keys(pass, weights);
     keep_rows(pass, layer, place);
     attention_run(pass->attention, pass->frame, place, &weights->view, pass->mixed);
     if (sizes->gates_heads) gate_heads(pass, weights);
     linear(pass->frame, &weights->output, num_rows, pass->mixed, pass->wide, sizes->hidden, pass->rounds);
+    if (sizes->attention_out_scale != 1.0f) scale_numbers(pass->wide, count, sizes->attention_out_scale, pass->rounds);
+}
+
+// A mixer, attention, or both side by side, which read the same rows.
+static void mix_rows(const pass *pass, int layer, layer_place place) {
+    const layer_weights *weights = &pass->decoder->layers[layer];
+    float *out = weights->does_not_attend ? pass->wide : pass->beside;
+    if (weights->mixer) mixer_run(pass->frame, weights->mixer, &pass->mixers_room, pass->call, place.mixing, pass->normed, out);
+    if (weights->does_not_attend) return;
+    attend_rows(pass, layer, place.attending);
+    if (weights->mixer) add(pass->wide, pass->beside, (long)pass->call->num_rows * pass->decoder->sizes.hidden, pass->rounds);
 }
 
 static void run_layer(const pass *pass, int layer, layer_place place) {
@@ -411,8 +435,7 @@ static void run_layer(const pass *pass, int layer, layer_place place) {
     long count = (long)pass->call->num_rows * sizes->hidden;
     if (weights->mixer || !weights->does_not_attend) {
         front_rows(pass, weights->input_norm);
-        if (weights->mixer) mixer_run(pass->frame, weights->mixer, &pass->mixers_room, pass->call, place.mixing, pass->normed, pass->wide);
-        else attend_rows(pass, layer, place.attending);
+        mix_rows(pass, layer, place);
         add_part(pass, weights->output_norm, count);
     }
     if (weights->has_no_products && !weights->experts) return;
@@ -427,7 +450,7 @@ static void run_layers(const pass *pass) {
         const layer_weights *weights = &pass->decoder->layers[layer];
         run_layer(pass, layer, place);
         if (weights->mixer) place.mixing++;
-        else if (!weights->does_not_attend) place.attending++;
+        if (!weights->does_not_attend) place.attending++;
     }
 }
 
@@ -500,6 +523,12 @@ static const mixer *mixer_of(const decoder *decoder) {
     return NULL;
 }
 
+static bool mixes_beside_attention(const decoder *decoder) {
+    for (int i = 0; i < decoder->sizes.num_layers; i++)
+        if (decoder->layers[i].mixer && !decoder->layers[i].does_not_attend) return true;
+    return false;
+}
+
 void decoder_forward(decoder *decoder, team *team, const forward_call *call) {
     const decoder_sizes *sizes = &decoder->sizes;
     frame *frame = frame_open(team);
@@ -521,6 +550,7 @@ void decoder_forward(decoder *decoder, team *team, const forward_call *call) {
                  .experts_room = &experts_room,
                  .rounds = sizes->element == BF16};
     if (mixer) pass.mixers_room = mixer_room_new(frame, mixer, call->num_rows, call->num_sequences);
+    if (mixes_beside_attention(decoder)) pass.beside = frame_take(frame, rows * (size_t)sizes->hidden);
     if (call->token_ids) embed(&pass);
     run_layers(&pass);
     if (call->hidden) {

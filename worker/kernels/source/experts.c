@@ -10,7 +10,7 @@
 
 // Rows whose experts are multiplied together, choices of these, rows of a unit, blocks of a panel at least.
 enum { ROWS_OF_EXPERTS = 256, MOST_PAIRS = 2048, ROWS_OF_UNIT = 32, LEAST_PANEL = 8, EXPERTS_WORTH_HELP = 1 << 19 };
-enum { GATHERED, ACTIVATED, WIDE_SLOTS, DOWN_SLOTS };
+enum { GATHERED, ACTIVATED, WIDE_SLOTS, DOWN_SLOTS, LATENT_ROWS, LATENT_SUMS, FROM_LATENT };
 
 typedef struct {
     int32_t expert, first, count;  // pairs of a row and its choice, in the order of experts
@@ -26,16 +26,21 @@ typedef struct {
 
 experts *experts_new(const expert_sizes *sizes, const decoder_sizes *decoder) {
     experts *fresh = allocate_clear(sizeof(experts));
+    int width = sizes->latent ? sizes->latent : decoder->hidden, gates = decoder->has_gates;
     *fresh = (experts){.sizes = *sizes,
                        .router = router_new(sizes, decoder->hidden),
                        .shared_gate = matrix_new(F32, decoder->hidden, 1),
                        .gate_up = allocate_clear(sizeof(matrix) * (size_t)sizes->num_experts),
                        .down = allocate_clear(sizeof(matrix) * (size_t)sizes->num_experts),
+                       .latent_in = matrix_new((element)decoder->element, decoder->hidden, sizes->latent),
+                       .latent_out = matrix_new((element)decoder->element, sizes->latent, decoder->hidden),
                        .activation = (activation)decoder->activation,
-                       .hidden = decoder->hidden};
+                       .hidden = decoder->hidden,
+                       .width = width,
+                       .has_gates = gates};
     for (int i = 0; i < sizes->num_experts; i++) {
-        fresh->gate_up[i] = matrix_new((element)decoder->element, decoder->hidden, 2 * sizes->intermediate);
-        fresh->down[i] = matrix_new((element)decoder->element, sizes->intermediate, decoder->hidden);
+        fresh->gate_up[i] = matrix_new((element)decoder->element, width, (1 + gates) * sizes->intermediate);
+        fresh->down[i] = matrix_new((element)decoder->element, sizes->intermediate, width);
     }
     return fresh;
 }
@@ -48,15 +53,27 @@ void experts_free(experts *experts) {
     }
     router_free(&experts->router);
     matrix_free(&experts->shared_gate);
+    matrix_free(&experts->latent_in);
+    matrix_free(&experts->latent_out);
     free(experts->gate_up);
     free(experts->down);
     free(experts);
 }
 
-static void load_expert(experts *experts, expert_role role, int expert, const void *weight, const void *bias) {
-    int width = experts->sizes.intermediate;
-    if (role == EXPERT_DOWN) matrix_load(&experts->down[expert], 0, 1, experts->hidden, weight, bias);
-    else matrix_load(&experts->gate_up[expert], role == EXPERT_UP, 2, width, weight, bias);
+typedef struct {
+    matrix *matrix;
+    int first_block, stride, num_columns;
+} expert_columns;
+
+static expert_columns weight_columns(experts *experts, expert_role role, int expert) {
+    int gates = experts->has_gates, intermediate = experts->sizes.intermediate;
+    switch (role) {
+        case EXPERT_GATE: return (expert_columns){&experts->gate_up[expert], 0, 2, intermediate};
+        case EXPERT_UP: return (expert_columns){&experts->gate_up[expert], gates, 1 + gates, intermediate};
+        case EXPERT_DOWN: return (expert_columns){&experts->down[expert], 0, 1, experts->width};
+        case LATENT_IN: return (expert_columns){&experts->latent_in, 0, 1, experts->width};
+        default: return (expert_columns){&experts->latent_out, 0, 1, experts->hidden};
+    }
 }
 
 void experts_load(experts *experts, expert_role role, int expert, const void *weight, const void *bias) {
@@ -68,15 +85,17 @@ void experts_load(experts *experts, expert_role role, int expert, const void *we
             experts->has_shared_gate = true;
             matrix_load(&experts->shared_gate, 0, 1, 1, weight, bias);
             break;
-        default: load_expert(experts, role, expert, weight, bias);
+        default: {
+            expert_columns to = weight_columns(experts, role, expert);
+            matrix_load(to.matrix, to.first_block, to.stride, to.num_columns, weight, bias);
+        }
     }
 }
 
 void experts_load_quantized(experts *experts, expert_role role, int expert, const quantized_rows *weight,
                             const void *bias) {
-    int width = experts->sizes.intermediate;
-    if (role == EXPERT_DOWN) matrix_load_quantized(&experts->down[expert], 0, 1, experts->hidden, weight, bias);
-    else matrix_load_quantized(&experts->gate_up[expert], role == EXPERT_UP, 2, width, weight, bias);
+    expert_columns to = weight_columns(experts, role, expert);
+    matrix_load_quantized(to.matrix, to.first_block, to.stride, to.num_columns, weight, bias);
 }
 
 // ---- rows by expert
@@ -148,7 +167,7 @@ typedef struct {
     int num_panels, blocks;  // of each matrix; of each panel
     activation activation;
     float gate_limit, gate_slope;
-    bool is_gated, rounds;
+    bool activates, has_gates, rounds;
 } grouped_job;
 
 static void multiply_expert_unit(const grouped_job *job, const unit_rows *unit, int panel, float *out, void *scratch) {
@@ -180,15 +199,18 @@ static void run_expert_unit(const void *job, int number, void *slot, void *scrat
     const grouped_job *all = job;
     const unit_rows *unit = &all->units[number / all->num_panels];
     int panel = number % all->num_panels;
-    if (!all->is_gated) {
+    if (!all->activates) {
         multiply_expert_unit(all, unit, panel, slot, scratch);
         return;
     }
     float *wide = scratch, *to = slot;
-    long count = (long)unit->count * all->blocks * LANES;
+    long count = (long)unit->count * all->blocks * LANES, parts = 1 + all->has_gates;
     multiply_expert_unit(all, unit, panel, wide, wide + ROWS_OF_UNIT * all->blocks * LANES);
-    for (long i = 0; i < count; i += 2 * LANES)
-        vec_store(to + i / 2, rounded(all->rounds, gated(all, vec_load(wide + i), vec_load(wide + i + LANES))));
+    for (long i = 0; i < count; i += parts * LANES) {
+        vec a = vec_load(wide + i);
+        a = all->has_gates ? gated(all, a, vec_load(wide + i + LANES)) : activated(all->activation, NULL, a);
+        vec_store(to + i / parts, rounded(all->rounds, a));
+    }
 }
 
 static int panel_blocks(int all_blocks, int num_units) {
@@ -198,9 +220,9 @@ static int panel_blocks(int all_blocks, int num_units) {
 }
 
 // All experts with their rows; `results` of unit after unit, and within these panel after panel.
-static grouped_job multiply_groups(frame *frame, const experts *experts, const grouping *groups, bool is_gated,
+static grouped_job multiply_groups(frame *frame, const experts *experts, const grouping *groups, bool activates,
                                    const void *rows, expert_room *room, bool rounds, void **results) {
-    const matrix *matrices = is_gated ? experts->gate_up : experts->down;
+    const matrix *matrices = activates ? experts->gate_up : experts->down;
     grouped_job job = {.matrices = matrices,
                        .units = groups->units,
                        .rows = rows,
@@ -209,7 +231,8 @@ static grouped_job multiply_groups(frame *frame, const experts *experts, const g
                        .activation = experts->activation,
                        .gate_limit = experts->sizes.gate_limit,
                        .gate_slope = experts->sizes.gate_slope,
-                       .is_gated = is_gated,
+                       .activates = activates,
+                       .has_gates = experts->has_gates,
                        .rounds = rounds};
     job.num_panels = (matrices->columns / LANES + job.blocks - 1) / job.blocks;
     size_t panel_bytes = sizeof(float) * ROWS_OF_UNIT * (size_t)job.blocks * LANES;
@@ -217,11 +240,11 @@ static grouped_job multiply_groups(frame *frame, const experts *experts, const g
                        .run = run_expert_unit,
                        .job = &job,
                        .job_bytes = sizeof job,
-                       .scratch_bytes = (is_gated ? panel_bytes : 0) + quantized_scratch_bytes(),
-                       .slot_bytes = panel_bytes / (is_gated ? 2 : 1)};
+                       .scratch_bytes = (activates ? panel_bytes : 0) + quantized_scratch_bytes(),
+                       .slot_bytes = panel_bytes / (activates && experts->has_gates ? 2 : 1)};
     plan.is_small = (groups->num_pairs + 4L * groups->num_units) * matrices->depth * matrices->columns < EXPERTS_WORTH_HELP;
     size_t bytes = (size_t)plan.num_units * plan.slot_bytes;
-    plan.own_slots = room_for(frame, room, is_gated ? WIDE_SLOTS : DOWN_SLOTS, bytes);
+    plan.own_slots = room_for(frame, room, activates ? WIDE_SLOTS : DOWN_SLOTS, bytes);
     run_stage(frame, &plan, results);
     return job;
 }
@@ -234,14 +257,14 @@ static const void *rows_of_pairs(frame *frame, const experts *experts, const gro
     size_t bytes = multiplied_bytes(experts->gate_up);
     char *to = room_for(frame, room, GATHERED, bytes * (size_t)(groups->num_pairs + LANES));
     for (int i = 0; i < groups->num_pairs; i++)
-        multiplied_row(experts->gate_up, rows + (long)groups->rows[i] * experts->hidden, to + (size_t)i * bytes);
+        multiplied_row(experts->gate_up, rows + (long)groups->rows[i] * experts->width, to + (size_t)i * bytes);
     return to;
 }
 
 static const void *gather_activated(frame *frame, const experts *experts, const grouping *groups,
                                     const grouped_job *job, void **results, expert_room *room) {
     size_t bytes = multiplied_bytes(experts->down);
-    long stride = job->blocks * LANES / 2, width = experts->sizes.intermediate;
+    long stride = job->blocks * LANES / (1 + experts->has_gates), width = experts->sizes.intermediate;
     char *to = room_for(frame, room, ACTIVATED, bytes * (size_t)(groups->num_pairs + LANES));
     float *whole = frame_take(frame, sizeof(float) * (size_t)(width + stride));
     for (int i = 0; i < groups->num_pairs; i++) {
@@ -258,7 +281,7 @@ static const void *gather_activated(frame *frame, const experts *experts, const 
 static void sum_row(const experts *experts, const grouping *groups, const grouped_job *job, void **results,
                     const int32_t *places, const float *weights, bool rounds, float *out) {
     long stride = (long)job->blocks * LANES;
-    for (int i = 0; i < experts->hidden; i += LANES) {
+    for (int i = 0; i < experts->width; i += LANES) {
         vec sum = vec_set(0.0f);
         for (int choice = 0; choice < experts->sizes.num_chosen; choice++) {
             int owner = groups->owners[places[choice]], within = places[choice] - groups->units[owner].first;
@@ -282,26 +305,54 @@ static void share_out(frame *frame, const experts *experts, int num_rows, const 
     }
 }
 
+// What experts read of rows.
+static const float *latent_rows(frame *frame, const experts *experts, expert_room *room, int num_rows, const float *rows,
+                                bool rounds) {
+    if (!experts->sizes.latent) return rows;
+    float *read = room_for(frame, room, LATENT_ROWS, sizeof(float) * (size_t)num_rows * (size_t)experts->width);
+    linear(frame, &experts->latent_in, num_rows, rows, read, experts->width, rounds);
+    return read;
+}
+
+// Where the sums of a row's experts go: to `out` at once where nothing is behind them and nothing beside them.
+static float *sums_place(frame *frame, const experts *experts, expert_room *room, int num_rows, float *out) {
+    if (!experts->sizes.latent && !experts->sizes.shared_intermediate) return out;
+    return room_for(frame, room, LATENT_SUMS, sizeof(float) * (size_t)num_rows * (size_t)experts->width);
+}
+
+// Sums become rows again, beside the part that all rows meet where there is one.
+static void add_sums(frame *frame, const experts *experts, expert_room *room, int num_rows, const float *rows,
+                     const float *sums, bool rounds, float *out) {
+    size_t count = (size_t)num_rows * (size_t)experts->hidden;
+    bool has_shared = experts->sizes.shared_intermediate;
+    if (experts->sizes.latent) {
+        float *found = has_shared ? room_for(frame, room, FROM_LATENT, sizeof(float) * count) : out;
+        linear(frame, &experts->latent_out, num_rows, sums, found, experts->hidden, rounds);
+        sums = found;
+    }
+    if (!has_shared) return;
+    share_out(frame, experts, num_rows, rows, rounds, out);
+    add(out, sums, (long)count, rounds);
+}
+
 static void run_block(frame *frame, const experts *experts, expert_room *room, int num_rows, const float *rows,
                       bool rounds, float *out) {
     int num_chosen = experts->sizes.num_chosen;
     size_t pairs = (size_t)num_rows * (size_t)num_chosen;
     int32_t *choices = frame_take(frame, sizeof(int32_t) * pairs);
     float *weights = frame_take(frame, sizeof(float) * pairs);
-    float *routed = frame_take(frame, sizeof(float) * (size_t)experts->hidden);
     void *results[MOST_UNITS];
     route(frame, &experts->router, num_rows, rows, rounds, choices, weights);
     grouping groups = group_rows(frame, &experts->sizes, num_rows, choices, room);
-    const void *gathered = rows_of_pairs(frame, experts, &groups, rows, room);
+    const void *gathered = rows_of_pairs(frame, experts, &groups, latent_rows(frame, experts, room, num_rows, rows, rounds), room);
     grouped_job job = multiply_groups(frame, experts, &groups, true, gathered, room, rounds, results);
     gathered = gather_activated(frame, experts, &groups, &job, results, room);
     job = multiply_groups(frame, experts, &groups, false, gathered, room, rounds, results);
-    if (experts->sizes.shared_intermediate) share_out(frame, experts, num_rows, rows, rounds, out);
-    for (long row = 0; row < num_rows; row++) {
-        float *to = out + row * experts->hidden, *sum = experts->sizes.shared_intermediate ? routed : to;
-        sum_row(experts, &groups, &job, results, groups.places + row * num_chosen, weights + row * num_chosen, rounds, sum);
-        if (sum == routed) add(to, routed, experts->hidden, rounds);
-    }
+    float *sums = sums_place(frame, experts, room, num_rows, out);
+    for (long row = 0; row < num_rows; row++)
+        sum_row(experts, &groups, &job, results, groups.places + row * num_chosen, weights + row * num_chosen, rounds,
+                sums + row * experts->width);
+    add_sums(frame, experts, room, num_rows, rows, sums, rounds, out);
 }
 
 void experts_run(frame *frame, const experts *experts, expert_room *room, int num_rows, const float *rows, bool rounds,

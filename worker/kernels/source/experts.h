@@ -7,16 +7,17 @@ typedef struct {
     expert_sizes sizes;
     router router;
     matrix shared_gate;      // of floats, one column; without any where the part that all rows meet has no gate
-    matrix *gate_up, *down;  // [num_experts]; gates and ups in turns, sixteen columns each
+    matrix *gate_up, *down;  // [num_experts]; gates and ups in turns, sixteen columns each; or ups alone
+    matrix latent_in, latent_out;  // empty where experts read rows as they are
     activation activation;
-    int hidden;
-    bool has_shared_gate;
+    int hidden, width;  // of a row; of what experts read and give
+    bool has_gates, has_shared_gate;
 } experts;
 
 // Memory that the layers of a call share, and the experts that rows met in them.
 typedef struct {
-    void *places[4];
-    size_t bytes[4];
+    void *places[7];
+    size_t bytes[7];
     int64_t num_met;
 } expert_room;
 

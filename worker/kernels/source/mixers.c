@@ -22,6 +22,7 @@ struct mixer {
     int width;                     // of what is found, and of its gates
     bool rounds;
     float *taps, *tap_bias, *rates, *step_bias, *skip, *norm;  // NULL: none
+    float *scales;  // of a projected row, with ones where it has no columns; NULL: none
 };
 
 // ---- weights
@@ -56,7 +57,7 @@ void mixer_free(mixer *mixer) {
     if (!mixer) return;
     matrix_free(&mixer->in);
     matrix_free(&mixer->out);
-    float *vectors[] = {mixer->taps, mixer->tap_bias, mixer->rates, mixer->step_bias, mixer->skip, mixer->norm};
+    float *vectors[] = {mixer->taps, mixer->tap_bias, mixer->rates, mixer->step_bias, mixer->skip, mixer->norm, mixer->scales};
     for (size_t i = 0; i < sizeof vectors / sizeof *vectors; i++) free(vectors[i]);
     free(mixer);
 }
@@ -65,6 +66,17 @@ void mixer_free(mixer *mixer) {
 static void rates_load(mixer *mixer, const float *logarithms) {
     floats_load(&mixer->rates, mixer->sizes.num_heads, logarithms);
     for (int head = 0; head < mixer->sizes.num_heads; head++) mixer->rates[head] = (float)exp_or_nan(logarithms[head]);
+}
+
+// Scales go where the columns of their roles are.
+static void scales_load(mixer *mixer, const float *scales) {
+    mixer->scales = realloc(mixer->scales, sizeof(float) * (size_t)mixer->in.columns);
+    for (int i = 0; i < mixer->in.columns; i++) mixer->scales[i] = 1.0f;
+    for (int role = 0; role < NUM_PARTS; role++) {
+        int count = part_width(mixer, (mixer_role)role);
+        memcpy(mixer->scales + mixer->first_columns[role], scales, sizeof(float) * (size_t)count);
+        scales += count;
+    }
 }
 
 void mixer_load(mixer *mixer, mixer_role role, const void *weight, const void *bias) {
@@ -77,6 +89,7 @@ void mixer_load(mixer *mixer, mixer_role role, const void *weight, const void *b
         case MIX_STEP_BIAS: floats_load(&mixer->step_bias, sizes->num_heads, weight); break;
         case MIX_SKIP: floats_load(&mixer->skip, sizes->num_heads, weight); break;
         case MIX_NORM: floats_load(&mixer->norm, mixer->width, weight); break;
+        case MIX_SCALES: scales_load(mixer, weight); break;
         default: matrix_load(&mixer->in, mixer->first_columns[role] / LANES, 1, part_width(mixer, role), weight, bias);
     }
 }
@@ -293,7 +306,8 @@ static void finish_row(const mixer *mixer, const mixer_room *room, long row) {
 mixer_room mixer_room_new(frame *frame, const mixer *mixer, int num_rows, int num_sequences) {
     const mixer_sizes *sizes = &mixer->sizes;
     size_t rows = sizeof(float) * (size_t)num_rows, width = rows * (size_t)mixer->width;
-    return (mixer_room){.projected = frame_take(frame, rows * (size_t)mixer->in.columns),
+    return (mixer_room){.read = sizes->in_scale == 1.0f ? NULL : frame_take(frame, rows * (size_t)mixer->in.depth),
+                        .projected = frame_take(frame, rows * (size_t)mixer->in.columns),
                         .convolved = frame_take(frame, rows * (size_t)sizes->num_channels),
                         .queries = frame_take(frame, rows * (size_t)(sizes->num_key_heads * sizes->key_dim)),
                         .values = frame_take(frame, width),
@@ -303,13 +317,30 @@ mixer_room mixer_room_new(frame *frame, const mixer *mixer, int num_rows, int nu
                         .calls = frame_take(frame, sizeof(recurrence) * (size_t)num_sequences)};
 }
 
+// The product in front, with the scales of what goes in and of what comes out.
+static void project(frame *frame, const mixer *mixer, const mixer_room *room, int num_rows, const float *normed) {
+    long columns = mixer->in.columns, count = (long)num_rows * mixer->in.depth;
+    if (room->read) {
+        memcpy(room->read, normed, sizeof(float) * (size_t)count);
+        scale_numbers(room->read, count, mixer->sizes.in_scale, mixer->rounds);
+        normed = room->read;
+    }
+    linear(frame, &mixer->in, num_rows, normed, room->projected, columns, mixer->rounds);
+    if (!mixer->scales) return;
+    for (float *row = room->projected; row < room->projected + num_rows * columns; row += columns)
+        for (int i = 0; i < columns; i += LANES)
+            vec_store(row + i, rounded(mixer->rounds, vec_mul(vec_load(row + i), vec_load(mixer->scales + i))));
+}
+
 void mixer_run(frame *frame, const mixer *mixer, const mixer_room *room, const forward_call *call, int number,
                const float *normed, float *out) {
-    linear(frame, &mixer->in, call->num_rows, normed, room->projected, mixer->in.columns, mixer->rounds);
+    project(frame, mixer, room, call->num_rows, normed);
     long first = 0;
     for (int i = 0; i < call->num_sequences; first += call->sequences[i].num_rows, i++)
         ready_sequence(mixer, room, &call->sequences[i], number, first, &room->calls[i]);
     if (mixer->sizes.num_heads) recurrence_run(frame, room->calls, call->num_sequences);
     for (long row = 0; row < call->num_rows; row++) finish_row(mixer, room, row);
     linear(frame, &mixer->out, call->num_rows, room->mixed, out, mixer->out.columns, mixer->rounds);
+    if (mixer->sizes.out_scale != 1.0f)
+        scale_numbers(out, (long)call->num_rows * mixer->out.columns, mixer->sizes.out_scale, mixer->rounds);
 }

@@ -12,7 +12,7 @@ void mixer_load_quantized(mixer *mixer, mixer_role role, const quantized_rows *w
 
 // Places of numbers of all rows of a call, which the mixers of its layers share.
 typedef struct {
-    float *projected, *convolved, *queries, *values, *betas, *found, *mixed;
+    float *read, *projected, *convolved, *queries, *values, *betas, *found, *mixed;
     recurrence *calls;  // of the sequences
 } mixer_room;
 

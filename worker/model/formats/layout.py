@@ -10,7 +10,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from swiftbatch.worker.model.config_numbers import shown
+from swiftbatch.worker.model.config_numbers import line_of, shown
 from swiftbatch.worker.model.digests import weight_files
 from swiftbatch.worker.model.formats.catalogue import format_of
 from swiftbatch.worker.model.formats.contract import UNUSED, Format, FormatError, Scheme, StoredTensor
@@ -63,8 +63,7 @@ def heads_in(file: Path) -> dict[str, StoredTensor]:
             slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118 (no mapping)
             return {name: StoredTensor(str(each.get_dtype()), tuple(each.get_shape())) for name, each in slices.items()}
     except (OSError, SafetensorError, GGUFError) as error:
-        said = " ".join(str(error).split())[:MOST_SAID]  # the library's words quote the file
-        raise FormatError(f"{file} is damaged or cut off ({said}); copy it again") from None
+        raise FormatError(f"{file} is damaged or cut off ({line_of(error, MOST_SAID)}); copy it again") from None
 
 
 def layout_of(stored: Iterable[tuple[str, StoredTensor]], config: Mapping[str, Any], format_: Format | None) -> Layout:

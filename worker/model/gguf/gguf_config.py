@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
+from swiftbatch.worker.model.config_numbers import MOST_REAL
 from swiftbatch.worker.model.gguf.architectures import SIZES, Config
 from swiftbatch.worker.model.gguf.gguf_model import GGUFModel
 from swiftbatch.worker.model.gguf.header import GGUFError
@@ -72,17 +72,19 @@ def _said(model: GGUFModel) -> dict[str, Any]:
     said = {key.removeprefix(prefix): value for key, value in model.metadata.items() if key.startswith(prefix)}
     known = {*SIZES, *model.architecture.said, *OTHER_SIZES, *NO_CHANGE, *ROTARY_KEYS.get(model.name, ROTARY_KEYS[""])}
     for key, value in said.items():
+        if isinstance(value, float) and not abs(value) <= MOST_REAL:
+            raise GGUFError(f"its metadata has {prefix}{key} = {value}")
+        if key in known and isinstance(value, list | np.ndarray):
+            raise GGUFError(f"its metadata has {prefix}{key} as {value!r:.60}, expected one number for all layers")
         if key not in known and not (isinstance(value, int | float) and value in UNUSED):
             raise GGUFError(f"its metadata has {prefix}{key} = {value!r:.60}, which may change a layer, not read here")
     return said
 
 
 def _scalar(value: Any, key: str) -> Any:
-    """A number as it was written before float32. Raises GGUFError for one of each layer."""
-    if isinstance(value, list | np.ndarray | str):
-        raise GGUFError(f"its metadata has {key} as {value!r:.60}, expected one number for all layers")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise GGUFError(f"its metadata has {key} = {value}")
+    """A number as it was written before float32. Raises GGUFError for a text."""
+    if isinstance(value, str):
+        raise GGUFError(f"its metadata has {key} = {value!r:.60}, expected a number")
     return shortest(value) if isinstance(value, float) else value
 
 

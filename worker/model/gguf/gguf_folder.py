@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from swiftbatch.jobs.errors import ModelError
+from swiftbatch.worker.model.config_numbers import line_of
 from swiftbatch.worker.model.gguf.gguf_config import config_of, generation_of
 from swiftbatch.worker.model.gguf.gguf_model import FREQUENCIES, GGUFModel, read_gguf, transformers_name
 from swiftbatch.worker.model.gguf.header import GGUFError
@@ -55,7 +56,7 @@ def gguf_folder(model: str, file: Path, with_tokenizer: bool) -> Path:
             with _made_whole(folder) as aside:
                 _write_small_files(read, aside)
     except GGUFError as error:
-        raise ModelError(f"model {model}: {file} is no GGUF file that runs here: {_line(error)}") from None
+        raise ModelError(f"model {model}: {file} is no GGUF file that runs here: {line_of(error, MAX_WORDS)}") from None
     except OSError as error:
         raise ModelError(
             f"model {model}: its small files can't be kept in {_base()} ({error}); set XDG_CACHE_HOME"
@@ -114,9 +115,8 @@ def _add_tokenizer(model: str, folder: Path) -> None:
         try:
             _save_tokenizer(folder / link_names(folder)[0], Path(aside))
         except Exception as error:  # of any kind: the library raises bare ones
-            raise ModelError(
-                f"model {model}: no tokenizer comes of its metadata: {type(error).__name__}: {_line(error)}"
-            ) from error
+            said = f"{type(error).__name__}: {line_of(error, MAX_WORDS)}"
+            raise ModelError(f"model {model}: no tokenizer comes of its metadata: {said}") from error
         for name in TOKENIZER_FILES:
             os.replace(Path(aside) / name, folder / name)
 
@@ -132,11 +132,6 @@ def _save_tokenizer(file: Path, folder: Path) -> None:
     said = json.loads(path.read_text(encoding="utf-8"))
     said = {key: value for key, value in said.items() if key in KEPT} | {"tokenizer_class": GENERIC}
     path.write_text(json.dumps(said, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _line(error: Exception) -> str:
-    """The words of an error, which may hold names from a file."""
-    return " ".join(str(error).split())[:MAX_WORDS]
 
 
 def _write_json(file: Path, value: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +21,19 @@ Form = tuple[str, tuple[int, ...]]  # what numbers are stored as, and how many i
 SPLIT = re.compile(r"^(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$")
 IN_LAYER = re.compile(r"^blk\.(?P<number>0|[1-9]\d*)\.(?P<part>\w+)\.(?P<what>weight|bias)$")
 FREQUENCIES = "rope_freqs.weight"  # that the config says
+
+TEXT = ("a text", lambda value: isinstance(value, str))
+INTEGER = ("an integer", lambda value: type(value) is int)
+TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {  # of what files of all architectures say
+    "general.architecture": TEXT,
+    "split.count": INTEGER,
+    "split.no": INTEGER,
+    "tokenizer.chat_template": TEXT,
+    "tokenizer.ggml.model": TEXT,
+    "tokenizer.ggml.pre": TEXT,
+    "tokenizer.ggml.tokens": ("a list of texts", lambda value: isinstance(value, list)),
+    "tokenizer.ggml.token_type": ("a list of numbers", lambda value: isinstance(value, np.ndarray)),
+}
 
 
 @dataclass(frozen=True)
@@ -99,6 +112,8 @@ def _files(file: Path) -> Iterator[Path]:
     if said is None:
         yield file
         return
+    if not int(said["count"]):
+        raise GGUFError("its name says that it is one part of none; rename it")
     if int(said["number"]) != 1:
         raise GGUFError(f"it is one part of several; give the first one, {said['stem']}-00001-of-{said['count']}.gguf")
     for number in range(1, int(said["count"]) + 1):
@@ -110,9 +125,24 @@ def _files(file: Path) -> Iterator[Path]:
 
 def _head(file: Path) -> GGUFHead:
     try:
-        return read_head(file)
+        head = read_head(file)
+        _refuse_other_types(head.metadata)
     except GGUFError as error:
         raise GGUFError(f"{file}: {error}") from None
+    return head
+
+
+def _refuse_other_types(metadata: Mapping[str, Any]) -> None:
+    for key, (words, holds) in TYPES.items():
+        if key in metadata and not holds(metadata[key]):
+            raise GGUFError(f"its metadata has {key} = {metadata[key]!r:.60}, expected {words}")
+
+
+def num_experts_in(tensor: TensorHead) -> int:
+    """How many matrices a tensor of experts holds. Raises GGUFError for one that holds none."""
+    if len(tensor.shape) != 3:
+        raise GGUFError(f"its tensor {tensor.name} has the shape {list(tensor.shape)}, expected three dimensions")
+    return tensor.shape[0]
 
 
 def forms_in_gguf(file: Path) -> Iterator[tuple[str, Form]]:
@@ -124,5 +154,5 @@ def forms_in_gguf(file: Path) -> Iterator[tuple[str, Form]]:
         if "*" not in name:
             yield name, (tensor.type.name, tensor.shape)
             continue
-        for number in range(tensor.shape[0]):
+        for number in range(num_experts_in(tensor)):
             yield name.replace("*", str(number)), (tensor.type.name, tensor.shape[1:])

@@ -15,7 +15,7 @@ from torch import Tensor
 from swiftbatch.worker.kernels.packed import PackedMatrix, Weight
 from swiftbatch.worker.model.gguf.architectures import Architecture
 from swiftbatch.worker.model.gguf.blocks import packed_from
-from swiftbatch.worker.model.gguf.gguf_model import FREQUENCIES, transformers_name
+from swiftbatch.worker.model.gguf.gguf_model import FREQUENCIES, num_experts_in, transformers_name
 from swiftbatch.worker.model.gguf.header import GGUFError, TensorHead, read_head
 from swiftbatch.worker.model.gguf.links import architecture_of
 from swiftbatch.worker.model.hashed_reading import Hashing, exactly, fill
@@ -75,9 +75,7 @@ def weights_of(
     Raises GGUFError for a tensor that is damaged, or not of the model that the config says.
     """
     if "*" in name:
-        if len(tensor.shape) != 3:
-            raise GGUFError(f"its tensor {tensor.name} has the shape {list(tensor.shape)}, expected three dimensions")
-        for number, one in enumerate(data.view(tensor.shape[0], -1)):
+        for number, one in enumerate(data.view(num_experts_in(tensor), -1)):
             yield name.replace("*", str(number)), _weight(tensor, one, tensor.shape[1:], dtype)
         return
     shape = (1, *tensor.shape) if name.endswith(SHARED_GATE) and len(tensor.shape) == 1 else tensor.shape

@@ -13,8 +13,13 @@ INDEX_FILE = "gguf.json"
 
 
 def link_names(folder: Path) -> list[str]:
-    """The links of a folder in order; none for any other one."""
-    return [str(name) for name in _said(folder)["files"]] if (folder / INDEX_FILE).exists() else []
+    """The links of a folder in order; none for any other one, whatever its own file of that name says."""
+    try:
+        said = _said(folder)
+        names = [link_name(number, len(said["files"])) for number in range(len(said["files"]))]
+        return names if names == said["files"] and said["architecture"] in ARCHITECTURES else []
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        return []
 
 
 def architecture_of(link: Path) -> Architecture:

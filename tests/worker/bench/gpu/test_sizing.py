@@ -6,6 +6,7 @@ import math
 import re
 import subprocess
 import sys
+from itertools import product
 
 import pytest
 
@@ -55,16 +56,19 @@ def test_the_slots_are_those_that_follow_by_hand() -> None:
 
 
 def test_the_slots_beside_packed_weights_are_those_that_follow_by_hand() -> None:
-    """Llama 3.1 70B in int4: 68.5 billion weights of 4.5 bits, and embedding, head and norms in bfloat16."""
+    """Llama 3.1 70B in int4: 68.5 billion weights of 4.5 bits, and embedding, head and norms in bfloat16.
+
+    A key or a value in 8 bits has a byte for each of its 128 numbers, and 16 for its scale.
+    """
     rows = {(row[0], row[1], row[3]): row for row in table(GPU_PAGE, "weights of")}
     assert len(rows) == len(list(packed_models())) * len(GPUS)
     layers = 80 * 8192 * (2 * (64 + 8) * 128 + 3 * 28672)
     weights = layers * 4.5 / 8 / 1e9 + (70_553_706_496 - layers) * 2 / 1e9
     row = rows["Llama 3.1 70B", "int4, groups of 128", "A100 80 GB"]
     assert float(row[2]) == round(weights, 1)
-    for length, found in zip(SLOT_LENGTHS, row[4:], strict=True):
-        slot = math.ceil((length + 127) / 64) * 64 * 327_680 / 1e9
-        assert int(found) == int((84 - 0.6 - weights - 1.2) / slot)
+    for (position, length), found in zip(product((327_680, 2 * 80 * 8 * 144), SLOT_LENGTHS), row[4:], strict=True):
+        slot = math.ceil((length + 127) / 64) * 64 * position / 1e9
+        assert int(found) == min(32, int((84 - 0.6 - weights - 1.2) / slot))
 
 
 def test_the_words_around_it_are_those_of_the_code() -> None:

@@ -93,6 +93,7 @@ def told(options: SuiteOptions, code: str = CODE) -> list[str]:
     return [line for line in lines if not line.startswith("  ")]
 
 
+@pytest.mark.slow  # the stages have tests of their own; those below run two of them
 def test_every_stage_leaves_its_figures_and_the_page_has_a_table_of_each(options: SuiteOptions) -> None:
     lines = told(options)
     assert [line for line in lines if "left out" in line] == []

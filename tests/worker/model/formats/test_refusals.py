@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,17 +17,26 @@ from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.inspection.inspection import inspect_model
 from swiftbatch.worker.model.files import locate_model
 from tests.worker.model.formats.examples import EXAMPLES, integers
-from tests.worker.model.formats.twins import LLAMA, load, make_twins
+from tests.worker.model.formats.twins import LLAMA, load, make_packed, make_twins
 
 pytestmark = pytest.mark.long
 
 FP8, INT4, NVFP4 = "fp8 in blocks of 128", "compressed-tensors int4", "compressed-tensors NVFP4"
-MODULE = "model.layers.1.mlp.up_proj"
+MODULE = "model.layers.0.mlp.up_proj"
 Edit = Callable[[dict[str, Tensor]], object]
 
 
-def packed(name: str, folder: Path) -> Path:
-    return make_twins(EXAMPLES[name], folder)[0]
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Models in these formats."""
+    names = (FP8, INT4, NVFP4, "compressed-tensors MXFP4", "GPTQ int4", "AWQ")
+    return {name: make_packed(EXAMPLES[name], tmp_path_factory.mktemp("made") / "model")[0] for name in names}
+
+
+@pytest.fixture
+def packed(made: dict[str, Path], tmp_path: Path) -> Callable[[str], Path]:
+    """Makes a copy of a model in a format, for a test to change."""
+    return lambda name: Path(shutil.copytree(made[name], tmp_path / "packed"))
 
 
 def change(folder: Path, edit: Edit) -> None:
@@ -83,9 +93,9 @@ def refusal(folder: Path) -> str:
     ],
 )
 def test_parts_that_do_not_fit_are_refused_before_anything_is_loaded(
-    name: str, edit: Edit, words: str, tmp_path: Path
+    name: str, edit: Edit, words: str, packed: Callable[[str], Path]
 ) -> None:
-    folder = packed(name, tmp_path)
+    folder = packed(name)
     change(folder, edit)
     if not words:  # a matrix of another shape, which the model then has no place for
         with pytest.raises(ModelError, match=r"up_proj.weight as \[1, 64\], expected \[96, 64\]"):
@@ -109,8 +119,10 @@ def test_parts_that_do_not_fit_are_refused_before_anything_is_loaded(
         ("GPTQ int4", lambda t: t[f"{MODULE}.g_idx"].fill_(-1), "its g_idx names groups beyond its 2"),
     ],
 )
-def test_damaged_parts_are_refused_with_file_and_tensor(name: str, edit: Edit, words: str, tmp_path: Path) -> None:
-    folder = packed(name, tmp_path)
+def test_damaged_parts_are_refused_with_file_and_tensor(
+    name: str, edit: Edit, words: str, packed: Callable[[str], Path]
+) -> None:
+    folder = packed(name)
     change(folder, edit)
     with pytest.raises(ModelError) as caught:
         load(folder, "float32")
@@ -203,22 +215,24 @@ def test_a_config_of_quantized_weights_beside_plain_ones_is_refused(tmp_path: Pa
     assert "its weights are quantized in fp8, says its config, and none of them is" in refusal(dense)
 
 
-def test_a_module_in_no_group_of_the_config_is_refused(tmp_path: Path) -> None:
-    folder = packed(INT4, tmp_path)
+def test_a_module_in_no_group_of_the_config_is_refused(packed: Callable[[str], Path]) -> None:
+    folder = packed(INT4)
     group = ONE_GROUP["config_groups"]["group_0"] | {"targets": ["re:.*self_attn.*"]}
     said = {"quantization_config": ONE_GROUP | {"config_groups": {"group_0": group}}}
     (folder / "config.json").write_text(json.dumps(LLAMA | said))
     assert "mlp.down_proj.weight in compressed-tensors, and its module is in none of the config's" in refusal(folder)
 
 
-def test_a_quantized_model_is_shown_with_its_format_its_numbers_and_its_bytes(tmp_path: Path) -> None:
-    folder = packed(INT4, tmp_path)
+def test_a_quantized_model_is_shown_with_its_format_its_numbers_and_its_bytes(
+    packed: Callable[[str], Path],
+) -> None:
+    folder = packed(INT4)
     found = inspect_model(str(folder))
     stored = [each for file in folder.glob("*.safetensors") for each in load_file(file).values()]
     assert found.refusal is None
     assert found.quantization == "int4"
     assert found.num_bytes == sum(each.nbytes for each in stored)
-    assert found.formats == {"int4": 2 * 43_008, "BF16": 2 * 97 * 64 + 5 * 64}
+    assert found.formats == {"int4": 43_008, "BF16": 2 * 97 * 64 + 3 * 64}
     assert found.num_parameters == sum(found.formats.values())
     assert found.cpu is not None
     assert found.cpu.name == "kernels"

@@ -14,7 +14,7 @@ from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.model.formats.examples import Example, Value, numbers_of
 
-SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2}
 SIZES |= {"num_key_value_heads": 1, "head_dim": 64, "vocab_size": 97, "max_position_embeddings": 512}
 LLAMA = SIZES | {
     "architectures": ["LlamaForCausalLM"],
@@ -46,11 +46,9 @@ def llama_tensors(numbers: torch.Generator) -> dict[str, Tensor]:
 
     found = {"model.embed_tokens.weight": normal(97, 64), "lm_head.weight": normal(97, 64)}
     found["model.norm.weight"] = 1 + normal(64) / 8
-    for layer in range(2):
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            found[f"model.layers.{layer}.{name}.weight"] = 1 + normal(64) / 8
-        found |= {f"model.layers.{layer}.{name}.weight": torch.empty(shape) for name, shape in LINEARS.items()}
-    return found
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        found[f"model.layers.0.{name}.weight"] = 1 + normal(64) / 8
+    return found | {f"model.layers.0.{name}.weight": torch.empty(shape) for name, shape in LINEARS.items()}
 
 
 def make_twins(

@@ -21,6 +21,7 @@ from swiftbatch.worker.inspection.inspection import inspect_model
 from swiftbatch.worker.kernels.packed import PackedMatrix
 from swiftbatch.worker.model.dense import dense_weights
 from swiftbatch.worker.model.files import CONFIG_FILES, OtherModelError, eos_token_ids_of, locate_model, model_folder
+from swiftbatch.worker.model.gguf.links import link_names
 from swiftbatch.worker.model.tensors import read_tensors
 from swiftbatch.worker.model.text import TextCodec
 from swiftbatch.worker.target.target import TargetModel
@@ -116,8 +117,14 @@ def test_infinite_scales_are_refused_by_the_name_of_their_tensor(tmp_path: Path)
         read_tensors(locate_model(str(file)), BF16, lambda weight: weight)
 
 
-@pytest.mark.parametrize("name", ["blk.1.ffn_up.weight", "blk.0.attn_norm.weight", "blk.0.attn_q.weight"])
-@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *(("llama", name) for name in ("blk.1.ffn_up.weight", "blk.0.attn_norm.weight", "blk.0.attn_q.weight")),
+        *(("gemma2", name) for name in ("blk.1.ffn_up.weight", "blk.0.attn_norm.weight", "blk.0.attn_q.weight")),
+        ("phi3", "blk.1.ffn_up.weight"),  # of gates and products, one below the other
+    ],
+)
 def test_a_tensor_of_another_shape_is_refused(kind: str, name: str, tmp_path: Path) -> None:
     file, _ = write_tiny(kind, tmp_path, BF16, types=("F32",))
     reader, other = GGUFReader(file), tmp_path / "other.gguf"
@@ -148,6 +155,19 @@ def test_another_part_than_the_first_is_refused(part: int, words: str, file: Pat
     first = split(file, tmp_path, 3)
     with pytest.raises(ModelError, match=words):
         locate_model(str(first.with_name(f"many-0000{part}-of-00003.gguf")))
+
+
+def test_a_part_of_none_is_refused(file: Path) -> None:
+    with pytest.raises(ModelError, match="one part of none"):
+        locate_model(str(file.rename(file.with_name("some-00001-of-00000.gguf"))))
+
+
+@pytest.mark.parametrize(
+    "said", ["[]", "{", "{}", '{"files": 3}', '{"files": ["/etc/passwd"], "architecture": "llama"}']
+)
+def test_a_folder_with_a_file_of_the_same_name_is_not_taken_for_one_of_ours(said: str, tmp_path: Path) -> None:
+    (tmp_path / "gguf.json").write_text(said)
+    assert link_names(tmp_path) == []
 
 
 def test_a_part_that_is_missing_is_told(file: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.model.files import CONFIG_FILES, locate_model, model_folder
+from swiftbatch.worker.model.gguf.gguf_model import TYPES
 from swiftbatch.worker.model.gguf.header import GGUFError, read_head
 from tests.worker.model.gguf.tiny_gguf import write_tiny
 
@@ -105,6 +106,22 @@ DAMAGED: dict[str, tuple[bytes, str]] = {
 def test_a_damaged_file_is_refused_in_one_line(name: str, tmp_path: Path) -> None:
     content, words = DAMAGED[name]
     assert words in refused(tmp_path, content)
+
+
+@pytest.mark.parametrize("key", TYPES)
+def test_what_files_of_all_architectures_say_is_refused_in_another_type(key: str, tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(head(entry(key, FLOAT32, struct.pack("<f", 1.5)), num_entries=1))
+    with pytest.raises(ModelError, match=f"its metadata has {key} = 1.5, expected a"):
+        locate_model(str(file))
+
+
+def test_words_of_a_file_reach_no_terminal_as_commands(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(head(tensor("t\n\x1b[31m\u202e", (33, 2), 0, 2), num_tensors=1, data=64))
+    with pytest.raises(ModelError, match=r"its tensor t \\x1b\[31m\\u202e of Q4_0") as caught:
+        locate_model(str(file))
+    assert str(caught.value).isprintable()
 
 
 @pytest.fixture(scope="module")

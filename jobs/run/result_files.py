@@ -1,0 +1,207 @@
+"""The results of a run: in segments of many, and in a file for each as older versions wrote them.
+
+Of a job with several results one counts, and any will do: they are equal.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
+from secrets import token_hex
+from tempfile import TemporaryFile
+from threading import Lock
+from typing import Any
+from weakref import finalize
+
+from swiftbatch.jobs.run.line_files import DAMAGED, NO_FILE, LineFiles, LinePlace, parsed_line, read_lines
+from swiftbatch.jobs.run.result_segments import (
+    SEGMENTS,
+    SUFFIX,
+    ResultEntry,
+    SealedResult,
+    SegmentIndex,
+    encode_segment,
+    found_lines,
+    is_whole,
+    read_index,
+)
+from swiftbatch.jobs.run.run_files import NUM_READERS
+from swiftbatch.jobs.storage.spool import told_of_room
+from swiftbatch.jobs.storage.store import Store
+
+ROWS = 2**40  # more than a segment has
+NOT_WHOLE = "found content that does not match its checksum"
+
+
+class ResultFiles:
+    """The results of one run, by job id. `damaged` is told of what can't be used, and why. Threads may share it.
+
+    Segments never change, so each index is read once. `fingerprint` is the run's, None where nobody knows it.
+    """
+
+    def __init__(self, store: Store, damaged: dict[str, str], fingerprint: str | None) -> None:
+        self._store, self._damaged, self._fingerprint = store, damaged, fingerprint
+        self._older = LineFiles(store, "results", damaged, fingerprint)
+        self._copies = _Copies(store)
+        self._segments: dict[str, SegmentIndex] = {}  # by path, what is known to be in them
+        self._paths: list[str] = []  # of these, and of those that are gone
+        self._broken: dict[str, str] = {}  # those of them with something that can't be used, and what
+        self._places: dict[str, int] = {}  # number of the path, and behind it the row in its index
+        self._looking = Lock()
+
+    def write_segment(self, name: str, results: Sequence[SealedResult]) -> None:
+        """Keep the results of jobs in a new segment, with a name that no other writer gives."""
+        assert self._fingerprint is not None  # whoever adds to a run knows what it is
+        self._store.write_new(f"{SEGMENTS}/{name}{SUFFIX}", encode_segment(results, self._fingerprint))
+
+    def sizes(self) -> dict[str, int]:
+        """The jobs that have a result with something in it, with its bytes."""
+        self._look()
+        return self._older.sizes() | self._numbers("length")
+
+    def read(self, job_id: str) -> dict[str, Any] | None:
+        """A job's line; None where it is absent or damaged."""
+        if job_id not in self._places:
+            self._look()
+        place = self.place(job_id)
+        return parsed_line(place, self._read(place), self._damaged, self._fingerprint)
+
+    def read_all(self, job_ids: Iterable[str]) -> Iterator[dict[str, Any] | None]:
+        """The lines of jobs in that order, as `read` gives them."""
+        self._look()
+        return read_lines(self.data, map(self.place, job_ids), self._damaged, self._fingerprint)
+
+    def place(self, job_id: str) -> LinePlace:
+        """The place of a job's line as far as it was found; else where an older version would have it."""
+        number, row = divmod(self._places.get(job_id, -1), ROWS)
+        index = None if number < 0 else self._segments.get(self._paths[number])
+        if index is None:
+            return self._older.place(job_id)
+        _, start, length, _ = index.entry(row)
+        return LinePlace(job_id, self._paths[number], start, length)
+
+    def data(self, place: LinePlace) -> bytes | None:
+        """The bytes at a place of an output line, one of many that are asked for in any order."""
+        is_far = place.length is not None and not self._store.is_local
+        return self._copies.part(place) if is_far else self._read(place)
+
+    def whole(self) -> dict[str, int]:
+        """Read all segments; returns the tokens of results that are as they were written. Others count no more."""
+        self._look()
+        paths = list(self._segments)
+        with ThreadPoolExecutor(NUM_READERS) as pool:
+            for path, entries in zip(paths, pool.map(self._whole_of, paths), strict=True):
+                broken = set(self._segments[path].job_ids).difference(entry.job_id for entry in entries)
+                for job_id in broken:
+                    self._damaged[f"{path}/{job_id}"] = self._broken[path] = NOT_WHOLE
+                if broken:
+                    self._segments[path] = SegmentIndex.of(entries)
+                    self._place_all()
+        return self._numbers("num_tokens")
+
+    def set_damaged_aside(self, job_ids: Iterable[str]) -> list[tuple[str, str, str]]:
+        """Make room where results are damaged: the old path, what is wrong, and where it is now.
+
+        What is whole in a damaged segment goes on in another one.
+        """
+        moved = self._older.set_damaged_aside(job_ids)
+        for path, problem in self._broken.items():
+            name = path.rpartition("/")[2].removesuffix(SUFFIX)
+            aside = f"{DAMAGED}/results/{name}.{token_hex(4)}{SUFFIX}"
+            data, index = self._store.read(path) or b"", self._segments[path]
+            parts = [(each, data[each.start : each.start + each.length]) for each in index.entries()]
+            if parts:
+                results = [SealedResult(each.job_id, each.num_tokens, part) for each, part in parts]
+                self.write_segment(f"kept-{token_hex(8)}", results)
+            if self._store.move(path, aside):
+                moved.append((path, problem, aside))
+            for told in [told for told in self._damaged if told == path or told.startswith(f"{path}/")]:
+                del self._damaged[told]
+        self._broken = {}
+        self._look()
+        return moved
+
+    def _look(self) -> None:
+        """Take in what was written, or moved away, since the last look."""
+        with self._looking:
+            found = self._store.sizes(SEGMENTS).items()
+            sizes = {f"{SEGMENTS}/{name}": size for name, size in found if name.endswith(SUFFIX)}
+            gone, new = self._segments.keys() - sizes.keys(), [path for path in sizes if path not in self._segments]
+            for path in gone:
+                del self._segments[path]
+            if gone:
+                self._place_all()
+            with ThreadPoolExecutor(NUM_READERS) as pool:
+                for path, index in zip(new, pool.map(self._index, new, map(sizes.get, new)), strict=True):
+                    self._segments[path] = index
+                    self._place_some(path, self._places)
+
+    def _place_all(self) -> None:
+        places: dict[str, int] = {}
+        for path in self._segments:
+            self._place_some(path, places)
+        self._places = places
+
+    def _place_some(self, path: str, places: dict[str, int]) -> None:
+        first = len(self._paths) * ROWS
+        self._paths.append(path)
+        for row, job_id in enumerate(self._segments[path].job_ids):
+            places.setdefault(job_id, first + row)
+
+    def _numbers(self, column: str) -> dict[str, int]:
+        """A number of each result that is known, by job id."""
+        of_entry = ResultEntry._fields.index(column) - 1
+        indexes = list(self._segments.values())
+        pairs = (zip(each.job_ids, each.numbers[of_entry::3], strict=True) for each in indexes)
+        return dict(chain.from_iterable(pairs))
+
+    def _index(self, path: str, size: int | None) -> SegmentIndex:
+        try:
+            if not size:
+                raise ValueError(NO_FILE if size is None else "found an empty file")
+            return read_index(lambda start, n: self._store.read_part(path, start, n) or b"", size, self._fingerprint)
+        except ValueError as error:
+            self._damaged[path] = self._broken[path] = " ".join(str(error).split())
+            return SegmentIndex.of(found_lines(self._store.read(path) or b"", self._fingerprint))
+
+    def _whole_of(self, path: str) -> list[ResultEntry]:
+        data = self._store.read(path) or b""
+        return [entry for entry in self._segments[path].entries() if is_whole(data, entry)]
+
+    def _read(self, place: LinePlace) -> bytes | None:
+        if place.length is None:
+            return self._store.read(place.path)
+        return self._store.read_part(place.path, place.start, place.length)
+
+
+class _Copies:
+    """Copies of an object store's segments on this machine: their lines are asked for in another order than theirs."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._copying: defaultdict[str, Lock] = defaultdict(Lock)  # by path
+        self._starts: dict[str, int] = {}
+        self._writing = Lock()
+
+    def part(self, place: LinePlace) -> bytes | None:
+        """The bytes at a place of a segment; None where it is gone. Raises `StoreError`."""
+        with self._copying[place.path]:
+            if place.path not in self._starts:
+                data = self._store.read(place.path)
+                if data is None:
+                    return None
+                self._starts[place.path] = self._keep(data)
+        return os.pread(self._file.fileno(), place.length or 0, self._starts[place.path] + place.start)
+
+    def _keep(self, data: bytes) -> int:
+        with self._writing, told_of_room():
+            if not self._starts:
+                self._file = TemporaryFile()  # noqa: SIM115, it goes with this object
+                finalize(self, self._file.close)
+            start = self._file.seek(0, os.SEEK_END)
+            self._file.write(data)
+            self._file.flush()
+            return start

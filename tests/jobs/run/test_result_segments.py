@@ -1,0 +1,161 @@
+"""Results in segments: whole or not at all, read by their indexes, and what is damaged costs its own job alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from swiftbatch.jobs.job import JobRecord
+from swiftbatch.jobs.json_lines import unsealed
+from swiftbatch.jobs.run import result_segments
+from swiftbatch.jobs.run.output_line import LINE_ID, line_id
+from swiftbatch.jobs.run.result_segments import SEGMENTS, SealedResult, encode_segment
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.storage.local_folder import LocalFolder
+from swiftbatch.scheduler.display.summary import damage_lines
+from swiftbatch.scheduler.driver.backlog import count_jobs, load_queue
+from tests.jobs.run.run_parts import FINISHED, MANIFEST, failed_line, make_record, write_older_result
+
+NAMES = "abcde"
+
+
+def sealed(record: JobRecord) -> SealedResult:
+    line = FINISHED | {"custom_id": record.job.custom_id, "id": line_id(record.job_id)}
+    return SealedResult.of(record.job_id, line)
+
+
+def make_run(uri: str) -> tuple[Run, list[JobRecord]]:
+    """Five jobs: two in one segment, one in another, one with a file as of older versions, one with an error."""
+    run = Run.create_or_open(uri, MANIFEST)
+    records = [make_record(name) for name in NAMES]
+    run.add_jobs(records)
+    run.write_segment("w1-x-0001", [sealed(record) for record in records[:2]])
+    run.write_segment("w2-y-0001", [sealed(records[2])])
+    write_older_result(run, records[3].job_id, FINISHED | {"custom_id": "d"})
+    run.write_error(records[4].job_id, failed_line("cancelled") | {"custom_id": "e"})
+    return run, records
+
+
+@pytest.fixture
+def run(run_uri: str) -> tuple[Run, list[JobRecord]]:
+    return make_run(run_uri)
+
+
+@pytest.fixture(params=["local", "s3"])
+def run_uri(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return str(tmp_path / "run") if request.param == "local" else str(request.getfixturevalue("s3_uri"))
+
+
+def test_results_of_both_forms_are_read_counted_and_put_out_together(run: tuple[Run, list[JobRecord]]) -> None:
+    made, records = run
+    opened = Run.open(made.store.uri)
+    assert opened.ended()[0] == {record.job_id for record in records[:4]}
+    assert opened.ended()[1] == {records[4].job_id}
+    assert count_jobs(opened) == {"pending": 0, "running": 0, "finished": 4, "failed": 0, "cancelled": 1}
+    assert [line["custom_id"] for line in opened.joined_lines()] == list(NAMES)
+    found = opened.result(records[1].job_id)
+    assert found is not None
+    assert found["custom_id"] == "b"
+    lines = opened.result_lines([records[3].job_id, records[2].job_id, "none", records[0].job_id])
+    assert [line and line["custom_id"] for line in lines] == ["d", "c", None, "a"]
+    queue = load_queue(Run.open(made.store.uri), 5)
+    assert queue.counts() == {"pending": 0, "running": 0, "finished": 4, "failed": 0, "cancelled": 1}
+    assert queue.num_generated_tokens == 4 * 5
+
+
+def test_a_run_sees_results_that_come_while_it_is_open_and_counts_a_job_with_two_once(
+    run: tuple[Run, list[JobRecord]],
+) -> None:
+    made, records = run
+    opened = Run.open(made.store.uri)
+    assert opened.result(records[4].job_id) is None
+    made.write_segment("w3-z-0001", [sealed(records[4]), sealed(records[0])])
+    assert opened.result(records[4].job_id) is not None
+    assert opened.ended() == ({record.job_id for record in records}, set())
+    assert len(list(opened.joined_lines())) == 5
+
+
+def test_a_segment_is_lines_that_people_and_programs_can_read(tmp_path: Path) -> None:
+    run, records = make_run(str(tmp_path / "run"))
+    *lines, index, last = (tmp_path / "run" / SEGMENTS / "w1-x-0001.seg").read_bytes().splitlines(keepends=True)
+    assert [json.loads(line)["custom_id"] for line in lines] == ["a", "b"]
+    assert json.loads(index)["index"] == [
+        [records[0].job_id, 0, len(lines[0]), 5],
+        [records[1].job_id, len(lines[0]), len(lines[1]), 5],
+    ]
+    assert unsealed(last) is not None
+    assert json.loads(last)["fingerprint"] == run.manifest.fingerprint
+
+
+def test_only_the_end_of_a_segment_is_read_to_know_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(result_segments, "TAIL_BYTES", 300)  # shorter than an index
+    run, records = make_run(str(tmp_path / "run"))
+    monkeypatch.setattr(LocalFolder, "read", lambda *_: pytest.fail("a whole file was read"))
+    assert run.ended()[0] >= {record.job_id for record in records[:3]}
+
+
+def torn(data: bytes) -> bytes:
+    return data[: len(data) // 2]
+
+
+def flipped(data: bytes) -> bytes:
+    return data.replace(b'"custom_id": "a"', b'"custom_id": "x"')
+
+
+def without_index(data: bytes) -> bytes:
+    return data.replace(b'{"index"', b'{"indeX"')
+
+
+def of_another_run(data: bytes) -> bytes:
+    lines = [json.loads(unsealed(line) or b"") for line in data.splitlines(keepends=True)[:2]]
+    for line in lines:
+        line["response"]["body"]["system_fingerprint"] = "fp_0"
+    return encode_segment([SealedResult.of(line["id"].removeprefix(LINE_ID), line) for line in lines], "fp_0")
+
+
+DAMAGES: dict[Callable[[bytes], bytes], list[str]] = {  # and the jobs that run again
+    torn: ["b"],
+    flipped: ["a"],
+    without_index: [],
+    of_another_run: ["a", "b"],
+    lambda data: b"": ["a", "b"],
+    lambda data: bytes(len(data)): ["a", "b"],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_segment_is_named_and_kept_and_only_jobs_without_a_whole_result_run_again(
+    tmp_path: Path, damage: Callable[[bytes], bytes]
+) -> None:
+    made, records = make_run(str(tmp_path / "run"))
+    path = f"{SEGMENTS}/w1-x-0001.seg"
+    damaged = damage(made.store.read(path) or b"")
+    made.store.write(path, damaged)
+    names = {record.job_id: record.job.custom_id for record in records}
+    opened = Run.open(made.store.uri)
+    queue = load_queue(opened, 5)
+    assert sorted(names[job_id] for job_id in queue.unfinished()) == DAMAGES[damage]
+    [told] = damage_lines(opened)
+    assert f"{path}" in told
+    assert "swiftbatch resume" in told
+    [(old, problem, kept)] = opened.set_damaged_aside(queue.unfinished())
+    assert (old, made.store.read(kept)) == (path, damaged)
+    assert problem.startswith("found")
+    assert opened.damaged == {}
+    again = Run.open(made.store.uri)
+    assert load_queue(again, 5).unfinished() == queue.unfinished()
+    assert again.set_damaged_aside(queue.unfinished()) == []
+    assert [line["custom_id"] for line in again.joined_lines()] == [n for n in NAMES if n not in DAMAGES[damage]]
+
+
+def test_a_second_whole_result_of_a_job_makes_up_for_a_damaged_one(tmp_path: Path) -> None:
+    made, records = make_run(str(tmp_path / "run"))
+    made.write_segment("w9-z-0001", [sealed(records[0])])
+    path = f"{SEGMENTS}/w1-x-0001.seg"
+    made.store.write(path, flipped(made.store.read(path) or b""))
+    opened = Run.open(made.store.uri)
+    assert load_queue(opened, 5).unfinished() == []
+    assert len(list(opened.joined_lines())) == 5
