@@ -43,6 +43,7 @@ class CacheShape:
     short_length: int | None = None  # sequences of more positions turn by other angles; None where all turn alike
     kv_dtype: KVDtype | None = None  # of the rows that full caches keep; None: `dtype`
     kv_scale_bytes: int = KV_SCALE_BYTES  # behind the codes of these rows
+    num_parts: int = 2  # rows of a position and a head: a key and a value; 1 where a value is the beginning of its key
 
     @classmethod
     def of(cls, weights: DecoderWeights, device: torch.device, kv_dtype: KVDtype | None = None) -> CacheShape:
@@ -51,7 +52,8 @@ class CacheShape:
         num_layers = sizes.num_layers - sum(not layer.attends for layer in weights.layers)
         counts = (num_layers, sizes.num_kv_heads, sizes.head_dim)
         states = _recurrent(weights)
-        return cls(*counts, sizes.dtype, device, states, short_length=length, kv_dtype=kv_dtype)
+        num_parts = 2 if sizes.latent is None else 1
+        return cls(*counts, sizes.dtype, device, states, length, kv_dtype, num_parts=num_parts)
 
     @property
     def row_dtype(self) -> torch.dtype:
@@ -86,7 +88,7 @@ class CacheShape:
         return self.recurrent.checkpoint_bytes(self.dtype.itemsize)
 
     def bytes_per_position(self) -> int:
-        return 2 * self.num_layers * self.num_kv_heads * self.row_width * self.row_dtype.itemsize
+        return self.num_parts * self.num_layers * self.num_kv_heads * self.row_width * self.row_dtype.itemsize
 
 
 def _recurrent(weights: DecoderWeights) -> RecurrentShape | None:
@@ -110,7 +112,7 @@ class CacheSource(Protocol):
 
 
 class FullKVCache:
-    """One preallocated buffer `[num_layers, 2, num_kv_heads, capacity, row_width]`; entry = absolute position.
+    """One preallocated buffer `[num_layers, num_parts, num_kv_heads, capacity, row_width]`; entry = absolute position.
 
     The first `length` entries are committed. A step writes the root's row to entry `length` and the draft tree's nodes
     behind it, in node order; `commit` moves the accepted path next to the root and forgets the rest.
@@ -123,7 +125,8 @@ class FullKVCache:
 
     def __init__(self, shape: CacheShape, max_length: int, buffer: torch.Tensor | None = None) -> None:
         """Make room for `max_length` positions and a tree: on the device, or in a `buffer` that lies elsewhere."""
-        size = (shape.num_layers, 2, shape.num_kv_heads, max_length + MAX_TREE_NODES, shape.row_width)
+        heads = (shape.num_layers, shape.num_parts, shape.num_kv_heads)
+        size = (*heads, max_length + MAX_TREE_NODES, shape.row_width)
         self.shape = shape
         self.length = 0
         self.first_angle = shape.first_angle(max_length)  # the same for all of its positions, however many there are
@@ -137,15 +140,15 @@ class FullKVCache:
 
     def stored(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The layer where it is kept, for those who copy few and new positions; here it is the device as well."""
-        return self._buffer[index, 0], self._buffer[index, 1]
+        return self._buffer[index, 0], self._buffer[index, -1]
 
     def write(
         self, layer: int, first_entry: int, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keep rows `[num_kv_heads, num_rows, head_dim]`; returns the layer's keys and values, to attend to."""
         entries = slice(first_entry, first_entry + key.shape[1])
-        self._buffer[layer, 0, :, entries] = self.shape.kept(key)
-        self._buffer[layer, 1, :, entries] = self.shape.kept(value)
+        for part, rows in enumerate((key, value)[: self.shape.num_parts]):
+            self._buffer[layer, part, :, entries] = self.shape.kept(rows)
         return self.layer(layer)
 
     def keep(self, layer: int, first_entry: int, end: int) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.run.option_values import KVDtype
 from swiftbatch.worker.kernels.sizes import BLOCK, KV_SCALE_BYTES
+from swiftbatch.worker.model.dense_config import latent_sizes
 from swiftbatch.worker.model.recurrent_sizes import RecurrentShape, num_attending_layers, recurrent_shape
 
 MEMORY = "the memory of this machine"
@@ -54,12 +55,16 @@ def place_of_caches(device: str, kv_offload: str | None) -> str | None:
     return MEMORY if kv_offload else None
 
 
-def bytes_per_position(config: Mapping[str, Any], dtype: str, kv_dtype: KVDtype | None = None) -> int | None:
+def bytes_per_position(
+    config: dict[str, Any], dtype: str, kv_dtype: KVDtype | None = None, device: str = "cpu"
+) -> int | None:
     """Count the bytes of one position in the cache of a text model; None where its config does not say."""
+    if (latent := latent_sizes(device, config)) is not None:
+        return int(config["num_hidden_layers"] * latent.entry_dim * ITEM_SIZES[dtype])
     num_heads, hidden_size = config.get("num_attention_heads"), config.get("hidden_size")
     num_kv_heads = config.get("num_key_value_heads") or num_heads
     head_dim = config.get("head_dim") or (hidden_size // num_heads if num_heads and hidden_size else None)
-    if "qk_nope_head_dim" in config:  # latent attention: `head_dim` is the rotary part alone
+    if "qk_nope_head_dim" in config:  # latent attention of transformers' layers: `head_dim` is the rotary part alone
         head_dim = max(config["qk_nope_head_dim"] + config["qk_rope_head_dim"], config["v_head_dim"])
     num_layers = num_attending_layers(config)
     if not (num_layers and num_kv_heads and head_dim):

@@ -6,7 +6,7 @@ have brought. More rows cost little in a short cache and much in a long one; the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
@@ -19,10 +19,11 @@ NODE_CHOICES = (0, 1, 3, 5, 7, 11, 15, 23, 31)
 PRIOR_ACCEPTANCE = 0.6 * 0.75 ** np.arange(TILE_ROWS)  # of node i, before anything was seen
 LEARNING_RATE = 0.02
 PRIOR_STEPS = 8  # that the prior counts for: short generations learn faster than at the final rate
+MOST_PRIOR_STEPS = 24  # more that it counts for where other sequences showed it
 EXPLORE_EVERY = 24  # steps between two looks at one size more
 LOOK_EVERY = 8  # steps, at first, where nothing is drafted
 LOOK_CHOICE = NODE_CHOICES.index(3)  # enough to see whether a text begins to repeat itself
-MOST_DOUBLED = 16  # times the shortest interval between two looks
+MOST_DOUBLED = 32  # times the shortest interval between two looks
 PROMISING = 3  # accepted tokens of a look: the text may have begun to repeat itself
 
 
@@ -72,11 +73,12 @@ class LookRhythm:
 class NodeAcceptance:
     """The running share of steps that accepted node i, for each of the first `TILE_ROWS` nodes."""
 
-    def __init__(self, prior: np.ndarray = PRIOR_ACCEPTANCE, look_every: int = 0) -> None:
+    def __init__(self, prior: np.ndarray = PRIOR_ACCEPTANCE, before: NodeAcceptance | None = None) -> None:
+        """`before`: that of a sequence that left, in whose rhythm looks go on, and which the prior has been seen of."""
         # plain numbers, as few as these are, take a tenth of an array's time
         self.shares: list[float] = prior.tolist()
-        self.num_steps = 0  # with drafts
-        self._looks = LookRhythm(LOOK_EVERY, look_every)
+        self.num_steps: int = min(before.num_steps, MOST_PRIOR_STEPS) if before else 0  # with drafts
+        self._looks: LookRhythm = replace(before._looks) if before else LookRhythm(LOOK_EVERY)
 
     def observe(self, num_draft_tokens: int, path: list[int]) -> None:
         """Learn from one verified tree whose accepted nodes are `path`; from an empty one, that a step went by."""
@@ -95,11 +97,6 @@ class NodeAcceptance:
     def num_steps_to_look(self) -> int:
         """Steps without drafts until the coming look."""
         return self._looks.num_left
-
-    @property
-    def look_every(self) -> int:
-        """Steps without drafts between two looks by now."""
-        return self._looks.interval
 
     def learn(self, num_draft_tokens: int, path: list[int]) -> None:
         """Learn from one verified tree alone."""
@@ -134,8 +131,12 @@ class NodeAcceptance:
         self.shares, self.num_steps = state[:TILE_ROWS].tolist(), int(state[TILE_ROWS])
 
     def tokens(self, choices: tuple[int, ...]) -> list[float]:
-        """The number of tokens that trees of so many nodes bring in a step, the bonus token included."""
-        accepted = list(accumulate(self.shares, initial=1.0))
+        """The number of tokens that trees of so many nodes bring in a step, the bonus token included.
+
+        Nodes come best first, so none is taken to be accepted more often than those in front of it: small trees tell of
+        large ones.
+        """
+        accepted = list(accumulate(accumulate(self.shares, min), initial=1.0))
         return [accepted[nodes] for nodes in choices]
 
 

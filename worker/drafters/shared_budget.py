@@ -14,7 +14,6 @@ import numpy as np
 from swiftbatch.worker.drafters.base import Drafter, DraftRequest
 from swiftbatch.worker.drafters.budget import NODE_CHOICES, PRIOR_ACCEPTANCE, NodeAcceptance
 from swiftbatch.worker.drafters.step_clock import StepClock, together
-from swiftbatch.worker.drafters.trial import Trial
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.drawing.verification import Verification
@@ -22,20 +21,28 @@ from swiftbatch.worker.target.step_costs import Costs, StepCosts
 
 NUM_ROWS = np.array(NODE_CHOICES) + 1
 PLAN_EVERY, PLAN_AT_LEAST_EVERY = 8, 64  # trees: to find shares takes half a short step; those that stay wait
-STEPS_PER_PLAN = 256  # at most, without anything learned: texts grow, and steps take longer
-WORTH_DRAFTING = 1.07  # times the rate without drafts: what costs do not say is on the side of drafting
-MOST_RESTING = 63  # steps in a row that nothing is asked about: where none drafts, to ask takes a tenth of a step
+STEPS_PER_PLAN = 320  # at most, without anything learned: texts grow, and steps take longer
+DOUBT_EVERY = 128  # steps between plans for nothing; where looks come one behind the other, what they find is new
+WORTH_DRAFTING = 1.05  # times the rate without drafts, for a start
+WORTH_STAYING = 0.99  # such rates, where drafts are made: what is nearly as good costs nothing, and looks tell less
+MOST_RESTING = 127  # steps in a row that nothing is asked about: where none drafts, to ask takes a tenth of a step
+MUCH_LONGER = 1.5  # times the text of other sequences: a plan for these says nothing of it
 NUM_PASSES = 2  # over the shares, each by the rate that the last ones promise: more passes change nothing
 
 
 def best_shares(
-    costs: StepCosts, tokens: np.ndarray, lengths: np.ndarray, overhead: float, proposing: float
+    costs: StepCosts,
+    tokens: np.ndarray,
+    lengths: np.ndarray,
+    overhead: float,
+    proposing: float,
+    worth: float = WORTH_DRAFTING,
 ) -> np.ndarray:
     """Choose which of `NODE_CHOICES` each sequence gets, `[num_sequences]`, for most tokens per second of all.
 
     `tokens [num_sequences, num_choices]` are those that trees of these sizes bring in a step, `lengths [num_sequences]`
     those of the caches. A step takes `overhead` beside its forward, and `proposing` where anything is proposed, in
-    seconds.
+    seconds. Nothing is drafted where drafts bring less than `worth` times the rate without.
     """
     own = costs.own_seconds(NUM_ROWS, lengths)  # [num_sequences, num_choices]
     rates = _rates_alike(costs, tokens, own, overhead, proposing)
@@ -48,7 +55,7 @@ def best_shares(
             rate = rate_of(costs, tokens, own, priced, overhead, proposing)
             if rate > best_rate:
                 best, best_rate = priced, rate
-    return best if best_rate > WORTH_DRAFTING * rates[0] else none
+    return best if best_rate > worth * rates[0] else none
 
 
 def _rates_alike(
@@ -82,33 +89,32 @@ class SharedBudget:
         self._probed = self._costs = costs
         self._own: dict[str, NodeAcceptance] = {}
         self._mean = PRIOR_ACCEPTANCE  # of the sequences that left: what the next one begins with
-        self._look_every = 0  # steps between looks at the newest of them; where they found nothing, few are due
+        self._left: NodeAcceptance | None = None  # of the newest of them; where its looks found nothing, few are due
         self.clock = StepClock()  # times all steps, also those of other drafters in turn with this one
         self._plan: dict[str, int] = {}  # the index into `NODE_CHOICES` that each sequence has
-        self._plain_rate = 1.0  # tokens per second of all without drafts, by the plan
-        self._gain = 1.0  # what the plan promises, in such rates
-        self._trial = Trial()
+        self._is_drafting = False  # by the plan
         self._num_resting = 0  # coming steps of the same sequences that draft nothing
-        self._is_resting = False  # whether the newest step was one of these
+        self._is_resting = False  # whether the newest step drafts nothing, in front of these
+        self._plain_seconds = 0.0  # that the forward of such a step should take
         self._num_observed = 0  # trees since the last plan, empty ones included
         self._num_learned = 0  # trees since then that something was drafted in
         self._plan_every = PLAN_EVERY  # of these
+        self._num_planned, self._longest_planned = 0, 0  # sequences of the plan, and tokens of the longest one then
+        self._vacant: list[int] = []  # what those of them had that have left
         self._forward_seconds: dict[tuple[int, ...], float] = {}  # by numbers of nodes, since the last plan
 
     def rests(self, requests: list[DraftRequest]) -> bool:
         """Return whether the coming step drafts nothing, known from those before it; if not, ask for `num_nodes`."""
-        self._is_resting = (
-            self._num_resting > 0
-            and len(requests) == len(self._plan)
-            and all(r.sequence.sequence_id in self._plan for r in requests)
-        )
-        if self._num_resting:
-            self._num_resting = self._num_resting - 1 if self._is_resting else 0
-            self.clock.end()
+        self._is_resting = self._num_resting > 0 and self._is_planned_for(requests)
+        if self._is_resting:
+            self._num_resting -= 1
+            self.clock.begin(self._plain_seconds, "plain")
+        else:
+            self._num_resting = 0
         return self._is_resting
 
     def rest(self, most: int) -> int:
-        """Take up to `most` of the steps behind a resting one at once, and return how many: none asks `rests`.
+        """Take up to `most` of the steps behind one that drafts nothing, and return how many: none asks `rests`.
 
         `rested` has to be called when they have passed.
         """
@@ -116,11 +122,15 @@ class SharedBudget:
         self._num_resting -= num_steps
         return num_steps
 
-    def rested(self, sequences: list[Sequence], num_steps: int) -> None:
-        """Note that the sequences took so many steps without drafts."""
+    def rested(self, sequences: list[Sequence], num_steps: int, num_left: int, seconds: list[float]) -> None:
+        """Note that the sequences took so many steps without drafts, and those `seconds`, of as many as are known.
+
+        Of the steps that were to rest `num_left` are left.
+        """
+        self._num_resting += num_left
+        self._num_observed += num_steps * len(sequences)
+        self.clock.pass_by(self._plain_seconds, seconds)
         for sequence in sequences:
-            self._num_observed += num_steps
-            self._trial.count(num_steps)
             self._of(sequence).waited(num_steps)
 
     def num_nodes(self, requests: list[DraftRequest]) -> list[int]:
@@ -131,18 +141,18 @@ class SharedBudget:
         names = [request.sequence.sequence_id for request in requests]
         self._keep_planned(names, requests)
         planned = [self._plan[name] for name in names]
-        if not any(planned):
-            self._trial.leave()
-        elif self._trial.way(self._gain, self._plain_rate, len(names)) == "plain":
-            planned = [0] * len(names)
         choices = [
-            self._own[name].looked_at(choice, len(NODE_CHOICES)) for name, choice in zip(names, planned, strict=True)
+            self._of(r.sequence).looked_at(choice, len(NODE_CHOICES))
+            for r, choice in zip(requests, planned, strict=True)
         ]
         if self.clock.is_plain_due:
             choices = [0] * len(names)
         sizes = [min(r.max_nodes, NODE_CHOICES[choice]) for r, choice in zip(requests, choices, strict=True)]
-        self.clock.begin(self._expected_seconds(requests, tuple(sizes)), "tree" if any(sizes) else "plain")
-        self._num_resting = 0 if any(planned) or any(sizes) else self._num_quiet_steps(names)
+        expected = self._expected_seconds(requests, tuple(sizes))
+        self.clock.begin(expected, "tree" if any(sizes) else "plain")
+        self._plain_seconds = expected
+        self._num_resting = 0 if any(sizes) else self._num_quiet_steps(requests, any(planned))
+        self._is_resting = self._num_resting > 0
         return sizes
 
     def rate(self, requests: list[DraftRequest]) -> float:
@@ -166,9 +176,9 @@ class SharedBudget:
         return shares, rate_of(self._costs, tokens, own, shares, overhead, proposing)
 
     def leave_out_step(self) -> None:
-        """Learn nothing from the coming step, which has other drafts than trees: neither times nor a trial's tokens."""
+        """Learn nothing from the coming step, which has other drafts than trees."""
         self.clock.end()
-        self._trial.leave()
+        self._is_resting = False
 
     def tokens(self, requests: list[DraftRequest]) -> np.ndarray:
         """The tokens that trees of `NODE_CHOICES` nodes bring in a step, `[num_sequences, num_choices]`."""
@@ -190,15 +200,16 @@ class SharedBudget:
     def observe(self, sequence: Sequence, num_draft_tokens: int, path: list[int]) -> None:
         """Learn from one verified tree whose accepted nodes are `path`."""
         self._count(num_draft_tokens)
-        self._trial.count(len(path) + 1)
         self._of(sequence).observe(num_draft_tokens, path)
 
     def forget(self, sequence: Sequence) -> None:
         """Forget a sequence that has left; what it was like counts for those to come."""
-        self._plan.pop(sequence.sequence_id, None)
+        if (share := self._plan.pop(sequence.sequence_id, None)) is not None:
+            self._vacant.append(share)
         if left := self._own.pop(sequence.sequence_id, None):
-            self._mean = (self._mean + np.array(left.shares)) / 2
-            self._look_every = left.look_every // 2
+            others = min(1, len(self._own))  # where none is there, the one that left knew all that was seen before
+            self._mean = (others * self._mean + np.array(left.shares)) / (others + 1)
+            self._left = left
 
     def _count(self, num_draft_tokens: int) -> None:
         self._num_observed += 1
@@ -207,33 +218,52 @@ class SharedBudget:
     def _keep_planned(self, names: list[str], requests: list[DraftRequest]) -> None:
         """Plan anew for other sequences, where enough was learned, and after many steps."""
         has_learned = self._num_learned >= self._plan_every * len(names)
-        if has_learned or self._num_observed >= STEPS_PER_PLAN * len(names) or self._plan.keys() != set(names):
+        if has_learned or self._num_observed >= STEPS_PER_PLAN * len(names) or not self._is_planned_for(requests):
             self._plan_shares(names, requests)
+
+    def _is_planned_for(self, requests: list[DraftRequest]) -> bool:
+        """Return whether the plan is for these sequences: it is for those in place of others like them, too."""
+        names = {request.sequence.sequence_id for request in requests}
+        if self._plan.keys() == names:
+            return True
+        new = names - self._plan.keys()
+        if len(names) != self._num_planned or len(new) != len(self._vacant) or not self._are_as_long(requests):
+            return False
+        shares = sorted((*self._plan.values(), *self._vacant))
+        self._plan |= dict.fromkeys(new, shares[len(shares) // 2])
+        self._vacant.clear()
+        return True
+
+    def _are_as_long(self, requests: list[DraftRequest]) -> bool:
+        longest = max(len(request.sequence) for request in requests)
+        return longest < MUCH_LONGER * self._longest_planned and self._longest_planned < MUCH_LONGER * longest
 
     def _plan_shares(self, names: list[str], requests: list[DraftRequest]) -> None:
         self._costs = self._probed.as_routed()
         tokens, lengths, overhead = self.tokens(requests), lengths_of(requests), self._overhead(requests)
         proposing = self.clock.drafting_seconds
-        shares = best_shares(self._costs, tokens, lengths, overhead, proposing)
-        own = self._costs.own_seconds(NUM_ROWS, lengths)
-        best, self._plain_rate = (
-            rate_of(self._costs, tokens, own, chosen, overhead, proposing) for chosen in (shares, np.zeros_like(shares))
-        )
-        self._gain, plan = best / self._plain_rate, dict(zip(names, shares.tolist(), strict=True))
-        if not shares.any():
-            self.clock.doubt("tree")
+        worth = WORTH_STAYING if self._is_drafting else WORTH_DRAFTING
+        shares = best_shares(self._costs, tokens, lengths, overhead, proposing, worth)
+        self._is_drafting = bool(shares.any())
+        plan = dict(zip(names, shares.tolist(), strict=True))
+        if not self._is_drafting:
+            if self._num_observed >= DOUBT_EVERY * len(names):
+                self.clock.doubt("tree")
             self._plan_every = 1  # the next look tells
         else:
             self._plan_every = min(2 * self._plan_every, PLAN_AT_LEAST_EVERY) if plan == self._plan else PLAN_EVERY
         self._plan, self._num_observed, self._num_learned = plan, 0, 0
+        self._num_planned, self._longest_planned = len(names), int(lengths.max()) + 1
+        self._vacant.clear()
         self._forward_seconds.clear()
 
-    def _num_quiet_steps(self, names: list[str]) -> int:
-        """Steps behind the coming one that nothing is due in: no look, no plan, no trial."""
-        if self._trial.is_trying or not self.clock.knows_plain:
-            return 0
-        to_plan = STEPS_PER_PLAN - self._num_observed // len(names)
-        return max(0, min(MOST_RESTING, to_plan - 1, *(self._own[name].num_steps_to_look - 1 for name in names)))
+    def _num_quiet_steps(self, requests: list[DraftRequest], are_trees_planned: bool) -> int:
+        """Steps behind the coming one, without drafts, that nothing is due in: no look and no plan."""
+        if are_trees_planned:
+            return self.clock.num_plain_due
+        to_plan = STEPS_PER_PLAN - self._num_observed // len(requests)
+        to_look = min(self._of(request.sequence).num_steps_to_look for request in requests)
+        return max(0, min(MOST_RESTING, to_plan - 1, to_look - 1))
 
     def _overhead(self, requests: list[DraftRequest]) -> float:
         """Seconds that a step takes beside its forward where nothing is drafted."""
@@ -248,7 +278,7 @@ class SharedBudget:
 
     def _of(self, sequence: Sequence) -> NodeAcceptance:
         if sequence.sequence_id not in self._own:
-            self._own[sequence.sequence_id] = NodeAcceptance(self._mean, self._look_every)
+            self._own[sequence.sequence_id] = NodeAcceptance(self._mean, self._left)
         return self._own[sequence.sequence_id]
 
 

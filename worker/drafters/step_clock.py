@@ -14,8 +14,9 @@ from typing import Literal
 StepKind = Literal["plain", "tree", "chain"]
 NUM_KEPT = 15  # steps of each kind, of which the median counts
 FEWEST = 3  # steps of a kind that tell anything
+DOUBTED = 3  # steps that are forgotten at once
 SETTLED = 2  # steps of a kind before one that counts: what another kind left in the processor's caches takes its time
-LOOK_EVERY, LOOK_SOON = 96, 12  # steps with drafts between looks at plain ones; until there are enough of these
+LOOK_EVERY, LOOK_SOON = 96, 10  # steps with drafts between looks at plain ones; until there are enough of these
 
 
 def together(forward_seconds: float, beside: float) -> float:
@@ -36,15 +37,14 @@ class StepClock:
     @property
     def is_plain_due(self) -> bool:
         """True if the coming step should have no drafts, to see what it takes."""
-        is_known = self._is_known("plain")
         if self._kind == "plain":
-            return self._num_alike < SETTLED + (1 if is_known else FEWEST)
-        return self._num_drafted >= (LOOK_EVERY if is_known else LOOK_SOON)
+            return self.num_plain_due > 0
+        return self._num_drafted >= (LOOK_EVERY if self._is_known("plain") else LOOK_SOON)
 
     @property
-    def knows_plain(self) -> bool:
-        """True if enough plain steps have passed to tell what one takes."""
-        return self._is_known("plain")
+    def num_plain_due(self) -> int:
+        """Plain steps that should follow the one that was begun, to see what one takes."""
+        return max(0, SETTLED + (1 if self._is_known("plain") else FEWEST) - self._num_alike)
 
     def beside(self, kind: StepKind, otherwise: float) -> float:
         """The seconds of a step beside those expected, below 0 where it is done sooner.
@@ -68,6 +68,16 @@ class StepClock:
         self._num_drafted = 0 if kind == "plain" else self._num_drafted + 1
         self._kind, self._open = kind, (time.perf_counter(), expected_seconds)
 
+    def pass_by(self, expected_seconds: float, seconds: list[float]) -> None:
+        """Take in plain steps behind the one that was begun, of which nobody was asked: what the newest ones took.
+
+        The begun one was no such step, and its end is not known.
+        """
+        self._open = None
+        for each in seconds[max(0, SETTLED - self._num_alike) :][-FEWEST:]:
+            self._keep("plain", each, expected_seconds)
+        self._num_alike += len(seconds)
+
     def expect(self, seconds: float) -> None:
         """Expect the step that was begun to take so much longer."""
         if self._open is not None:
@@ -77,17 +87,21 @@ class StepClock:
         """End the step. What took over twice as long as it should was no step alone: it counts as twice, no more."""
         if self._open is not None and self._kind is not None and self._num_alike > SETTLED:
             begun, expected = self._open
-            kept = self._beside.setdefault(self._kind, deque(maxlen=NUM_KEPT))
-            kept.append(min(time.perf_counter() - begun - expected, expected))
+            self._keep(self._kind, time.perf_counter() - begun, expected)
         self._open = None
 
     def doubt(self, kind: StepKind) -> None:
-        """Forget the longest known step of a kind that does not pay, until the kind is new and tried again.
+        """Forget the longest known steps of a kind that does not pay, until the kind is new and tried again.
 
         A neighbour may have slowed the known ones down, and while no such step is made, none tells otherwise.
         """
-        if kept := self._beside.get(kind):
-            kept.remove(max(kept))
+        for _ in range(DOUBTED):
+            if kept := self._beside.get(kind):
+                kept.remove(max(kept))
+
+    def _keep(self, kind: StepKind, seconds: float, expected_seconds: float) -> None:
+        kept = self._beside.setdefault(kind, deque(maxlen=NUM_KEPT))
+        kept.append(min(seconds - expected_seconds, expected_seconds))
 
     def _is_known(self, kind: StepKind) -> bool:
         return len(self._beside.get(kind, ())) >= FEWEST

@@ -14,7 +14,14 @@ import pytest
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.drafters import shared_budget
 from swiftbatch.worker.drafters.base import Drafter, DraftRequest
-from swiftbatch.worker.drafters.budget import LOOK_EVERY, NODE_CHOICES, PROMISING, LookRhythm, NodeBudget
+from swiftbatch.worker.drafters.budget import (
+    LOOK_EVERY,
+    NODE_CHOICES,
+    PROMISING,
+    LookRhythm,
+    NodeAcceptance,
+    NodeBudget,
+)
 from swiftbatch.worker.drafters.shared_budget import BudgetedDrafter, best_shares
 from swiftbatch.worker.drafters.step_clock import StepClock
 from swiftbatch.worker.drawing.sequence import Sequence
@@ -254,7 +261,7 @@ def test_where_nothing_is_learned_nothing_is_planned_again(planned: list[int]) -
     plain_steps(drafter, sequence, 1000)
     planned.clear()
     num_looks = sum(size > 0 for size in plain_steps(drafter, sequence, 2000))
-    assert 10 < num_looks < 60
+    assert 5 < num_looks < 60
     assert len(planned) <= num_looks + 1
 
 
@@ -264,7 +271,6 @@ def test_trees_that_are_slower_than_their_costs_say_are_left_for_plain_steps(
     """Promised is a tenth more than plain steps bring: here a step with a tree takes twice as long as one without."""
     now, rising = [0.0], StepCosts((64, 8192), np.array([[0.001 + 0.00045 * (n > 1) for n in ROW_COUNTS]] * 2))
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(StepClock, "beside", lambda *_: 0.0)  # what the clock would mend is left to the trial
     sequence, drafter = Sequence("a", [1] * 65, SamplingParams(max_tokens=9), 10), Chains(lambda: rising)
     sizes = []
     for step in range(400):
@@ -282,17 +288,46 @@ def test_trees_that_are_slower_than_their_costs_say_are_left_for_plain_steps(
 
 def test_where_trees_were_slow_for_a_moment_they_are_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is learned of trees that are not made: what a neighbour did to the first ones held for ever."""
-    now, slowness, sizes = [0.0], 3.0, []
+    now, slowness, sizes = [0.0], 3.0, list[int]()
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     sequence, drafter = Sequence("a", [1] * 65, SamplingParams(max_tokens=9), 10), Chains(lambda: CHEAP_ROWS)
-    for step in range(1600):
+    for step in range(2400):
         [tree] = drafter.propose([DraftRequest(sequence, 127, 63)])
         sizes.append(len(tree))
         now[0] += 0.001 * (slowness if len(tree) and step < 60 else 1.0)
-        path = list(range(len(tree)))[:1]
+        path = list(range(len(tree)))[:1] if step % 5 else []
         drafter.update(sequence, Verification(tree, path, [1], np.zeros(1 + len(tree), dtype=int), None, None))
     assert sum(size > 0 for size in sizes[60:120]) < 15  # looks alone
     assert sum(size > 0 for size in sizes[-100:]) > 80
+
+
+@pytest.mark.usefixtures("even_steps")
+def test_a_job_in_place_of_another_like_it_goes_on_resting(planned: list[int]) -> None:
+    """A plan, a look and what is asked around them take a thirtieth of a short job."""
+    drafter = Chains(lambda: DEAR_ROWS)
+    first, second, longer = (
+        Sequence(name, [1] * n, SamplingParams(max_tokens=9), 10) for name, n in zip("abc", (65, 70, 130), strict=True)
+    )
+    plain_steps(drafter, first, 400)
+    drafter.stop(first)
+    planned.clear()
+    assert sum(plain_steps(drafter, second, 30)) == 0
+    assert not planned
+    drafter.stop(second)
+    plain_steps(drafter, longer, 1)
+    assert planned == [1]
+
+
+def test_small_trees_tell_of_large_ones() -> None:
+    """Looks are small: where none of their nodes comes, no more of those behind them would."""
+    acceptance = NodeAcceptance()
+    before = acceptance.tokens(NODE_CHOICES)
+    for _ in range(100):
+        acceptance.learn(3, [])
+    assert acceptance.tokens(NODE_CHOICES)[-1] < 1.5 < before[-1]
+    for _ in range(100):
+        acceptance.learn(3, [0, 1, 2])
+    assert acceptance.tokens(NODE_CHOICES)[-1] > 0.9 * (before[-1] + 1)
 
 
 def test_looks_come_more_seldom_until_one_finds_a_text_that_repeats_itself() -> None:

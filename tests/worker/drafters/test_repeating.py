@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
 from swiftbatch.worker.drafters.base import DraftRequest
 from swiftbatch.worker.drafters.lookup.repeated_text import MOST_TOLD_APART, NGRAM, RepeatedText, RepeatShares
 from swiftbatch.worker.drafters.two_level.auto import auto
-from swiftbatch.worker.drafters.two_level.repeating import REFUSED_FOR, RepeatingDrafter
+from swiftbatch.worker.drafters.two_level.repeating import REFUSED_FOR, RESTS_AT_ONCE, RepeatingDrafter
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.drawing.verification import Verification
@@ -89,8 +90,7 @@ def test_a_repeat_is_followed_as_it_goes_on() -> None:
 def test_another_n_gram_in_the_same_bucket_is_no_repeat() -> None:
     tokens = [10, 11, 12, 13, 14, 15, 20, 21, 22, 14, 15]
     text = RepeatedText(sequence_of(tokens), RepeatShares())
-    text._places[:] = 6  # behind 14, 15
-    text._begin(np.array(tokens), tokens[-4:], bucket=0)
+    text._begin(np.array(tokens), tokens[-4:], place=6)  # behind 14, 15
     assert text.num_matched == 0
 
 
@@ -211,7 +211,7 @@ def plain_steps(drafter: RepeatingDrafter, sequences: list[Sequence], num_steps:
     for _ in range(num_steps):
         trees = drafter.propose([DraftRequest(sequence, 31, 31, 0.0) for sequence in sequences])
         for sequence, tree in zip(sequences, trees, strict=True):
-            sequence.extend([len(sequence) % VOCAB])
+            sequence.extend([random.Random(len(sequence)).randrange(VOCAB)])
             rows = np.array([1, *tree.token_ids])
             drafter.update(sequence, Verification(tree, [], sequence.token_ids[-1:].tolist(), rows, None, None, None))
 
@@ -227,15 +227,26 @@ def test_steps_that_rest_ask_nobody_and_are_counted_behind_the_rest(target: Targ
         return propose(requests)
 
     drafter.otherwise.propose = asking  # type: ignore[method-assign]
+    noted, rested = [], drafter._budget.rested
+
+    def resting(sequences: list[Sequence], num_steps: int, *others: Any) -> None:
+        noted.append(num_steps)
+        rested(sequences, num_steps, *others)
+
+    drafter._budget.rested = resting  # type: ignore[method-assign]
     first, second = (Sequence(name, [*range(9)], SamplingParams(max_tokens=800), VOCAB) for name in "ab")
     for sequence in (first, second):  # of the second one there is text to read yet
         drafter.start(sequence, target.new_cache(900))
     plain_steps(drafter, [first], 300)
-    asked.clear()
-    plain_steps(drafter, [first], 200)
-    assert 0 < len(asked) < 100
     drafter.state(first)
-    assert (drafter._texts["a"]._num_tokens, drafter._budget._trial._age) == (len(first), 500.0)
+    asked.clear()
+    noted.clear()
+    plain_steps(drafter, [first], 300)
+    drafter.state(first)
+    assert 0 < len(asked) < 30
+    assert max(noted) > RESTS_AT_ONCE
+    assert len(asked) + sum(noted) == 300
+    assert drafter._texts["a"]._num_tokens == len(first)
     plain_steps(drafter, [first], 1)
     while not drafter._num_rests:
         plain_steps(drafter, [first], 1)

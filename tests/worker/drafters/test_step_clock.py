@@ -7,6 +7,7 @@ import time
 import pytest
 
 from swiftbatch.worker.drafters.step_clock import (
+    DOUBTED,
     FEWEST,
     LOOK_EVERY,
     LOOK_SOON,
@@ -65,7 +66,7 @@ def test_what_was_slow_once_is_tried_again(monkeypatch: pytest.MonkeyPatch, cloc
     while clock.drafting_seconds:
         seen.append(clock.drafting_seconds)
         clock.doubt("tree")
-    assert len(seen) == NUM_KEPT - FEWEST + 1
+    assert len(seen) == (NUM_KEPT - FEWEST) // DOUBTED + 1
     assert seen == sorted(seen, reverse=True)
 
 
@@ -74,6 +75,21 @@ def test_the_first_steps_of_a_kind_are_not_counted(monkeypatch: pytest.MonkeyPat
         steps(monkeypatch, clock, [1.9] * SETTLED + [1.1], "plain")
         steps(monkeypatch, clock, [1.9] * SETTLED + [1.2], "tree")
     assert clock.drafting_seconds == pytest.approx(0.1)
+
+
+def test_plain_steps_that_nobody_was_asked_for_tell_what_one_takes(
+    monkeypatch: pytest.MonkeyPatch, clock: StepClock
+) -> None:
+    """To be asked takes a fifth of a short step: one that was asked for seems to take longer than those that rest."""
+    steps(monkeypatch, clock, [1.9] * 3, "tree")
+    clock.begin(1.0, "plain")
+    assert clock.num_plain_due == SETTLED + FEWEST - 1
+    clock.pass_by(1.0, [1.9] * (SETTLED - 1) + [1.2] * (FEWEST - 1) + [1.4])
+    assert clock.num_plain_due == 0
+    assert clock.beside("plain", 7.0) == pytest.approx(0.2)
+    monkeypatch.setattr(time, "perf_counter", lambda: 60.0)
+    clock.end()  # the one that was begun in front of them has no end
+    assert clock.beside("plain", 7.0) == pytest.approx(0.2)
 
 
 def test_what_is_known_of_a_step_later_counts_too(monkeypatch: pytest.MonkeyPatch, clock: StepClock) -> None:

@@ -56,7 +56,7 @@ LATENT = {
     "kv_lora_rank": 32,
     "qk_nope_head_dim": 32,
     "qk_rope_head_dim": 16,
-    "v_head_dim": 24,
+    "v_head_dim": 32,
     "n_group": 2,
     "topk_group": 1,
     "first_k_dense_replace": 1,
@@ -183,7 +183,7 @@ def asks_for(target: TargetModel) -> str:
 
 def where_it_runs(kind: str) -> tuple[str, str]:
     """The code that computes a kind as it is published, on a CPU and on a GPU."""
-    if kind in HYBRID_KINDS:
+    if kind in HYBRID_KINDS or (kind in DENSE_KINDS and DENSE_KINDS[kind].latent is not None):
         return "kernels", "transformers"
     if kind in DENSE_KINDS and kind not in RECURRENT_KINDS:
         return "kernels", "kernels"
@@ -245,6 +245,15 @@ positions. All others of these two types are refused.
 Not supported: Mamba's first form, delta attention (KDA) and other recurrent layers than those below, position biases,
 learned positions, adapters (merge them first). Weights that lack a tensor of the model, or have one that the model has
 no place for, are refused, because `transformers` would fill gaps with random numbers.
+
+## Latent attention
+
+The heads of DeepSeek V2 and V3, Kimi K2 and GLM-4.7-Flash make their keys and values of one vector per position. On a
+CPU, caches and checkpoints of our kernels hold that vector and the turned part of the keys, which all heads share:
+54 KB per position of GLM-4.7-Flash, where keys and values of all heads would take 963 KB. A query goes through its
+head's keys to the vector's dimensions, and what it finds there through the head's values. On a GPU the layers of
+transformers run, with keys and values of all heads. `auto` drafts with trees for these models, without chains that scan
+keys, and `--kv-dtype` is refused.
 
 ## Layers with states
 

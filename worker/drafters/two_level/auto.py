@@ -18,7 +18,7 @@ from swiftbatch.worker.caches.scan_cache import SHORTEST_SCANNED, ScanKVCache
 from swiftbatch.worker.drafters.base import DraftCounters, Drafter, DraftRequest, ReadRows
 from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
-from swiftbatch.worker.drafters.shared_budget import RestingDrafter, SharedBudget, lengths_of
+from swiftbatch.worker.drafters.shared_budget import MUCH_LONGER, RestingDrafter, SharedBudget, lengths_of
 from swiftbatch.worker.drafters.two_level.auto_plan import (
     ON_A_CPU,
     RoundCosts,
@@ -40,7 +40,7 @@ NUM_BEST = ENGINES["auto"].scanned_best  # keys that a query of a round sees exa
 ROUNDS_PER_PLAN, TREES_PER_PLAN = 8, 256  # steps: to plan takes a fifth of a short step
 FIRST_PLAN = 4  # steps to the second one for new sequences: of these nothing is known at first
 NEXT_PLAN = 64  # steps to the first one for sequences behind others like them that had trees
-MUCH_LONGER = 1.5  # times the text of those: it is another one
+WORTH_A_PLAN = 4 * NEXT_PLAN  # tokens: what is sooner done gains less by rounds than a plan takes
 CHUNKS_AT_ONCE = 128  # of all texts of a step that are taken in
 ALWAYS_BETTER = 1.1  # times the other way's rate: what is no better than that is not changed for
 
@@ -191,7 +191,9 @@ class AutoDrafter(RestingDrafter):
         is_new = names != self._names
         self._num_steps += 1
         if is_new and self._is_like_those_before(longest):
-            self._steps_per_plan, is_new = min(self._steps_per_plan, NEXT_PLAN), False
+            is_new = False
+            if max(request.sequence.num_remaining_tokens for request in requests) > WORTH_A_PLAN:
+                self._steps_per_plan = min(self._steps_per_plan, NEXT_PLAN)
         self._names = names
         if self._num_steps < self._steps_per_plan and not is_new:
             return

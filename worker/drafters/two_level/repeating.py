@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from itertools import pairwise
 
 import numpy as np
 
@@ -21,7 +23,7 @@ PROMISING = 1.3  # tokens a step of a chain that short: a repeat that promises l
 BETTER = 1.05  # times the other drafter's rate
 REFUSED_FOR = 16  # steps until repeats as long are planned for again: to plan takes a tenth of a batch's step
 RESTS_AT_ONCE = 4  # steps without drafts that pass before anything is looked at: a look takes a fifth of a short step
-MOST_AT_ONCE = 16  # where rest after rest found no repeat
+MOST_AT_ONCE = 32  # where rest after rest found no repeat
 
 
 class RepeatingDrafter(Drafter):
@@ -47,7 +49,8 @@ class RepeatingDrafter(Drafter):
         self._num_since = 0  # steps since the first of them
         self._names: list[str] = []  # of these sequences
         self._resting: list[Sequence] = []  # that draft nothing in the coming steps
-        self._num_rests, self._num_rested = 0, 0  # such steps to come, and those that nobody was told of
+        self._num_rests = 0  # such steps to come
+        self._rested_at: list[float] = []  # when those began that nobody was told of yet
         self._rests_at_once = RESTS_AT_ONCE
 
     @property
@@ -68,14 +71,13 @@ class RepeatingDrafter(Drafter):
         self._texts[sequence.sequence_id] = RepeatedText(sequence, self._shares)
 
     def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
-        if self._num_rests and [request.sequence for request in requests] == self._resting:
-            self._num_rests, self._num_rested = self._num_rests - 1, self._num_rested + 1
+        if self._rests(requests):
+            self._num_rests -= 1
+            self._rested_at.append(time.perf_counter())
             return [DraftTree() for _ in requests]
         self._wake()
         promised = {
-            r.sequence.sequence_id: tokens
-            for r in requests
-            if (text := self._text(r.sequence)).num_matched and (tokens := text.tokens(FEW_NODES)[0]) > PROMISING
+            r.sequence.sequence_id: tokens for r in requests if (tokens := self._promised(r.sequence)) > PROMISING
         }
         promises_more = bool(promised) and sum(promised.values()) - len(promised) > (BETTER - 1) * len(requests)
         sizes = self._sizes(requests, set(promised)) if promises_more else None
@@ -95,7 +97,7 @@ class RepeatingDrafter(Drafter):
         self.otherwise.learn(rows)
 
     def update(self, sequence: Sequence, verification: Verification) -> None:
-        if self._num_rested:
+        if self._rested_at:
             return
         self._text(sequence).catch_up(sequence)
         if not self._is_repeating:
@@ -119,19 +121,43 @@ class RepeatingDrafter(Drafter):
 
     def _otherwise(self, requests: list[DraftRequest]) -> list[DraftTree]:
         trees = self.otherwise.propose(requests)
-        self._num_rests = self.otherwise.rest(self._rests_at_once)
-        self._resting = [request.sequence for request in requests] if self._num_rests else []
+        self._rest([request.sequence for request in requests])
         return trees
 
-    def _wake(self) -> None:
-        """End a rest, and take in what its steps have brought."""
-        if self._num_rested:
+    def _rests(self, requests: list[DraftRequest]) -> bool:
+        """Return whether the coming step rests: where nothing begins to repeat itself, rest follows rest."""
+        resting = self._resting
+        if not resting or [request.sequence for request in requests] != resting:
+            return False
+        if not self._num_rests and not self._wake(time.perf_counter()):
+            self._rest(resting)
+        return self._num_rests > 0
+
+    def _rest(self, sequences: list[Sequence]) -> None:
+        self._num_rests = self.otherwise.rest(self._rests_at_once)
+        self._resting = sequences if self._num_rests else []
+
+    def _wake(self, *ended_at: float) -> bool:
+        """End a rest, and take in what its steps have brought: whether that promises repeats.
+
+        `ended_at`: when the newest of them ended, where that is known.
+        """
+        promises = False
+        if self._rested_at:
             for sequence in self._resting:
                 self._text(sequence).catch_up(sequence)
-            self._budget.rested(self._resting, self._num_rested)
-            is_repeating = any(self._text(sequence).num_matched for sequence in self._resting)
-            self._rests_at_once = RESTS_AT_ONCE if is_repeating else min(2 * self._rests_at_once, MOST_AT_ONCE)
-        self._resting, self._num_rests, self._num_rested = [], 0, 0
+            seconds = [end - start for start, end in pairwise((*self._rested_at, *ended_at))]
+            self._budget.rested(self._resting, len(self._rested_at), self._num_rests, seconds)
+            promises = any(self._promised(sequence) > PROMISING for sequence in self._resting)
+            self._rests_at_once = RESTS_AT_ONCE if promises else min(2 * self._rests_at_once, MOST_AT_ONCE)
+        self._resting, self._num_rests = [], 0
+        self._rested_at.clear()
+        return promises
+
+    def _promised(self, sequence: Sequence) -> float:
+        """The tokens of a step that drafts a few nodes of what the sequence repeats; 1 where it repeats nothing."""
+        text = self._text(sequence)
+        return text.tokens(FEW_NODES)[0] if text.num_matched else 1.0
 
     def _text(self, sequence: Sequence) -> RepeatedText:
         return self._texts[sequence.sequence_id]
