@@ -58,7 +58,9 @@ KINDS = {
     "mistral, float32": (Shape(dtype=FLOAT32, windows=(40, 130), has_other_angles=True), triton_linear),
     "mistral, bfloat16": (Shape(group=4, windows=(70, None)), triton_linear),
     "all at once, bfloat16": (Shape(head_dim=80, group=8, has_bias=True, has_head_norm=True), triton_linear),
-    **{name: (shape, triton_linear) for name, shape in (OTHER_FORMS | WITH_EXPERTS).items()},
+    **{name: (shape, triton_linear) for name, shape in OTHER_FORMS.items()},
+    # experts without gates are in hybrids alone, whose mixers have no kernels on a GPU
+    **{name: (shape, triton_linear) for name, shape in WITH_EXPERTS.items() if shape.has_gates},
 }
 
 
