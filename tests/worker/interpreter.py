@@ -28,9 +28,11 @@ _block_types: dict[tuple[Any, ...], dict[str, Any]] = {}
 _dtypes: dict[str, np.dtype[Any]] = {}
 
 
-def patch_for_a_launch(_: Any) -> Any:
+@functools.cache
+def patched() -> Any:
     """Put the interpreter in the place of all that any kernel function can see of the language."""
-    return _patch(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+    _patch(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+    return SimpleNamespace(restore=lambda: None)  # at no launch's end: nothing here sees the language without it
 
 
 def call_within_a_launch(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -38,7 +40,7 @@ def call_within_a_launch(self: Any, *args: Any, **kwargs: Any) -> Any:
     return self.rewrite()(*args, **kwargs)
 
 
-interpreter._patch_lang = patch_for_a_launch
+interpreter._patch_lang = lambda _: patched()
 interpreter.InterpretedFunction.__call__ = call_within_a_launch
 
 

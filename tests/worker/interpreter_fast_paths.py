@@ -11,7 +11,10 @@ from triton.language import core
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
+from tests.worker.interpreter_operators import loaded, with_short_way
+
 _check_types, _broadcast = TritonSemantic.binary_op_type_checking_impl, TritonSemantic.broadcast_impl_value
+_cast = TritonSemantic.cast
 _unwrap, _constant = core._unwrap_if_constexpr, TritonSemantic.scalar_constant
 _PLAIN = (tl.tensor, int, float, bool, type(None))
 _KEPT: dict[str, tuple[type, ...]] = {
@@ -53,7 +56,7 @@ def in_one_shape(self: Any, lhs: Any, rhs: Any) -> Any:
     """Skip the work if both have one already."""
     left, right = lhs.type, rhs.type
     if left.is_block():
-        if right.is_block() and left.shape.values == right.shape.values:
+        if right.is_block() and left.constants is right.constants:
             return lhs, rhs
         if not right.is_block():
             return lhs, _repeated(rhs, left)
@@ -68,6 +71,11 @@ def _repeated(scalar: Any, like: Any) -> Any:
     return tl.tensor(handle, like.with_element_ty(scalar.dtype))
 
 
+def cast(self: Any, tensor: Any, kind: Any, *rounding: Any, **more: Any) -> Any:
+    """What is of the kind already stays as it is."""
+    return tensor if tensor.dtype is kind else _cast(self, tensor, kind, *rounding, **more)
+
+
 def patch_member(obj: Any, name: str, member: Callable[..., Any], _: Any, scope: Any) -> None:
     """Put in the place of a member of the language one that always has the interpreter's semantics."""
     inner = getattr(member, "__wrapped__", member)  # without the check that somebody gave it semantics
@@ -76,11 +84,13 @@ def patch_member(obj: Any, name: str, member: Callable[..., Any], _: Any, scope:
         kwargs["_semantic"] = interpreter.interpreter_semantic
         return inner(*args, **kwargs)
 
-    scope.set_attr(obj, name, interpreted)
+    scope.set_attr(obj, name, with_short_way(name, interpreted) if obj is tl.tensor else interpreted)
 
 
 core._unwrap_if_constexpr = unwrapped
 TritonSemantic.scalar_constant = constant
+TritonSemantic.cast = cast
+TritonSemantic.load = loaded(TritonSemantic.load)
 TritonSemantic.binary_op_type_checking_impl = operands
 TritonSemantic.broadcast_impl_value = in_one_shape
 interpreter._patch_attr = patch_member

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.long
 ENGINES_HERE = ("autoregressive", "token-recycling", "tokenswift", "griffin")
 OTHERS = [name for name in ENGINES_HERE if name != "token-recycling"]
 
-NUM_SLOTS, MAX_TOKENS = 2, 40
+NUM_SLOTS, MAX_TOKENS = 2, 16
 PROMPT = "The lighthouse keeper counted the ships each evening, and on the ninth of November there was one too many. "
 
 

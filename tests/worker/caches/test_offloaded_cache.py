@@ -61,7 +61,7 @@ def generate(target: TargetModel, engine_name: str, setting: str) -> list[list[i
     engine, codec = Engine(target, create_drafter(engine_name, target, free_rows)), TextCodec(target.files)
     sequences = []
     for i in range(2):
-        sampling = SamplingParams(max_tokens=60, seed=i, ignore_eos=True, **SETTINGS[setting])
+        sampling = SamplingParams(max_tokens=25, seed=i, ignore_eos=True, **SETTINGS[setting])
         sequences.append(Sequence(f"s{i}", codec.encode(PROMPT * (1 + 2 * i)), sampling, target.vocab_size))
         engine.start(sequences[-1])
     while any(sequence.finish_reason is None for sequence in sequences):

@@ -47,10 +47,11 @@ def _numbers_as_a_gpu_has_them() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=[pytest.param("native", marks=needs_kernels), "torch", "triton"])
+@pytest.fixture(scope="module", params=[pytest.param("native", marks=needs_kernels), "torch", "triton"])
 def drawing(request: pytest.FixtureRequest) -> Drawing:
     if request.param == "triton":
-        return CudaDrawing(VOCAB, torch.device("cpu"), CheckedGraph)
+        with np.errstate(all="ignore"):
+            return CudaDrawing(VOCAB, torch.device("cpu"), CheckedGraph)
     return NativeDrawing() if request.param == "native" else TorchDrawing(VOCAB, torch.device("cpu"))
 
 

@@ -58,13 +58,6 @@ def test_where_the_kernels_come_from_is_said(tiny_model: Path, monkeypatch: pyte
     assert "torch leaves them out" in diagnosis.model_copy(update={"instruction_set": None}).summary()
 
 
-def doctor(*args: str) -> subprocess.CompletedProcess[str]:
-    """The command on a machine without a GPU, its output in pipes."""
-    command = [sys.executable, "-m", "swiftbatch.scheduler.cli", "doctor", *args]
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "TQDM_DISABLE": ""}  # bars as a user has them
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-
-
 def test_a_machine_whose_rows_differ_is_told_so(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(OVERRIDE, NO_KERNELS)
     monkeypatch.setattr(diagnose, "__defaults__", (60,))  # rows, since nearly each one differs
@@ -77,15 +70,28 @@ def test_a_machine_whose_rows_differ_is_told_so(tiny_model: Path, monkeypatch: p
     assert "can change where two candidates nearly tie" in diagnosis.summary()
 
 
+OF_FEW_ROWS = """
+from swiftbatch.scheduler.cli import main
+from swiftbatch.worker.exactness.doctor import diagnose
+diagnose.__defaults__ = (60,)
+main()
+"""
+
+
 def test_a_log_holds_the_verdict_and_no_progress_bars(tiny_model: Path) -> None:
-    process = doctor("--model", str(tiny_model))
+    command = [sys.executable, "-c", OF_FEW_ROWS, "doctor", "--model", str(tiny_model)]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "TQDM_DISABLE": ""}  # bars as a user has them
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert (process.returncode, process.stderr) == (0, "")
     assert "plain decoding" in process.stdout
 
 
-def test_a_device_that_is_absent_is_told_with_the_build_of_torch(tiny_model: Path) -> None:
-    process = doctor("--model", str(tiny_model), "--device", "cuda")
-    assert process.returncode == 2
+def test_a_device_that_is_absent_is_told_with_the_build_of_torch(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = CliRunner().invoke(main, ["doctor", "--model", str(tiny_model), "--device", "cuda"])
+    assert result.exit_code == 2
     build = "a CPU build" if torch.version.cuda is None else f"built for CUDA {torch.version.cuda}"
     seen = f"no CUDA device is visible to torch {torch.__version__} ({build})"
-    assert process.stderr == f"swiftbatch: device cuda: {seen}; use --device cpu\n"
+    assert result.stderr == f"swiftbatch: device cuda: {seen}; use --device cpu\n"

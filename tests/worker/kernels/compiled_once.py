@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,8 @@ def compiled_once(variant: str, compiler: list[str], flags: Sequence[str]) -> Pa
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
     path = FOLDER / f"{variant}-{digest[:16]}.so"
     FOLDER.mkdir(parents=True, exist_ok=True)
-    if not (path.is_file() and is_whole(path)):
-        compile_library(variant, path, compiler, flags)
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # whoever comes meanwhile finds what the first one compiled
+        if not (path.is_file() and is_whole(path)):
+            compile_library(variant, path, compiler, flags)
     return path

@@ -9,7 +9,6 @@ Draws, walks and candidates of random rows likewise, and causal attention with i
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import random
 import sys
 from collections.abc import Iterable
@@ -50,13 +49,14 @@ from tests.worker.kernels.kernel_parts import (
 )
 from tests.worker.kernels.quantized_parts import packed_weights
 
+LENGTHS: tuple[int, ...] = (0, 1, 63, 64, 65, 250, 256, 300, 2047, 2049, 4100)
 CAUSAL_LENGTHS = (1, 2, 63, 64, 65, 129, 300, 700)
 GRIFFINS = ((0, 0), (1, 0), (2, 0), (1, 48), (2, 80))  # parts of the input, and the width of the expansion
 SPOILED = (-(2**31), -1, 0, 1, 63, 64, 65, 2**20, 2**31 - 1, 2**40)
 
 
 def random_rows(numbers: random.Random, shape: Shape) -> SequenceRows | PartialRows:
-    length = numbers.choice((0, 1, 63, 64, 65, 250, 256, 300, 2047, 2049, 4100))
+    length = numbers.choice(LENGTHS)
     if numbers.random() < 0.4:
         rows = random_partial_rows(numbers, shape, length, numbers.randrange(MAX_TREE_NODES))
         num_best, first = numbers.choice((1, 40, 5000)), numbers.randrange(80)
@@ -148,14 +148,16 @@ def fuzz_causal(numbers: random.Random, num_rounds: int) -> None:
 
 if __name__ == "__main__":
     rounds = int(sys.argv[2])
+    LENGTHS = LENGTHS if rounds > 1 else LENGTHS[:-2]
     scan_cache.load_library = lambda _: open_library(Path(sys.argv[1]))  # type: ignore[attr-defined]
     causal.load_library = native.load_library = sampling_calls.load_library = lambda _: open_library(Path(sys.argv[1]))  # type: ignore[assignment]
     sampling_calls.chosen_variant = lambda: "sanitized"
-    # a single round has each shape with one form of the draft model, and each form with many shapes
-    for each, form in zip(SHAPES, itertools.cycle(GRIFFINS), strict=False):
-        fuzz(each, random_weights(each), random.Random(str(each)), rounds)
-        fuzz(each, packed_weights(each), random.Random(str(each)), rounds)
-        fuzz_griffin(each, random.Random(str(each)), rounds, GRIFFINS if rounds > 1 else [form])
+    # a single round has plain and packed weights in turns, and as many shapes of draft models as these have forms
+    for number, each in enumerate(SHAPES):
+        made = (random_weights, packed_weights)
+        for make in made if rounds > 1 else [made[number % 2]]:
+            fuzz(each, make(each), random.Random(str(each)), rounds)
+        fuzz_griffin(each, random.Random(str(each)), rounds, GRIFFINS if rounds > 1 else GRIFFINS[number : number + 1])
     for each in LATENTS:
         fuzz(each, random_weights(each), random.Random(str(each)), rounds)
     for size in (1, 7, 8, 64, 65, 1000):

@@ -173,7 +173,7 @@ def test_the_reference_says_the_same(shape: Shape) -> None:
 @pytest.mark.parametrize("shape", [*SHAPES, *LATENTS], ids=str)
 def test_the_reference_says_the_same_behind_partial_caches(shape: Shape) -> None:
     numbers = random.Random(str(shape))
-    groups = [random_partial_rows(numbers, shape, length, 20) for length in (0, 1, 63, 64, 65, 300, 2100)]
+    groups = [random_partial_rows(numbers, shape, length, 5) for length in (0, 1, 63, 64, 65, 300, 2100)]
     reference = whole(ReferenceDecoder(random_weights(shape)).forward(groups))
     for variant in VARIANTS:
         found = whole(native(shape, variant).forward(groups))

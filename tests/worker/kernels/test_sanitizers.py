@@ -19,8 +19,9 @@ pytestmark = pytest.mark.long
 
 OWN, *OTHERS = VARIANTS or ["none"]  # what this machine uses, and what else it can run
 IN_SOFTWARE = [EMULATED] if CAN_EMULATE else []
-# -O1 takes half as long again to compile, and runs no faster
+# -O1 takes half as long again to compile, and runs no faster; so do checks that are compiled in at every place
 FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g1", "-Og")
+FLAGS += ("--param", "asan-instrumentation-with-call-threshold=0")
 
 
 def sanitizer() -> tuple[list[str], str] | None:

@@ -112,7 +112,7 @@ def check_accepted_paths(target: TargetModel) -> None:
     for cache in (ours, plain):
         while cache.length < 2 * BLOCK - 20:
             target.read(cache, TEXT[cache.length : 2 * BLOCK - 20])
-    for _ in range(20):
+    for _ in range(10):
         root = rng.randrange(VOCAB_SIZE)
         tree = random_tree(rng, rng.randrange(1, 16), max_tree_depth(ours.length), VOCAB_SIZE)
         [outputs] = target.verify([tree_rows(ours, root, tree)])

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 NUM_POSITIONS = 6000
 CPU = torch.device("cpu")
+SIZES = (3, 2, 6, 1)  # of trees
 LLAMA = Shape(dtype=FLOAT32)
 KINDS = {
     "qwen2, float32": (Shape(num_kv_heads=2, group=1, has_bias=True, is_tied=False, dtype=FLOAT32), triton_linear),
@@ -57,7 +58,9 @@ KINDS = {
     "mistral, float32": (Shape(dtype=FLOAT32, windows=(40, 130), has_other_angles=True), triton_linear),
     "mistral, bfloat16": (Shape(group=4, windows=(70, None)), triton_linear),
     "all at once, bfloat16": (Shape(head_dim=80, group=8, has_bias=True, has_head_norm=True), triton_linear),
-    **{name: (shape, triton_linear) for name, shape in (OTHER_FORMS | WITH_EXPERTS).items()},
+    **{name: (shape, triton_linear) for name, shape in OTHER_FORMS.items()},
+    # experts without gates are in hybrids alone, whose mixers have no kernels on a GPU
+    **{name: (shape, triton_linear) for name, shape in WITH_EXPERTS.items() if shape.has_gates},
 }
 
 
@@ -96,13 +99,19 @@ def is_near(found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
     return bool((found.float() - expected.float()).abs().max() <= bound * expected.float().abs().max())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+IN_BOTH = {kind for kind in KINDS if f"{kind} in float32" in KINDS} | {"granite, bfloat16"}
+SAID_BY_OTHERS = {*IN_BOTH - {"gemma2"}, "mistral, bfloat16", "llama, bfloat16"}
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=pytest.mark.slow if k in SAID_BY_OTHERS else ()) for k in KINDS]
+)
 def test_trees_of_four_sequences_are_as_in_the_reference(kind: str) -> None:
     shape, linear = KINDS[kind]
     arena = random_arena(shape, (5, 64, 100, 300))
     other = arena.copy()
-    found = run(decoder_of(arena, linear), random_rows(random.Random(1), arena, (3, 5, 12, 1)))
-    expected_rows = [rows for rows, _ in random_rows(random.Random(1), other, (3, 5, 12, 1))]
+    found = run(decoder_of(arena, linear), random_rows(random.Random(1), arena, SIZES))
+    expected_rows = [rows for rows, _ in random_rows(random.Random(1), other, SIZES)]
     expected = whole(ReferenceDecoder(random_weights(shape)).forward(expected_rows))
     for mine, its in zip(found, expected, strict=True):
         assert is_near(mine, its, shape.dtype)

@@ -97,7 +97,7 @@ def test_rounds_of_several_sequences_say_what_they_say_on_a_cpu(
     shape, vocab = target.cache_shape, target.vocab_size
     ours, theirs = caches_of(shape, room_in(target)), caches_of(shape, None)
     numbers = random.Random(1)
-    for seed, num_nodes in enumerate((0, 30)):  # the second round has more rows than one forward
+    for seed, num_nodes in enumerate((0, 21)):  # the second round has more rows than one forward
         rows, expected_rows = (rows_of(caches, num_nodes, seed, vocab) for caches in (ours, theirs))
         outputs = target.check(rows)
         hidden, logits = reference.forward(expected_rows)
