@@ -141,10 +141,15 @@ class CheckpointWriter:
             return self._opened(job_id).num_positions_of_states
 
     def close(self, job_id: str) -> None:
-        """Drop what waits of a job and let the file being written end: nothing of the job is written afterwards."""
+        """Drop what waits of a job and let the file being written end: nothing of the job is written afterwards.
+
+        Nor is its source held any longer, whose memory others wait for.
+        """
         with self._changed:
-            self._jobs.pop(job_id, None)
+            closed = self._jobs.pop(job_id, None)
             self._changed.wait_for(lambda: self._writing != job_id)
+            if closed is not None:
+                closed.source = None
 
     def flush(self, seconds: float) -> bool:
         """Wait until all is written, at most `seconds`. Return whether all is."""

@@ -155,7 +155,7 @@ class ResultFiles:
         """A number of each result that is known, by job id."""
         of_entry = ResultEntry._fields.index(column) - 1
         indexes = list(self._segments.values())
-        pairs = (zip(each.job_ids, each.numbers[:, of_entry].tolist(), strict=True) for each in indexes)
+        pairs = (zip(each.job_ids, each.numbers[of_entry::3], strict=True) for each in indexes)
         return dict(chain.from_iterable(pairs))
 
     def _index(self, path: str, size: int | None) -> SegmentIndex:

@@ -13,12 +13,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
 
 from swiftbatch.jobs.frozen import Strict
 from swiftbatch.jobs.json_lines import dump_line, sealed, unsealed
@@ -55,21 +53,21 @@ class ResultEntry(NamedTuple):
 
 @dataclass(frozen=True)
 class SegmentIndex:
-    """What is in a segment, in few bytes; a row of `numbers` [num_results, 3] is a `ResultEntry` without its job."""
+    """What is in a segment, in few bytes; three `numbers` each are a `ResultEntry` without its job."""
 
     job_ids: list[str]
-    numbers: NDArray[np.int64]
+    numbers: array[int]
 
     @classmethod
     def of(cls, entries: Iterable[ResultEntry]) -> SegmentIndex:
         rows = list(entries)
-        return cls([row[0] for row in rows], np.array([row[1:] for row in rows], np.int64).reshape(-1, 3))
+        return cls([row[0] for row in rows], array("q", [number for row in rows for number in row[1:]]))
 
     def entry(self, row: int) -> ResultEntry:
-        return ResultEntry(self.job_ids[row], *self.numbers[row].tolist())
+        return ResultEntry(self.job_ids[row], *self.numbers[3 * row : 3 * row + 3])
 
     def entries(self) -> Iterator[ResultEntry]:
-        return (ResultEntry(job_id, *row) for job_id, row in zip(self.job_ids, self.numbers.tolist(), strict=True))
+        return (self.entry(row) for row in range(len(self.job_ids)))
 
 
 class _LastLine(Strict):

@@ -9,6 +9,7 @@ import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from swiftbatch.worker.caches.memory.pages import PoolSize
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.session.work import Orders, WorkReport
 
@@ -31,7 +32,7 @@ class WorkerSpec:
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """The place of a started worker, and its resources: `node_id` is Ray's, the last four are the session's."""
+    """The place of a started worker, and its resources: `node_id` is Ray's, the last five are the session's."""
 
     host: str
     pid: int
@@ -41,6 +42,7 @@ class WorkerInfo:
     num_free_positions: int
     num_slots: int | None = None
     num_state_positions: int = 0  # that a job takes beside its own, of models whose layers have states
+    pool_size: PoolSize | None = None  # of the pages that all caches on a GPU lie in
 
 
 class WorkerActor:
@@ -63,7 +65,7 @@ class WorkerActor:
             signal.signal(number, lambda _number, _frame: session.request_drain())
         node_id = str(ray.get_runtime_context().get_node_id())
         where = (socket.gethostname(), os.getpid(), session.metrics_address, node_id)
-        sizes = (session.num_free_positions, session.num_slots, session.num_state_positions)
+        sizes = (session.num_free_positions, session.num_slots, session.num_state_positions, session.pool_size)
         return WorkerInfo(*where, session.numerics, *sizes)
 
     def work(self, orders: Orders, seconds: float) -> WorkReport:

@@ -68,7 +68,7 @@ def _running(found: Inspection) -> list[tuple[str, str]]:
     if found.max_positions:
         rows.append(("positions", f"{found.max_positions:,}"))
     if found.bytes_per_position:
-        rows.append(("cache", f"{found.bytes_per_position:,} bytes per position in bfloat16"))
+        rows.append(("cache", _cache(found)))
     if found.state_bytes:
         rows.append(
             ("states", f"{found.state_bytes:,} bytes per job; {found.checkpointed_state_bytes:,} in a checkpoint")
@@ -81,6 +81,14 @@ def _running(found: Inspection) -> list[tuple[str, str]]:
     rows.append(("chat", f"{'template' if found.has_chat_template else 'no template'}{thinking}"))
     rows.append(("engines", ", ".join(found.engines)))
     return rows
+
+
+def _cache(found: Inspection) -> str:
+    """The bytes of a position, on both devices where these keep other things."""
+    words = f"{found.bytes_per_position:,} bytes per position in bfloat16"
+    if found.gpu_bytes_per_position == found.bytes_per_position:
+        return words
+    return f"{words} on a CPU, as latent vectors; {found.gpu_bytes_per_position:,} on a GPU"
 
 
 def _path(path: DevicePath) -> str:

@@ -37,17 +37,19 @@ class Slots:
         num_pages = self.num_pages(worker)
         if not held or worker.info is None or num_pages is None:
             return not held or num_pages is None
-        beside = worker.info.num_state_positions
+        beside, pool = worker.info.num_state_positions, worker.info.pool_size
         jobs = [Growth(each.now + beside, each.end + beside) for each in (*held, job)]
-        return most_pages(jobs) <= num_pages
+        return most_pages(jobs, pool and pool.page) <= num_pages
 
     def num_pages(self, worker: Worker) -> int | None:
         """The worker's share of its machine's memory; who is still to start may come to the same machine.
 
-        None where a GPU was shared out in slots.
+        A GPU's pool is its own. None where a GPU was shared out in slots.
         """
         if worker.info is None:
             return 0
+        if worker.info.pool_size is not None:
+            return worker.info.pool_size.num_pages
         if worker.info.num_slots is not None:
             return None
         nodes = [each.info.node_id if each.info else worker.info.node_id for each in self._fleet.workers]

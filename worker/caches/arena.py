@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -14,10 +14,21 @@ from numpy.typing import NDArray
 from swiftbatch.worker.caches.copies import Staging
 from swiftbatch.worker.caches.full import MAX_TREE_NODES, CacheShape, CacheSource, FullKVCache
 from swiftbatch.worker.caches.memory.memory_plan import slot_capacity
+from swiftbatch.worker.caches.memory.pages import PoolSize
 from swiftbatch.worker.caches.room import GB, KVRoomError, TooLongError
 
-MoveRows = Callable[[int, int, Sequence[int]], None]
-"""(slot, entry of a root, nodes of the accepted path): these move next to the root, as `keep_path` has it."""
+if TYPE_CHECKING:
+    from swiftbatch.worker.kernels.cuda.cuda_row_table import PageTable
+
+Place = Callable[[NDArray[Any]], NDArray[Any]]
+"""The places of a slot's entries in a pool."""
+
+
+class MoveRows(Protocol):
+    """Brings accepted rows next to their root, as `keep_path` has it."""
+
+    def __call__(self, slot: int, root: int, path: Sequence[int], place: Place | None = None) -> None:
+        """Move the nodes `path` of a tree whose root is entry `root` of a slot; with `place`, of a pool."""
 
 
 class KVArena:
@@ -27,6 +38,7 @@ class KVArena:
     """
 
     holds_all = True  # layers of all slots, so that rows may move from one to another
+    pages: PageTable | None = None  # on the device, where entries of slots lie in pages of a pool
 
     def __init__(self, shape: CacheShape, num_slots: int, max_length: int, staging: Staging | None = None) -> None:
         """Slots for sequences of at most `max_length` positions. Checkpoints go through `staging`, None on a CPU."""
@@ -45,6 +57,16 @@ class KVArena:
     def num_free(self) -> int:
         """Slots that nobody has."""
         return len(self._free)
+
+    @property
+    def pool_size(self) -> PoolSize | None:
+        """The pages that all slots share; None where each has memory of its own."""
+        return None
+
+    @property
+    def num_free_pages(self) -> int:
+        """Pages that nobody has."""
+        return 0
 
     def new_cache(self, max_length: int) -> ArenaKVCache:
         """An empty cache in a slot, which comes back when the cache and all views of it are gone.
@@ -65,7 +87,7 @@ class KVArena:
                 f"no slot for a job of {max_length:,} positions: all {self.num_slots} of this worker's GPU are taken, "
                 f"{self.buffer.numel() * self.buffer.element_size() / GB:,.2f} GB; use more --slots or --workers"
             )
-        lease = SlotLease(self._free.pop())
+        lease = self._lease(self._free.pop())
         weakref.finalize(lease, self._free.append, lease.slot)
         return self._cache(lease, max_length)
 
@@ -73,6 +95,9 @@ class KVArena:
         shape = self.shape
         size = (shape.num_layers, 2, self.num_slots, shape.num_kv_heads, self.capacity, shape.row_width)
         return torch.empty(size, dtype=shape.row_dtype, device=shape.device)
+
+    def _lease(self, slot: int) -> SlotLease:
+        return SlotLease(slot)
 
     def _cache(self, lease: SlotLease, max_length: int) -> ArenaKVCache:
         rows = self.buffer[:, :, lease.slot, :, : max_length + MAX_TREE_NODES]
@@ -104,8 +129,20 @@ class ArenaKVCache(FullKVCache):
 
     @property
     def rows(self) -> torch.Tensor:
-        """The cache's part of the buffer, `[num_layers, 2, num_kv_heads, max_length + MAX_TREE_NODES, row_width]`."""
+        """The cache's part of the buffer, `[num_layers, 2, num_kv_heads, max_length + MAX_TREE_NODES, row_width]`.
+
+        Of a pool all of it, with entries where `page_table` says.
+        """
         return self._buffer
+
+    def rows_between(self, positions: slice) -> torch.Tensor:
+        """Of `rows` those of consecutive positions, in order."""
+        return self.rows[..., positions, :]
+
+    @property
+    def page_table(self) -> PageTable | None:
+        """The cache's pages on the device; None where `rows` are in order."""
+        return None
 
     def key_addresses(self) -> list[int]:
         """Return addresses of layers' keys, `[num_kv_heads, ..., row_width]` with the strides of the arena's buffer."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -43,6 +43,7 @@ class CacheShape:
     short_length: int | None = None  # sequences of more positions turn by other angles; None where all turn alike
     kv_dtype: KVDtype | None = None  # of the rows that full caches keep; None: `dtype`
     kv_scale_bytes: int = KV_SCALE_BYTES  # behind the codes of these rows
+    num_parts: int = 2  # rows of a position and a head: a key and a value; 1 where a value is the beginning of its key
 
     @classmethod
     def of(cls, weights: DecoderWeights, device: torch.device, kv_dtype: KVDtype | None = None) -> CacheShape:
@@ -51,7 +52,8 @@ class CacheShape:
         num_layers = sizes.num_layers - sum(not layer.attends for layer in weights.layers)
         counts = (num_layers, sizes.num_kv_heads, sizes.head_dim)
         states = _recurrent(weights)
-        return cls(*counts, sizes.dtype, device, states, short_length=length, kv_dtype=kv_dtype)
+        num_parts = 2 if sizes.latent is None else 1
+        return cls(*counts, sizes.dtype, device, states, length, kv_dtype, num_parts=num_parts)
 
     @property
     def row_dtype(self) -> torch.dtype:
@@ -86,7 +88,7 @@ class CacheShape:
         return self.recurrent.checkpoint_bytes(self.dtype.itemsize)
 
     def bytes_per_position(self) -> int:
-        return 2 * self.num_layers * self.num_kv_heads * self.row_width * self.row_dtype.itemsize
+        return self.num_parts * self.num_layers * self.num_kv_heads * self.row_width * self.row_dtype.itemsize
 
 
 def _recurrent(weights: DecoderWeights) -> RecurrentShape | None:
@@ -110,7 +112,7 @@ class CacheSource(Protocol):
 
 
 class FullKVCache:
-    """One preallocated buffer `[num_layers, 2, num_kv_heads, capacity, row_width]`; entry = absolute position.
+    """One preallocated buffer `[num_layers, num_parts, num_kv_heads, capacity, row_width]`; entry = absolute position.
 
     The first `length` entries are committed. A step writes the root's row to entry `length` and the draft tree's nodes
     behind it, in node order; `commit` moves the accepted path next to the root and forgets the rest.
@@ -119,11 +121,13 @@ class FullKVCache:
 
     comes_by_layer = False  # whether `layer` gives memory that holds other layers later
     boundary = 0  # behind which positions `states` are, of layers that have some
+    pages: Sequence[int] = ()  # that its entries lie in, where these are a pool's
     is_by_position = True  # whether `kv` tells all that the positions leave behind: else there are states, too
 
     def __init__(self, shape: CacheShape, max_length: int, buffer: torch.Tensor | None = None) -> None:
         """Make room for `max_length` positions and a tree: on the device, or in a `buffer` that lies elsewhere."""
-        size = (shape.num_layers, 2, shape.num_kv_heads, max_length + MAX_TREE_NODES, shape.row_width)
+        heads = (shape.num_layers, shape.num_parts, shape.num_kv_heads)
+        size = (*heads, max_length + MAX_TREE_NODES, shape.row_width)
         self.shape = shape
         self.length = 0
         self.first_angle = shape.first_angle(max_length)  # the same for all of its positions, however many there are
@@ -131,21 +135,29 @@ class FullKVCache:
         self._buffer = torch.empty(size, dtype=shape.row_dtype, device=shape.device) if buffer is None else buffer
         self._filled = FilledPages(self._buffer) if buffer is None else None
 
+    def reserve(self, end: int) -> None:
+        """Have room for the entries below `end`. Raises KVRoomError where there is none."""
+
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of one layer on the device, each `[num_kv_heads, capacity, row_width]`."""
         return self.stored(index)
 
     def stored(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The layer where it is kept, for those who copy few and new positions; here it is the device as well."""
-        return self._buffer[index, 0], self._buffer[index, 1]
+        return self._buffer[index, 0], self._buffer[index, -1]
+
+    def stored_between(self, layer: int, positions: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of `stored` the keys and values of some consecutive positions."""
+        keys, values = self.stored(layer)
+        return keys[:, positions], values[:, positions]
 
     def write(
         self, layer: int, first_entry: int, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keep rows `[num_kv_heads, num_rows, head_dim]`; returns the layer's keys and values, to attend to."""
         entries = slice(first_entry, first_entry + key.shape[1])
-        self._buffer[layer, 0, :, entries] = self.shape.kept(key)
-        self._buffer[layer, 1, :, entries] = self.shape.kept(value)
+        for part, rows in enumerate((key, value)[: self.shape.num_parts]):
+            self._buffer[layer, part, :, entries] = self.shape.kept(rows)
         return self.layer(layer)
 
     def keep(self, layer: int, first_entry: int, end: int) -> None:
@@ -164,24 +176,27 @@ class FullKVCache:
 
         On a CPU a view: committed positions keep their bits, so another thread may read it while decoding goes on.
         """
-        rows = self._bits()[..., start:end, :]
-        bits = self._copied_out(rows).reshape(rows.shape[:-2].numel(), *rows.shape[-2:])
+        parts = [
+            self._copied_out(rows).reshape(rows.shape[:-2].numel(), *rows.shape[-2:])
+            for _, rows in self._parts(start, end)
+        ]
+        bits = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
         return bits.view(np.uint16) if bits.dtype == np.int16 else bits
 
     def load(self, kv: NDArray[Any]) -> None:
         """Commit the positions behind `length` from what `kv` returned. Raises ValueError where it does not fit."""
         rows = self._bits()
-        num_rows, capacity, width = rows.shape[:-2].numel(), *rows.shape[-2:]
+        num_rows, width, most = rows.shape[:-2].numel(), rows.shape[-1], self._capacity - MAX_TREE_NODES
         expected = np.dtype(NUMPY_DTYPES[rows.dtype])
         end = self.length + kv.shape[1]
-        if (kv.shape[0], kv.shape[2], kv.dtype) != (num_rows, width, expected) or end > capacity - MAX_TREE_NODES:
+        if (kv.shape[0], kv.shape[2], kv.dtype) != (num_rows, width, expected) or end > most:
             raise ValueError(
                 f"found keys and values of {kv.dtype} {list(kv.shape)}, expected {expected} [{num_rows}, at most "
-                f"{capacity - MAX_TREE_NODES - self.length}, {width}]"
+                f"{most - self.length}, {width}]"
             )
         bits = kv.view(np.int16) if kv.dtype == np.uint16 else kv
-        behind = rows[..., self.length : end, :]
-        self._copy_in(behind, bits.reshape(behind.shape))
+        for number, behind in self._parts(self.length, end):
+            self._copy_in(behind, bits[:, number].reshape(behind.shape))
         self._grow(end)
 
     def num_readable(self, most: int) -> int:
@@ -227,10 +242,11 @@ class FullKVCache:
     @contextlib.contextmanager
     def replayed(self, length: int, num_positions: int = 1) -> Iterator[FullKVCache]:
         """The cache as it was at `length`, to run its next tokens again; what is committed there keeps its bits."""
-        again = slice(length, length + num_positions)
-        committed = self._buffer[..., again, :].clone()
+        again = [rows for _, rows in self._parts(length, length + num_positions)]
+        committed = [rows.clone() for rows in again]
         yield self.prefix(length)
-        self._buffer[..., again, :] = committed
+        for rows, kept in zip(again, committed, strict=True):
+            rows.copy_(kept)
 
     def clear(self) -> None:
         """Make all of it zero (and so touch its memory)."""
@@ -255,6 +271,15 @@ class FullKVCache:
     def _copy_in(self, rows: torch.Tensor, kv: NDArray[Any]) -> None:
         """Fill rows of `_bits` from the host."""
         rows.copy_(torch.from_numpy(kv if kv.flags.writeable else kv.copy()))
+
+    @property
+    def _capacity(self) -> int:
+        """Entries that there is room for."""
+        return int(self._buffer.shape[-2])
+
+    def _parts(self, start: int, end: int) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield the bits of entries `[start, end)` by parts that lie side by side: which of them, and their rows."""
+        yield slice(0, end - start), self._bits()[..., start:end, :]
 
     def _bits(self) -> torch.Tensor:
         """The buffer, whatever its strides, in numbers that numpy knows."""

@@ -33,7 +33,7 @@ class CacheHost(Protocol):
     rows: torch.Tensor
 
     def device_rows(self) -> torch.Tensor:
-        """Room for one layer on the device, `[2, num_kv_heads, capacity, head_dim]`."""
+        """Room for one layer on the device, `[num_parts, num_kv_heads, capacity, head_dim]`."""
 
     def loading(self, layer: int, target: torch.Tensor, end: int) -> Callable[[], None]:
         """Return a call, for another thread, that brings the positions below `end`, whole blocks, to the device."""
@@ -50,7 +50,7 @@ class FileHost:
 
     def __init__(self, shape: CacheShape, capacity: int, folder: str) -> None:
         """`capacity` is in whole blocks. Raises KVRoomError where the folder has no room for it."""
-        size = (shape.num_layers, 2, shape.num_kv_heads, capacity, shape.row_width)
+        size = (shape.num_layers, shape.num_parts, shape.num_kv_heads, capacity, shape.row_width)
         num_bytes = capacity * shape.bytes_per_position()
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
             self._fd = os.dup(file.fileno())
@@ -84,7 +84,7 @@ class FileHost:
             self.give_back(layer, end)
 
     def _load(self, layer: int, target: torch.Tensor, end: int) -> None:
-        runs = target.flatten(0, 1).view(torch.uint8).flatten(1).numpy()  # [2 * num_kv_heads, run_bytes]
+        runs = target.flatten(0, 1).view(torch.uint8).flatten(1).numpy()  # [num_parts * num_kv_heads, run_bytes]
         num_bytes = end * self._row_bytes
         for run, offset in zip(runs, self._offsets(layer), strict=True):
             done = 0

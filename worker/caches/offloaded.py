@@ -35,8 +35,8 @@ class OffloadedKVCache(FullKVCache):
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         self._layers.forget(self.length)  # it was rolled back, or another view of it was ahead
-        keys, values = self._layers.take(index, self.length, self.length, self.length)
-        return keys, values
+        parts = self._layers.take(index, self.length, self.length, self.length)
+        return parts[0], parts[-1]
 
     def stored(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         self._host.give_back((index - 1) % len(self._buffer), _whole_blocks(self.length))  # one may read layer by layer
@@ -47,10 +47,10 @@ class OffloadedKVCache(FullKVCache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         end = first_entry + key.shape[1]
         self._layers.forget(first_entry)  # it was rolled back, or another view of it was ahead
-        self._buffer[layer, 0, :, first_entry:end] = self.shape.kept(key)
-        self._buffer[layer, 1, :, first_entry:end] = self.shape.kept(value)
-        keys, values = self._layers.take(layer, self.length, first_entry, end)
-        return keys, values
+        for part, rows in enumerate((key, value)[: self.shape.num_parts]):
+            self._buffer[layer, part, :, first_entry:end] = self.shape.kept(rows)
+        parts = self._layers.take(layer, self.length, first_entry, end)
+        return parts[0], parts[-1]
 
     def keep(self, layer: int, first_entry: int, end: int) -> None:
         self._buffer[layer, ..., first_entry:end, :] = self._layers.used[..., first_entry:end, :]
@@ -71,7 +71,7 @@ class OffloadedKVCache(FullKVCache):
 class _Side:
     """One of the two layers on the device: it holds the positions below `end` of `layer` when `arrival` is done."""
 
-    rows: torch.Tensor  # [2, num_kv_heads, capacity, head_dim]
+    rows: torch.Tensor  # [num_parts, num_kv_heads, capacity, head_dim]
     layer: int = -1
     end: int = 0
     arrival: Future[None] | None = None
@@ -91,7 +91,7 @@ class LayerStream:
         self._thread = ThreadPoolExecutor(1, "kv-offload")
 
     def take(self, layer: int, length: int, first_entry: int, end: int) -> torch.Tensor:
-        """A layer on the device, `[2, num_kv_heads, capacity, head_dim]`, with all rows below `end`.
+        """A layer on the device, `[num_parts, num_kv_heads, capacity, head_dim]`, with all rows below `end`.
 
         `length` positions are committed. Rows from `first_entry` on are always copied anew.
         """

@@ -60,8 +60,8 @@ class Entries:
         """Copy consecutive positions to consecutive entries, in all layers."""
         entries = slice(first_entry, first_entry + positions.stop - positions.start)
         for layer in range(self.shape.num_layers):
-            for part, source in enumerate(full.stored(layer)):
-                self.buffer[layer, part, :, entries] = self.shape.numbers(source[:, positions])
+            for part, rows in enumerate(full.stored_between(layer, positions)):
+                self.buffer[layer, part, :, entries] = self.shape.numbers(rows)
 
     def gather(self, full: FullKVCache, positions: torch.Tensor, first_entry: int) -> None:
         """Copy each head's own `positions [num_layers, num_kv_heads, num_rows]` to consecutive entries."""
@@ -81,15 +81,15 @@ class Entries:
     def average(self, full: FullKVCache, part: int, positions: slice, means: torch.Tensor) -> None:
         """Fill `means [num_layers, num_kv_heads, num_chunks, head_dim]` with those of chunks of positions."""
         for layer, own in enumerate(means):
-            rows = self.shape.numbers(full.stored(layer)[part][:, positions]).to(means.device)
+            rows = self.shape.numbers(full.stored_between(layer, positions)[part]).to(means.device)
             chunks = rows.unflatten(1, (own.shape[1], -1))  # [num_kv_heads, num_chunks, chunk_size, head_dim]
             own.copy_(chunks.float().mean(dim=2))
 
     def replace(self, full: FullKVCache, positions: slice, entries: torch.Tensor) -> None:
         """Copy consecutive positions to any `entries [num_positions]`."""
         for layer in range(self.shape.num_layers):
-            for part, source in enumerate(full.stored(layer)):
-                self.buffer[layer, part, :, entries] = self.shape.numbers(source[:, positions]).to(self.shape.device)
+            for part, rows in enumerate(full.stored_between(layer, positions)):
+                self.buffer[layer, part, :, entries] = self.shape.numbers(rows).to(self.shape.device)
 
     def keep_path(self, root: int, path: list[int]) -> int:
         """Keep a path as `worker.caches.full.keep_path` does."""
@@ -182,7 +182,7 @@ class PartialCache(ABC):
 
     def _keys(self, full: FullKVCache, layer: int, positions: slice) -> torch.Tensor:
         """Keys of consecutive positions on the device, `[num_kv_heads, num_positions, head_dim]`."""
-        return self.shape.numbers(full.stored(layer)[0][:, positions]).to(self.shape.device)
+        return self.shape.numbers(full.stored_between(layer, positions)[0]).to(self.shape.device)
 
 
 def capacity_for(num_entries: int) -> int:

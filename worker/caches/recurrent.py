@@ -38,8 +38,10 @@ class RecurrentCache(FullKVCache):
         self, shape: CacheShape, recurrent: RecurrentShape, max_length: int, buffer: Tensor | None = None
     ) -> None:
         super().__init__(shape, max_length, buffer)
-        self.boundary, self.num_steps = 0, FIRST_STEPS
-        self.recurrent = [RecurrentLayer(recurrent, shape.dtype, shape.device) for _ in range(recurrent.num_layers)]
+        self.boundary = 0
+        self.num_steps = FIRST_STEPS if shape.device.type == "cpu" else NUM_STEPS  # a GPU's memory is planned at once
+        layers = range(recurrent.num_layers)
+        self.recurrent = [RecurrentLayer(recurrent, shape.dtype, shape.device, self.num_steps) for _ in layers]
         self._kept = KeptStates()
         self._steps = self._step_buffers(recurrent)
 

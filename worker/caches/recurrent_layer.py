@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from swiftbatch.jobs.checkpoints.state_file import State
-from swiftbatch.worker.caches.room import FIRST_STEPS
 from swiftbatch.worker.kernels.recurrence import are_known_states, folding_team, native_fold
 from swiftbatch.worker.model.recurrent_sizes import RecurrentShape
 
@@ -29,17 +28,17 @@ class RecurrentLayer:
     A step turns a state into `decay * state + key (x) update`.
     """
 
-    def __init__(self, shape: RecurrentShape, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, shape: RecurrentShape, dtype: torch.dtype, device: torch.device, num_steps: int) -> None:
         is_known = device.type == "cpu" and are_known_states(shape.num_heads, shape.value_dim)
         self._team = folding_team() if is_known else None
         self._group = shape.num_heads // max(1, shape.num_key_heads)
         self._num_before = shape.conv_width - 1  # inputs in front of the boundary
         state = (shape.num_heads, shape.key_dim, shape.value_dim)
         self.state = self.base = torch.zeros(state, device=device)
-        self.inputs = torch.zeros(self._num_before + FIRST_STEPS, shape.num_channels, dtype=dtype, device=device)
-        self.keys = torch.zeros(FIRST_STEPS, shape.num_key_heads, shape.key_dim, device=device)
-        self.updates = torch.zeros(FIRST_STEPS, shape.num_heads, shape.value_dim, device=device)
-        self.decays = torch.zeros(FIRST_STEPS, shape.num_heads, device=device)
+        self.inputs = torch.zeros(self._num_before + num_steps, shape.num_channels, dtype=dtype, device=device)
+        self.keys = torch.zeros(num_steps, shape.num_key_heads, shape.key_dim, device=device)
+        self.updates = torch.zeros(num_steps, shape.num_heads, shape.value_dim, device=device)
+        self.decays = torch.zeros(num_steps, shape.num_heads, device=device)
 
     def grow(self, num_steps: int) -> None:
         """Make room for so many steps behind the boundary."""

@@ -13,13 +13,14 @@ from typing import Any
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.run.option_values import KVDtype
 from swiftbatch.worker.kernels.sizes import BLOCK, KV_SCALE_BYTES
+from swiftbatch.worker.model.dense_config import latent_sizes
 from swiftbatch.worker.model.recurrent_sizes import RecurrentShape, num_attending_layers, recurrent_shape
 
 MEMORY = "the memory of this machine"
 GB = 1e9
 MAX_TREE_NODES = 127  # which every full cache has room for behind its positions
 NUM_STEPS = 2 * BLOCK + MAX_TREE_NODES + 1  # of a layer with a state, behind a boundary: two blocks, a root, a tree
-FIRST_STEPS = 2 * BLOCK + 32  # of these, that a sequence has room for until a forward has more rows of it
+FIRST_STEPS = 2 * BLOCK + 32  # of these, that a sequence on a CPU has room for until a forward has more rows of it
 OWN_GROUP = Path("/sys/fs/cgroup")  # a container's own, as it sees it
 ITEM_SIZES = {"bfloat16": 2, "float32": 4}
 
@@ -33,6 +34,10 @@ class KVRoomError(UserError):
 
 class TooLongError(KVRoomError):
     """A sequence is longer than any slot that a worker has: it has no place there however often it is tried."""
+
+
+class PagesError(KVRoomError):
+    """A sequence finds no page for its next positions: it has a place once others have left."""
 
 
 def check_folder(kv_offload: str | None) -> None:
@@ -54,12 +59,16 @@ def place_of_caches(device: str, kv_offload: str | None) -> str | None:
     return MEMORY if kv_offload else None
 
 
-def bytes_per_position(config: Mapping[str, Any], dtype: str, kv_dtype: KVDtype | None = None) -> int | None:
+def bytes_per_position(
+    config: dict[str, Any], dtype: str, kv_dtype: KVDtype | None = None, device: str = "cpu"
+) -> int | None:
     """Count the bytes of one position in the cache of a text model; None where its config does not say."""
+    if (latent := latent_sizes(device, config)) is not None:
+        return int(config["num_hidden_layers"] * latent.entry_dim * ITEM_SIZES[dtype])
     num_heads, hidden_size = config.get("num_attention_heads"), config.get("hidden_size")
     num_kv_heads = config.get("num_key_value_heads") or num_heads
     head_dim = config.get("head_dim") or (hidden_size // num_heads if num_heads and hidden_size else None)
-    if "qk_nope_head_dim" in config:  # latent attention: `head_dim` is the rotary part alone
+    if "qk_nope_head_dim" in config:  # latent attention of transformers' layers: `head_dim` is the rotary part alone
         head_dim = max(config["qk_nope_head_dim"] + config["qk_rope_head_dim"], config["v_head_dim"])
     num_layers = num_attending_layers(config)
     if not (num_layers and num_kv_heads and head_dim):
@@ -75,8 +84,8 @@ def state_bytes(config: Mapping[str, Any], dtype: str) -> int:
 
 
 def state_bytes_of(shape: RecurrentShape, item_size: int) -> int:
-    """The bytes of a sequence's states: at its end, at the boundary, of the steps between. Large trees take more."""
-    return 2 * shape.state_bytes + FIRST_STEPS * shape.step_bytes(item_size)
+    """The bytes of a sequence's states at most: at its end, at the boundary, of the steps between and of a tree's."""
+    return 2 * shape.state_bytes + NUM_STEPS * shape.step_bytes(item_size)
 
 
 @dataclass(frozen=True)

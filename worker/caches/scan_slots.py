@@ -38,6 +38,7 @@ class SlotKeys:
         self._full, self._texts, self._slot = full, texts, slot
         self._num_chunks = 0
         texts.addresses[:, slot] = torch.tensor(full.key_addresses())
+        texts.full_slots[slot].fill_(full.slot)
         texts.num_chunks[slot].fill_(0)
 
     @property
@@ -60,7 +61,7 @@ class SlotKeys:
         texts, slot, chunk = self._texts, self._slot, self._num_chunks
         positions = slice(self.end, self.end + SCAN_CHUNK)
         device = texts.codes.device
-        kept = (part[:, positions].to(device) for part in self._full.stored(layer))
+        kept = (part.to(device) for part in self._full.stored_between(layer, positions))
         parts = (self._full.shape.numbers(rows) for rows in kept)
         (keys, mean_keys), (values, mean_values) = map(centred, parts)
         texts.means[layer, slot, :, chunk] = mean_keys

@@ -128,7 +128,13 @@ def _same_keys_and_values(
 ) -> bool:
     """Tell whether two caches hold the same bits in one entry each, in every layer."""
     return all(
-        torch.equal(ours[:, entries[0]], theirs[:, entries[1]])
+        torch.equal(ours, theirs)
         for layer in range(target.cache_shape.num_layers)
-        for ours, theirs in zip(tree_cache.layer(layer), plain_cache.layer(layer), strict=True)
+        for ours, theirs in zip(
+            *(
+                cache.stored_between(layer, slice(entry, entry + 1))
+                for cache, entry in zip((tree_cache, plain_cache), entries, strict=True)
+            ),
+            strict=True,
+        )
     )

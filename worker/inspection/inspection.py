@@ -54,7 +54,8 @@ class Inspection(Frozen):
     quantization: str | None  # the format of weights that are not plain
     num_bytes: int | None  # of all stored tensors
     max_positions: int | None
-    bytes_per_position: int | None
+    bytes_per_position: int | None  # in caches of a CPU
+    gpu_bytes_per_position: int | None
     state_bytes: int  # of a job, whatever its length: of layers that have a state
     checkpointed_state_bytes: int  # of these, what a checkpoint holds
     cpu: DevicePath | None
@@ -95,6 +96,7 @@ def inspect_model(model: str) -> Inspection:
         num_bytes=_num_bytes(source),
         max_positions=config["max_position_embeddings"] if has_numbers else None,
         bytes_per_position=bytes_per_position(config, DTYPE) if refusal is None else None,
+        gpu_bytes_per_position=bytes_per_position(config, DTYPE, device="cuda") if refusal is None else None,
         state_bytes=state_bytes_of(shape, ITEM_SIZES[DTYPE]) if shape else 0,
         checkpointed_state_bytes=shape.checkpoint_bytes(ITEM_SIZES[DTYPE]) if shape else 0,
         cpu=on_devices.get("cpu"),

@@ -14,7 +14,7 @@ from swiftbatch.worker.kernels.forms import Activation, NormForm
 from swiftbatch.worker.kernels.frequencies import Rotary, rotary_of
 from swiftbatch.worker.kernels.mixer_weights import MixerWeights, mixer_shapes
 from swiftbatch.worker.kernels.packed import PackedMatrix, Weight
-from swiftbatch.worker.kernels.sizes import sizes_fault
+from swiftbatch.worker.kernels.sizes import LatentSizes, sizes_fault
 
 DENSE_CLASSES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 TYPED_CLASSES = {"Qwen2ForCausalLM", "Qwen3ForCausalLM"}  # whose layers are of the types that the config names
@@ -29,6 +29,7 @@ class DecoderSizes:
     and keys go over all heads of a row together; with `norms_turned` they stand behind the rotation of each; where they
     differ, each head has weights of its own. Where a layer `is_parallel`, its products read what its attention reads.
     The caps are soft ones, of scores and of logits; 0 for none. With `gates_heads` gates multiply what attention finds.
+    Where it is `latent`, all heads share one entry of a cache, which `num_kv_heads` and `head_dim` tell of.
     The last five scales multiply what attention reads, its keys and what it gives, gates before their activation, and
     what products give.
     """
@@ -56,6 +57,7 @@ class DecoderSizes:
     score_cap: float = 0.0
     logit_cap: float = 0.0
     gates_heads: bool = False
+    latent: LatentSizes | None = None
     attention_in_scale: float = 1.0
     key_scale: float = 1.0
     attention_out_scale: float = 1.0
@@ -74,9 +76,15 @@ class DecoderSizes:
             head_dim=self.head_dim,
             intermediate=self.intermediate,
             vocab=self.vocab,
+            latent=self.latent,
         )
         if fault:
             raise ValueError(fault)
+
+    @property
+    def found_width(self) -> int:
+        """Numbers of a row that attention has found: the values of all heads."""
+        return self.num_heads * (self.head_dim if self.latent is None else self.latent.value_dim)
 
     @property
     def norm_width(self) -> int:
@@ -127,6 +135,11 @@ class LayerWeights:
     the number itself, and the bound below 0 from which exponentials change. In one with `experts` its own products, if
     there are any, are the part that all rows meet, of any width. `sinks [num_heads] float32` are scores that take a
     share of attention and give nothing. One with a `mixer` has that in place of its attention, or beside it.
+
+    In latent attention `key` gives a position's latent vector and the turned part of its keys, `query` is behind
+    `query_down` where queries have a latent vector of their own, and the norms of queries and keys are of these
+    vectors. `key_up [num_heads * rank, still_dim]` leads from a head's query to the dimensions of the latent vector,
+    `value_up [num_heads * value_dim, rank]` from it to a head's values; there is no `value`.
     """
 
     query: AnyLinear | None
@@ -137,6 +150,9 @@ class LayerWeights:
     down: AnyLinear | None
     gate: AnyLinear | None = None
     head_gate: AnyLinear | None = None  # as wide as the queries
+    query_down: AnyLinear | None = None
+    key_up: AnyLinear | None = None
+    value_up: AnyLinear | None = None
     mixer: MixerWeights | None = None
     experts: ExpertWeights | None = None
     sinks: Tensor | None = None
@@ -281,14 +297,10 @@ def shapes(sizes: DecoderSizes, layer: LayerWeights) -> Iterator[tuple[str, Weig
     Raises ValueError for gates or a curve amiss, and for no window at all.
     """
     _check_form(sizes, layer)
-    query, key = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
     width = sizes.intermediate if layer.experts is None else layer.shared_intermediate
     widths = {
-        "query": (query, sizes.hidden),
-        "key": (key, sizes.hidden),
-        "value": (key, sizes.hidden),
-        "output": (sizes.hidden, query),
-        "head_gate": (query, sizes.hidden),
+        **_attention_widths(sizes),
+        "output": (sizes.hidden, sizes.found_width),
         "gate": (width, sizes.hidden),
         "up": (width, sizes.hidden),
         "down": (sizes.hidden, width),
@@ -299,22 +311,46 @@ def shapes(sizes: DecoderSizes, layer: LayerWeights) -> Iterator[tuple[str, Weig
             yield f"bias of {name}", linear.bias, shape[:1]
     for name in ("input_norm", "output_norm", "mlp_norm", "down_norm"):
         yield name, getattr(layer, name), (sizes.norm_width,)
-    has_all = sizes.joins_heads or sizes.head_norms_differ
-    for name, width in (("query_norm", query), ("key_norm", key)):
-        yield name, getattr(layer, name), (width if has_all else sizes.head_dim,)
+    for name, width in _head_norm_widths(sizes).items():
+        yield name, getattr(layer, name), (width,)
     if layer.experts is not None:
         yield from expert_shapes(layer.experts, sizes.hidden, sizes.has_gates)
     if layer.mixer is not None:
         yield from mixer_shapes(layer.mixer, sizes.hidden)
 
 
+def _attention_widths(sizes: DecoderSizes) -> dict[str, tuple[int, int]]:
+    """The shapes of the products in front of attention, and of those within latent attention."""
+    query, key, hidden = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim, sizes.hidden
+    if (latent := sizes.latent) is None:
+        return dict.fromkeys(("query", "head_gate"), (query, hidden)) | dict.fromkeys(("key", "value"), (key, hidden))
+    return {
+        "query_down": (latent.query_rank, hidden),
+        "query": (sizes.num_heads * latent.query_dim, latent.query_rank or hidden),
+        "key": (latent.entry_dim, hidden),
+        "key_up": (sizes.num_heads * latent.rank, latent.still_dim),
+        "value_up": (sizes.num_heads * latent.value_dim, latent.rank),
+    }
+
+
+def _head_norm_widths(sizes: DecoderSizes) -> dict[str, int]:
+    """The widths of the norms of queries and keys, or of the latent vectors that these are made of."""
+    if sizes.latent is not None:
+        return {"query_norm": sizes.latent.query_rank, "key_norm": sizes.latent.rank}
+    if sizes.joins_heads or sizes.head_norms_differ:
+        return {"query_norm": sizes.num_heads * sizes.head_dim, "key_norm": sizes.num_kv_heads * sizes.head_dim}
+    return dict.fromkeys(("query_norm", "key_norm"), sizes.head_dim)
+
+
 def _check_form(sizes: DecoderSizes, layer: LayerWeights) -> None:
     """Raises ValueError for what a layer of this form has not, or lacks."""
     if layer.window is not None and layer.window < 1:
         raise ValueError(f"found a window of {layer.window} positions, expected 1 or more")
-    attending = {each is not None for each in (layer.query, layer.key, layer.value, layer.output)}
+    values = layer.value if sizes.latent is None else layer.value_up
+    attending = {each is not None for each in (layer.query, layer.key, values, layer.output)}
     if len(attending) > 1:
         raise ValueError("found a layer with a part of attention")
+    _check_latent(sizes, layer)
     if (layer.head_gate is not None) != (sizes.gates_heads and layer.attends):
         raise ValueError(f"found attention {'without' if sizes.gates_heads else 'with'} gates, expected the other form")
     has_products = layer.up is not None or layer.experts is not None
@@ -329,3 +365,16 @@ def _check_form(sizes: DecoderSizes, layer: LayerWeights) -> None:
         raise ValueError(
             f"found {'no' if curve is None else 'another'} curve, expected {'one' if has_curve else 'none'}"
         )
+
+
+def _check_latent(sizes: DecoderSizes, layer: LayerWeights) -> None:
+    """Raises ValueError where a layer has parts of latent attention that its decoder has not, or lacks some."""
+    has_vectors, of_queries = sizes.latent is not None, sizes.latent is not None and sizes.latent.query_rank > 0
+    has_parts = {each is not None for each in (layer.key_up, layer.value_up)}
+    has_down = {layer.query_down is not None}
+    if has_vectors:
+        has_parts |= {layer.key_norm is not None, layer.value is None, layer.attends, not layer.is_still}
+        has_parts |= {layer.sinks is None, layer.window is None, layer.rotary is None}
+        has_down |= {layer.query_norm is not None}
+    if has_parts != {has_vectors} or has_down != {of_queries}:
+        raise ValueError("found a layer with another form of latent attention than its decoder's")

@@ -20,7 +20,8 @@ class CExpertSizes(ctypes.Structure):
     """`expert_sizes` of source/api.h."""
 
     COUNTS = ("num_experts", "num_chosen", "intermediate", "shared_intermediate", "latent")
-    FORMS = ("score", "num_groups", "num_chosen_groups", "is_normalised", "rounds_logits", "rounds_weights")
+    GROUPS = ("num_groups", "num_chosen_groups", "num_best_of_group")
+    FORMS = ("score", *GROUPS, "is_normalised", "rounds_logits", "rounds_weights")
     SCALES = ("least_sum", "scale", "jitter", "gate_limit", "gate_slope")
     _fields_ = (
         *((name, ctypes.c_int32) for name in (*COUNTS, *FORMS)),

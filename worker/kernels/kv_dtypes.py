@@ -20,6 +20,15 @@ def refuse_kv_dtype(kv_dtype: KVDtype | None, attention: AttentionName) -> None:
         )
 
 
+def refuse_latent(kv_dtype: KVDtype | None, model: str) -> None:
+    """Raise ModelError for keys and values in 8 bits of a model whose caches hold latent vectors in their place."""
+    if kv_dtype is not None:
+        raise ModelError(
+            f"--kv-dtype {kv_dtype}: caches of {model} hold a latent vector per position in place of keys and values, "
+            "and no code of 8 bits for it; leave it away"
+        )
+
+
 def refuse_without_kernels(kv_dtype: KVDtype | None, model: str) -> None:
     """Raise ModelError for keys and values in 8 bits of a model that the kernels for GPUs do not know."""
     if kv_dtype is not None:

@@ -47,6 +47,7 @@ OTHER_ANGLES = WINDOW + 1
 CURVE = OTHER_ANGLES + 1
 SINKS = CURVE + 1
 HEAD_GATE, NO_ATTENTION, NO_PRODUCTS = range(SINKS + 1, SINKS + 4)
+LATENT_ROLES = {"query_down": NO_PRODUCTS + 1, "key_up": NO_PRODUCTS + 2, "value_up": NO_PRODUCTS + 3}
 
 
 class CDecoderSizes(ctypes.Structure):
@@ -57,8 +58,9 @@ class CDecoderSizes(ctypes.Structure):
     COUNTS = ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "intermediate", "vocab")
     FORMS = ("norm_form", "activation", "has_gates", "joins_heads", "norms_turned", "is_parallel")
     MORE_FORMS = ("head_norms_differ", "gates_heads")
+    LATENT = ("latent_rank", "query_rank", "still_dim", "value_dim")
     _fields_ = (
-        *((name, ctypes.c_int32) for name in ("element", *COUNTS, *FORMS, *MORE_FORMS)),
+        *((name, ctypes.c_int32) for name in ("element", *COUNTS, *FORMS, *MORE_FORMS, *LATENT)),
         *((name, ctypes.c_float) for name in (*SCALES, *MORE_SCALES)),
     )
 
@@ -97,8 +99,12 @@ class NativeLayers:
         self._other_angles = None if other is None else AngleTable(other, sizes.dtype)
         self._query_scales = None if rotary.growth is None else QueryScaleTable(rotary.growth, sizes.dtype)
         self._places: weakref.WeakKeyDictionary[Any, dict[range, CachePlace]] = weakref.WeakKeyDictionary()
-        names = (field[0] for field in CDecoderSizes._fields_[1:])
-        c_sizes = CDecoderSizes(ELEMENTS[sizes.dtype], *(getattr(sizes, name) for name in names))
+        names = (field[0] for field in CDecoderSizes._fields_[1:] if field[0] not in CDecoderSizes.LATENT)
+        numbers = {name: getattr(sizes, name) for name in names}
+        if (latent := sizes.latent) is not None:
+            of_vectors = (latent.rank, latent.query_rank, latent.still_dim, latent.value_dim)
+            numbers |= dict(zip(CDecoderSizes.LATENT, of_vectors, strict=True))
+        c_sizes = CDecoderSizes(element=ELEMENTS[sizes.dtype], **numbers)
         self.handle: int = self._library.decoder_new(ctypes.byref(c_sizes))
         weakref.finalize(self, team.retire, self._library.decoder_free, self.handle)
         for number in range(sizes.num_layers):
@@ -154,6 +160,8 @@ class NativeLayers:
 
     def table(self, groups: Sequence[Rows], layers: range) -> RowTable:
         """The rows of a call over some layers of their caches. Raises ValueError for what would reach beyond one."""
+        if self.sizes.latent is not None and any(group.scanned is not None for group in groups):
+            raise ValueError("found scanned keys of a decoder with latent vectors, expected none")
         attending = self._attending_among(layers)
         places = [self._place(group.cache, attending) for group in groups]
         return RowTable.of(self._library, groups, places, self.sizes.vocab)
@@ -213,7 +221,7 @@ class NativeLayers:
             self._load_linear(number, HEAD_GATE, layer.head_gate)
         if layer.sinks is not None:
             self._load(number, SINKS, layer.sinks)
-        for name, role in LAYER_ROLES.items():
+        for name, role in (LAYER_ROLES | LATENT_ROLES).items():
             part = getattr(layer, name)
             if isinstance(part, Linear | PackedLinear):
                 self._load_linear(number, role, part)

@@ -23,8 +23,8 @@ class Score(IntEnum):
 class Routing:
     """The experts of a layer and a row's choice of them: the best scores, ties to the lower number.
 
-    With several groups, they are chosen from those groups alone whose two best are the best. Raises ValueError for
-    numbers that do not fit together.
+    With several groups, they are chosen from those groups alone whose best, `num_best_of_group` together, are the best.
+    Raises ValueError for numbers that do not fit together.
     """
 
     num_experts: int
@@ -38,11 +38,14 @@ class Routing:
     rounds_logits: bool = True  # to the model's dtype
     rounds_weights: bool = True
     jitter: float = 0.0  # of the sparse mixer
+    num_best_of_group: int = 2
 
     def __post_init__(self) -> None:
         if not 0 < self.num_chosen <= min(self.num_experts, MOST_CHOSEN) or self.num_experts > MOST_EXPERTS:
             raise ValueError(f"found {self.num_chosen} of {self.num_experts} experts for a row")
         if not 0 < self.num_chosen_groups <= self.num_groups or self.num_experts % self.num_groups:
             raise ValueError(f"found {self.num_chosen_groups} of {self.num_groups} groups of experts")
+        if self.num_best_of_group < 1:
+            raise ValueError(f"found groups of experts that are as good as {self.num_best_of_group} of theirs")
         if self.num_chosen > self.num_experts // self.num_groups * self.num_chosen_groups:
             raise ValueError(f"found {self.num_chosen_groups} groups of experts for {self.num_chosen} of a row")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 BLOCK = 64  # positions between two boundaries of attention
 TILE_ROWS = 32  # rows of a forward by `transformers`' layers, and of the C kernels' panels
 MIN_ROWS = 2  # a single row would take another kernel (matrix times vector) in some shapes, with other bits
@@ -14,6 +16,31 @@ BLOCK_DEPTH = 128  # numbers that a GPU's products take along the depth at a tim
 KV_SCALE_BYTES = 4  # behind the codes of a key or a value in 8 bits
 CUDA_SCALE_BYTES = 16  # the same on a GPU, with what fills up: rows begin where loads of 16 bytes may
 HEAD_DIMS = range(64, 257, LANES)
+MOST_LATENT, MOST_LATENT_HEADS = 16384, 1024  # numbers of a latent vector; heads that share one
+
+
+@dataclass(frozen=True)
+class LatentSizes:
+    """Sizes of attention whose cache holds a latent vector per position, of which all heads make keys and values.
+
+    Behind the vector lies the turned part of the keys, which all heads share.
+    """
+
+    rank: int  # numbers of the vector
+    query_rank: int  # of one that queries are made of; 0 where they are made of rows
+    still_dim: int  # numbers of a head's query and keys that are not turned
+    turned_dim: int
+    value_dim: int
+
+    @property
+    def entry_dim(self) -> int:
+        """Numbers that a cache holds of a position in a layer."""
+        return self.rank + self.turned_dim
+
+    @property
+    def query_dim(self) -> int:
+        """Numbers of a head's query."""
+        return self.still_dim + self.turned_dim
 
 
 def fills_blocks(group: int, depth: int) -> bool:
@@ -22,10 +49,20 @@ def fills_blocks(group: int, depth: int) -> bool:
 
 
 def sizes_fault(
-    *, num_layers: int, hidden: int, num_heads: int, num_kv_heads: int, head_dim: int, intermediate: int, vocab: int
+    *,
+    num_layers: int,
+    hidden: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    intermediate: int,
+    vocab: int,
+    latent: LatentSizes | None = None,
 ) -> str | None:
     """Say which size of a dense decoder the kernels do not take; None where they take all."""
-    if head_dim not in HEAD_DIMS:
+    if latent is not None and (fault := _latent_fault(latent, num_heads, num_kv_heads, head_dim)):
+        return fault
+    if latent is None and head_dim not in HEAD_DIMS:
         return f"found head_dim {head_dim}, expected a multiple of {LANES} from 64 to 256"
     if min(num_layers, hidden, num_kv_heads, intermediate, vocab) < 1:
         return "found a size below 1"
@@ -33,4 +70,16 @@ def sizes_fault(
         return f"found widths {hidden} and {intermediate}, expected multiples of {LANES}"
     if num_heads < 1 or num_heads % num_kv_heads:
         return f"found {num_heads} heads for {num_kv_heads} of keys"
+    return None
+
+
+def _latent_fault(latent: LatentSizes, num_heads: int, num_kv_heads: int, head_dim: int) -> str | None:
+    """Say which size of latent attention the kernels do not take. To a cache it is one head."""
+    widths = (latent.rank, latent.still_dim, latent.turned_dim, latent.value_dim)
+    if min(widths) < LANES or max(*widths, latent.query_rank) > MOST_LATENT or num_heads > MOST_LATENT_HEADS:
+        return f"found latent attention of {num_heads} heads and widths {widths}, expected others"
+    if any(width % LANES for width in (*widths, latent.query_rank)):
+        return f"found widths {widths} and {latent.query_rank} of latent attention, expected multiples of {LANES}"
+    if (num_kv_heads, head_dim) != (1, latent.entry_dim):
+        return f"found {num_kv_heads} heads of {head_dim} in a cache, expected one of {latent.entry_dim}"
     return None

@@ -18,12 +18,13 @@ from swiftbatch.worker.model.dense_config import (
     DenseConfig,
     OtherDecoderError,
     read_dense,
+    refuse_layers_on,
     refuse_other_tensors,
-    refuse_states_on,
 )
 from swiftbatch.worker.model.dense_forms import ATTENTION
 from swiftbatch.worker.model.expert_layers import expert_weights
 from swiftbatch.worker.model.files import ModelFiles, read_config, stored_layout
+from swiftbatch.worker.model.latent_layers import latent_linears
 from swiftbatch.worker.model.mixer_layers import mixer_weights, of_rows
 from swiftbatch.worker.model.tensors import read_tensors
 from swiftbatch.worker.model.text_view import EMBEDDING, HEAD, HEAD_BIAS, is_of_text
@@ -40,7 +41,7 @@ def dense_weights(files: ModelFiles, dtype: torch.dtype, device: torch.device = 
     """
     config = read_config(files.name, files.path)
     try:
-        refuse_states_on(device.type, config)
+        refuse_layers_on(device.type, config)
         dense = read_dense(config)
         refuse_other_tensors(dense, stored_names(files, config))
     except OtherDecoderError:
@@ -82,6 +83,7 @@ def _sizes(dense: DenseConfig, dtype: torch.dtype) -> DecoderSizes:
         gates_heads=dense.form.gates_heads,
         score_cap=dense.caps.get("scores", 0.0),
         logit_cap=dense.caps.get("logits", 0.0),
+        latent=None if dense.latent is None else dense.latent.sizes,
         **{name: dense.scales[name] for name in SCALES_WITHIN if name in dense.scales},
     )
 
@@ -123,7 +125,9 @@ def _layer(tensors: Mapping[str, Weight], number: int, dense: DenseConfig, dtype
     norms: dict[str, Any] = {role: _norm(tensors, prefix + part, dense) for role, part in dense.form.norms.items()}
     if dense.attends(number):
         norms |= {role: _head_norm(tensors, prefix + part, dense) for role, part in dense.head_norms.items()}
-        linears |= _heads(linears, dense)
+        linears = (
+            latent_linears(linears, dense.latent) if dense.latent is not None else linears | _heads(linears, dense)
+        )
     view: dict[str, Any] = {"is_still": number in dense.still_layers, "window": dense.windows[number]}
     view["rotary"] = dense.other_rotary if number in dense.other_layers else None
     view["curve"] = _curve([plain(tensors[prefix + part]) for part in dense.form.curve])

@@ -13,12 +13,13 @@ from typing import Any
 
 from swiftbatch.worker.kernels.forms import Activation
 from swiftbatch.worker.kernels.frequencies import Rotary
-from swiftbatch.worker.kernels.sizes import sizes_fault
+from swiftbatch.worker.kernels.sizes import LatentSizes, sizes_fault
 from swiftbatch.worker.model.config_numbers import number_of, numbers_of
 from swiftbatch.worker.model.dense_forms import ALWAYS, ATTENTION, Form
 from swiftbatch.worker.model.dense_keys import what_is_not_understood
 from swiftbatch.worker.model.dense_kinds import KINDS
 from swiftbatch.worker.model.expert_config import ExpertConfig, read_experts
+from swiftbatch.worker.model.latent_forms import LatentConfig, read_latent
 from swiftbatch.worker.model.layer_angles import num_turned_of, other_layers, other_rotary, own_rotary
 from swiftbatch.worker.model.layer_windows import Windows
 from swiftbatch.worker.model.mixer_forms import MixerConfig, read_mixers
@@ -56,6 +57,8 @@ class DenseConfig:
     head_norms: Mapping[str, str]  # their names by their roles
     experts: ExpertConfig | None
     mixer: MixerConfig | None
+    latent: LatentConfig | None
+    linear_names: Mapping[str, str]  # of a layer without experts, by their roles
     has_head_bias: bool
 
     @property
@@ -65,6 +68,8 @@ class DenseConfig:
         They turn pairs half a head apart, so other pairs are brought there. What is not turned stands in pairs, too,
         whose angle is 0.
         """
+        if self.latent is not None:
+            return None
         turned, rest = self.num_turned, self.head_dim - self.num_turned
         if not self.form.is_interleaved and not rest:
             return None
@@ -92,7 +97,7 @@ class DenseConfig:
     def linears(self, number: int) -> dict[str, str]:
         """The names of a layer's linear layers by their roles; of one with experts, those that all rows meet."""
         has = {True: self.attends(number), False: self.has_products(number)}
-        names = {role: name for role, name in self.form.linears.items() if has[role in ATTENTION]}
+        names = {role: name for role, name in self.linear_names.items() if has[role in ATTENTION]}
         if self.experts is None or number not in self.experts.layers:
             return names
         shared = (self.experts.names.shared or {}) if self.experts.shared_width else {}
@@ -106,7 +111,7 @@ class DenseConfig:
         return names | of_the_model
 
     def _layer_names(self, number: int, stored: set[str]) -> Iterator[str]:
-        prefix, linears, own = f"model.layers.{number}.", self.form.linears, self.linears(number)
+        prefix, linears, own = f"model.layers.{number}.", self.linear_names, self.linears(number)
         of_attention = {SINKS, *(f"{part}.weight" for part in self.head_norms.values())}
         for part in self.parts:
             if part in of_attention and not self.attends(number):
@@ -126,9 +131,11 @@ class OtherDecoderError(ValueError):
     """A decoder that the kernels do not take; its text says why, in words for the user."""
 
 
-def refuse_states_on(device_type: str, config: Mapping[str, Any]) -> None:
-    """Raise OtherDecoderError for a model whose layers have states on a device whose kernels have none."""
+def refuse_layers_on(device_type: str, config: Mapping[str, Any]) -> None:
+    """Raise OtherDecoderError for layers that the kernels of a device do not have: with states, or latent vectors."""
     form = KINDS.get(str(config.get("model_type")))
+    if form is not None and form.latent is not None and device_type != "cpu":
+        raise OtherDecoderError("its keys and values are made of latent vectors, which our kernels run on CPUs alone")
     has_states = form is not None and form.mixer is not None and bool(set(layer_types(config) or ()) & RECURRENT)
     if has_states and device_type != "cpu":
         raise OtherDecoderError("its layers have states, which our kernels run on CPUs alone")
@@ -150,6 +157,16 @@ def read_dense(config: dict[str, Any]) -> DenseConfig:
         raise OtherDecoderError(reason) from None
 
 
+def latent_sizes(device_type: str, config: dict[str, Any]) -> LatentSizes | None:
+    """The sizes of latent attention as the kernels of a device run a text model; None where they do not."""
+    try:
+        refuse_layers_on(device_type, config)
+        latent = read_dense(config).latent
+    except OtherDecoderError:
+        return None
+    return None if latent is None else latent.sizes
+
+
 def refuse_other_tensors(dense: DenseConfig, stored: set[str]) -> None:
     """Raise OtherDecoderError where a model stores other tensors than those of its config."""
     if dense.num_layers > len(stored):
@@ -160,32 +177,45 @@ def refuse_other_tensors(dense: DenseConfig, stored: set[str]) -> None:
 
 def _read(config: dict[str, Any]) -> DenseConfig:
     """Raises KeyError or ValueError for numbers left to a default, or that the kernels do not take."""
-    form, sizes = KINDS[config["model_type"]], _sizes(config)
-    head_dim = sizes["head_dim"]
+    form = KINDS[config["model_type"]]
+    latent = None if form.latent is None else read_latent(config, form.latent)
+    sizes = _sizes(config, latent)
+    head_dim = sizes["head_dim"] if latent is None else latent.sizes.turned_dim
     num_turned = num_turned_of(config, form, head_dim)
     if not isinstance(config[form.epsilon_key], float):
         raise ValueError(f"its {form.epsilon_key} is {config[form.epsilon_key]!r:.80}")
     windows = form.windows(config) if form.windows else (None,) * sizes["num_layers"]
+    linears, head_norms = form.linears, form.head_norms(config) if latent is None else latent.norms
+    if latent is not None:
+        linears = latent.linears | {role: name for role, name in linears.items() if role in PRODUCTS}
     return DenseConfig(
         **sizes,
         epsilon=config[form.epsilon_key],
         rotary=own_rotary(config, form, head_dim, num_turned),
         is_tied=_is_tied(config),
         form=form,
-        parts=tuple(_parts(config, form)),
+        parts=tuple(_parts(config, form, linears, head_norms)),
         activation=form.activation(config),
         num_turned=num_turned,
         still_layers=form.still(config, windows) if form.still else frozenset(),
         windows=_that_hide(windows, config),
         other_rotary=other_rotary(config, form, head_dim),
         other_layers=other_layers(config, form, windows),
-        scales={what: number_of(config, key) for what, key in form.scales.items()} | _listed_scales(config, form),
+        scales=_scales(config, form, latent),
         caps={what: 0.0 if config[key] is None else number_of(config, key) for what, key in form.caps.items()},
-        head_norms=form.head_norms(config),
+        head_norms=head_norms,
         experts=read_experts(config, form.experts) if form.experts and has_experts(form, config) else None,
         mixer=_mixer(config, form),
+        latent=latent,
+        linear_names=linears,
         has_head_bias=form.head_bias is not None and bool(config.get(form.head_bias, False)),
     )
+
+
+def _scales(config: dict[str, Any], form: Form, latent: LatentConfig | None) -> dict[str, float]:
+    of_scores = {} if latent is None else {"scores": latent.scale}
+    said = {what: number_of(config, key) for what, key in form.scales.items()}
+    return of_scores | said | _listed_scales(config, form)
 
 
 def _mixer(config: dict[str, Any], form: Form) -> MixerConfig | None:
@@ -204,18 +234,19 @@ def _listed_scales(config: dict[str, Any], form: Form) -> dict[str, float]:
     return found
 
 
-def _sizes(config: dict[str, Any]) -> dict[str, int]:
+def _sizes(config: dict[str, Any], latent: LatentConfig | None) -> dict[str, int]:
     """Raises KeyError, TypeError or ValueError for sizes that the kernels do not take."""
+    of_cache = (config["num_key_value_heads"], _head_dim(config)) if latent is None else (1, latent.sizes.entry_dim)
     sizes = {
         "num_layers": config["num_hidden_layers"],
         "hidden": config["hidden_size"],
         "num_heads": config["num_attention_heads"],
-        "num_kv_heads": config["num_key_value_heads"],
-        "head_dim": _head_dim(config),
+        "num_kv_heads": of_cache[0],
+        "head_dim": of_cache[1],
         "intermediate": KINDS[config["model_type"]].intermediate(config),
         "vocab": config["vocab_size"],
     }
-    if fault := sizes_fault(**sizes):
+    if fault := sizes_fault(**sizes, latent=None if latent is None else latent.sizes):
         raise ValueError(fault)
     return sizes
 
@@ -240,14 +271,13 @@ def _that_hide(windows: Windows, config: dict[str, Any]) -> Windows:
     return tuple(None if size is None or size >= longest else size for size in windows)
 
 
-def _parts(config: dict[str, Any], form: Form) -> list[str]:
-    """The tensors of a layer."""
-    names = form.linears
+def _parts(config: dict[str, Any], form: Form, names: Mapping[str, str], head_norms: Mapping[str, str]) -> list[str]:
+    """The tensors of a layer with linear layers and norms of heads of these names."""
     parts = [tensor for part in form.norms.values() for tensor in form.norm_tensors(part)]
     parts += [f"{part}.weight" for part in dict.fromkeys(names.values())] + list(form.curve)
     parts += dict.fromkeys(f"{names[role]}.bias" for role in _biased(config, form) if role in names)
     parts += [SINKS] if form.has_sinks else []
-    return parts + [f"{part}.weight" for part in form.head_norms(config).values()]
+    return parts + [f"{part}.weight" for part in head_norms.values()]
 
 
 def _biased(config: dict[str, Any], form: Form) -> list[str]:

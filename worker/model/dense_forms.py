@@ -8,6 +8,7 @@ from typing import Any
 
 from swiftbatch.worker.kernels.forms import Activation, NormForm
 from swiftbatch.worker.model.expert_forms import ExpertForm
+from swiftbatch.worker.model.latent_forms import LatentForm
 from swiftbatch.worker.model.layer_windows import IS_WINDOWED, WindowForm
 from swiftbatch.worker.model.layers_without_rotary import StillForm
 from swiftbatch.worker.model.mixer_forms import MixerNames
@@ -87,6 +88,7 @@ class Form:
     gates_heads: bool = False  # queries are stored with a gate behind each head
     experts: ExpertForm | None = None
     mixer: MixerNames | None = None  # of layers that do not attend, or do both
+    latent: LatentForm | None = None  # of heads that share one latent vector per position
     does_one_thing: bool = False  # a layer attends, mixes, or has products or experts, and not two of these
     final_norm: str = "model.norm"
     intermediate_key: str = "intermediate_size"

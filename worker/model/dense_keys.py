@@ -11,6 +11,7 @@ from swiftbatch.worker.model.config_numbers import shown
 from swiftbatch.worker.model.dense_forms import Form
 from swiftbatch.worker.model.dense_kinds import KINDS
 from swiftbatch.worker.model.kinds import KERNELS_LACK
+from swiftbatch.worker.model.latent_forms import KEYS as LATENT_KEYS
 from swiftbatch.worker.model.layer_windows import IS_WINDOWED, TypesOrPattern, looks_at_types
 from swiftbatch.worker.model.layers_without_rotary import by_no_rope_layers
 from swiftbatch.worker.model.recurrent_sizes import ATTENDING, RECURRENT, STATELESS
@@ -125,6 +126,7 @@ def _may_matter(key: str, value: Any, form: Form) -> bool:
     known |= {form.intermediate_key, form.epsilon_key, *form.one_meaning, *form.scales.values(), *form.caps.values()}
     known |= set(form.scale_lists)
     known |= set() if form.experts is None else form.experts.known_keys()
+    known |= set() if form.latent is None else set(LATENT_KEYS)
     known |= STILL_KEYS if form.still is by_no_rope_layers else set()
     known |= {form.windows.key or ""} if isinstance(form.windows, TypesOrPattern) else set()
     known |= {form.window_angles.windowed_key or ""} if form.window_angles else set()

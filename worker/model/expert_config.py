@@ -63,7 +63,7 @@ def read_experts(config: Config, form: ExpertForm) -> ExpertConfig | None:
     if not (layers := form.layers(config)):
         return None
     width = _width(config, form.width)
-    groups = (1, 1) if form.groups is None else tuple(int(number_of(config, key)) for key in form.groups)
+    groups = _groups(config, form)
     routing = Routing(
         num_experts=_agreed(config, COUNT_KEYS),
         num_chosen=_agreed(config, CHOSEN_KEYS),
@@ -76,6 +76,7 @@ def read_experts(config: Config, form: ExpertForm) -> ExpertConfig | None:
         rounds_logits=form.rounds_logits,
         rounds_weights=form.rounds_weights,
         jitter=_number(config, form.jitter),
+        num_best_of_group=form.num_best_of_group,
     )
     return ExpertConfig(
         form,
@@ -88,6 +89,14 @@ def read_experts(config: Config, form: ExpertForm) -> ExpertConfig | None:
         _number(config, form.gate_slope),
         0 if form.latent_width is None or config[form.latent_width] is None else _width(config, form.latent_width),
     )
+
+
+def _groups(config: Config, form: ExpertForm) -> tuple[int, int]:
+    """The number of groups of experts, and of those that a row chooses from. Raises KeyError or ValueError."""
+    if form.groups is None or (form.grouping is not None and config.get(form.grouping[0]) != form.grouping[1]):
+        return 1, 1
+    number, chosen = (int(number_of(config, key)) for key in form.groups)
+    return number, chosen
 
 
 def _agreed(config: Config, keys: tuple[str, ...]) -> int:

@@ -61,6 +61,8 @@ class ExpertForm:
     least_sum: str | float = 0.0
     scale: str | None = None
     groups: tuple[str, str] | None = None  # the number of them, and of those that are chosen from
+    grouping: tuple[str, str] | None = None  # a key, and the word with which there are groups; None: always
+    num_best_of_group: int = 2  # that tell how good it is
     rounds_logits: bool = True  # to the model's dtype
     rounds_weights: bool = True
     keeps_router: bool = False  # in float32, where it is stored so

@@ -28,6 +28,7 @@ from swiftbatch.worker.model.expert_forms import (
     in_each_so_many,
     products_of,
 )
+from swiftbatch.worker.model.latent_forms import LatentForm
 from swiftbatch.worker.model.layer_windows import by_layer_types, by_layer_types_if_said, in_all_layers_if_said, never
 from swiftbatch.worker.model.layers_without_rotary import (
     by_thetas,
@@ -53,6 +54,13 @@ SCORED_BY_SIGMOID = ExpertForm(  # as DeepSeek V3
     num_shared="n_shared_experts",
     keys=("first_k_dense_replace",),
     one_meaning={"moe_layer_freq": (1,), "ep_size": (1,)},
+)
+BIASES = {"attention_bias": (False,), "mlp_bias": (False,)}
+CHOSEN_WITHIN_GROUPS = replace(SCORED_BY_SIGMOID, one_meaning=SCORED_BY_SIGMOID.one_meaning | BIASES)
+DEEPSEEK_V3 = Form(
+    latent=LatentForm("rope_interleave"),
+    experts=CHOSEN_WITHIN_GROUPS,
+    unused=("aux_loss_alpha", "num_mtp_layers"),
 )
 GRANITE_EXPERTS = ExpertForm(
     Score.SOFTMAX_OF_CHOSEN,
@@ -89,6 +97,28 @@ EXPERT_KINDS = {
             keys=("first_k_dense_replace", "prefix_dense_sliding_window_pattern"),
         ),
     ),
+    "deepseek_v2": replace(
+        DEEPSEEK_V3,
+        latent=LatentForm(),
+        rounds_angles=False,
+        experts=ExpertForm(
+            Score.SOFTMAX,
+            behind_the_first,
+            names=ExpertNames(shared=SHARED),
+            normalises=False,
+            scale="routed_scaling_factor",
+            rounds_logits=False,
+            rounds_weights=False,
+            num_shared="n_shared_experts",
+            groups=("n_group", "topk_group"),
+            grouping=("topk_method", "group_limited_greedy"),
+            num_best_of_group=1,
+            keys=("first_k_dense_replace",),
+            one_meaning=CHOSEN_WITHIN_GROUPS.one_meaning
+            | {"topk_method": ("greedy", "group_limited_greedy"), "norm_topk_prob": (False,)},
+        ),
+    ),
+    "deepseek_v3": DEEPSEEK_V3,
     "dots1": Form(
         "attention_bias",
         "attention_bias",
@@ -134,6 +164,15 @@ EXPERT_KINDS = {
         head_norms_key="use_qk_norm",
         turned_share=0.5,
         experts=SCORED_BY_SIGMOID,
+    ),
+    "glm4_moe_lite": replace(
+        DEEPSEEK_V3,
+        experts=replace(
+            CHOSEN_WITHIN_GROUPS,
+            layers=SparseOr(all_but_the_first),
+            keys=(),
+            one_meaning=CHOSEN_WITHIN_GROUPS.one_meaning | {"first_k_dense_replace": (1,)},
+        ),
     ),
     "gpt_oss": Form(
         "attention_bias",

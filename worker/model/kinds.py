@@ -93,9 +93,6 @@ SUPPORTED_KINDS = (
 
 KERNELS_LACK = {  # what keeps kinds that run here from our kernels, which then attend at most
     "afmoe": "its attention has gates",
-    "deepseek_v2": "its layers have experts, and latent keys and values",
-    "deepseek_v3": "its layers have experts, and latent keys and values",
-    "glm4_moe_lite": "its layers have experts, and latent keys and values",
     "gpt_neox": "its norms subtract means, and its layers attend and feed forward side by side",
     "granite_swa": "its layers have sinks, and angles of their own",
     "laguna": "its attention has gates, and its layers different numbers of heads",

@@ -34,6 +34,7 @@ class MixerNames:
     least_step: str | None = None  # key of the least time step, where `time_step_limit` does not count
     orders: Mapping[str, Order] = field(default_factory=dict)  # of stored products whose roles are mixed
     norm: str | None = None  # key that says whether there is a norm of what is found; None: always
+    norm_in_front: str | None = None  # key that says whether this norm, if there is one, is in front of the gates
     in_scale: str | None = None  # keys of numbers that multiply what the mixer reads, what it gives,
     out_scale: str | None = None
     part_scales: str | None = None  # and gates, values, keys, queries and steps: a list, or null
@@ -101,13 +102,21 @@ def _sizes(config: Config, names: MixerNames, shape: RecurrentShape) -> MixerSiz
     return MixerSizes(
         names.form,
         **sizes,
-        norm_width=width if names.norm is None or _is_said(config, names.norm) else 0,
+        norm_width=width if _has_norm(config, names) else 0,
         epsilon=config[names.epsilon],
         least_step=least,
         most_step=most,
         in_scale=1.0 if names.in_scale is None else number_of(config, names.in_scale),
         out_scale=1.0 if names.out_scale is None else number_of(config, names.out_scale),
     )
+
+
+def _has_norm(config: Config, names: MixerNames) -> bool:
+    """Raises KeyError or ValueError, also for a norm that the kernels have in another place."""
+    has_norm = names.norm is None or _is_said(config, names.norm)
+    if has_norm and _is_said(config, names.norm_in_front):
+        raise ValueError(f"its {names.norm_in_front} is True")
+    return has_norm
 
 
 def _time_step_limits(config: Config, names: MixerNames) -> tuple[float, float]:
@@ -206,12 +215,12 @@ NEMOTRON_MAMBA = replace(
 FALCON_MAMBA = replace(
     MAMBA,
     norm="mamba_rms_norm",
+    norm_in_front="mamba_norm_before_gate",
     in_scale="ssm_in_multiplier",
     out_scale="ssm_out_multiplier",
     part_scales="ssm_multipliers",
     keys=("mamba_", "time_step_limit", "ssm_"),
-    one_meaning=SILU_ALONE
-    | {"mamba_norm_before_gate": (False,), "mamba_use_mlp": (True,), "projectors_bias": (False,)},
+    one_meaning=SILU_ALONE | {"mamba_use_mlp": (True,), "projectors_bias": (False,)},
 )
 SHORT_CONVOLUTION = MixerNames(
     MixerForm.CONVOLUTION,

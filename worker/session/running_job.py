@@ -122,22 +122,24 @@ class RunningJob:
         ]
 
 
-def without_room(jobs: Collection[RunningJob], num_pages: int | None, num_beside: int = 0) -> list[RunningJob]:
+def without_room(
+    jobs: Collection[RunningJob], num_pages: int | None, num_beside: int = 0, page: int | None = None
+) -> list[RunningJob]:
     """The jobs that have to leave before the next step: the youngest, as few as possible; the eldest always stays.
 
     Age counts from a job's first attempt in the run. So no job ever makes an older one leave, on no worker: two can't
     throw each other out in turns, and the eldest of all reaches its end. The youngest is, as a rule, the one that loses
     least, too: it has run for the shortest time, and long jobs begin first. `num_beside` are the positions that the
-    states of a job's layers take room of.
+    states of a job's layers take room of, `page` those of a page, as `pages_of` has it.
     """
     by_age = sorted(jobs, key=lambda job: job.assignment.seniority)
-    num_used, leaving = num_pages_in_use(jobs, num_beside), list[RunningJob]()
+    num_used, leaving = num_pages_in_use(jobs, num_beside, page), list[RunningJob]()
     while num_pages is not None and num_used > num_pages and len(by_age) > 1:
         leaving.append(by_age.pop())
-        num_used -= num_pages_in_use(leaving[-1:], num_beside)
+        num_used -= num_pages_in_use(leaving[-1:], num_beside, page)
     return leaving
 
 
-def num_pages_in_use(jobs: Collection[RunningJob], num_beside: int = 0) -> int:
+def num_pages_in_use(jobs: Collection[RunningJob], num_beside: int = 0, page: int | None = None) -> int:
     """The pages that jobs take for all tokens that they have, those that are still to be read included."""
-    return sum(pages_of(len(job.sequence) + num_beside) for job in jobs)
+    return sum(pages_of(len(job.sequence) + num_beside, page) for job in jobs)

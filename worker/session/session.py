@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import time
 from collections.abc import Iterable
@@ -23,7 +24,7 @@ from swiftbatch.metrics.counters import EngineCounters
 from swiftbatch.metrics.endpoint import serve
 from swiftbatch.metrics.exporter import EngineCollector, Labels, registry_of
 from swiftbatch.worker.caches.memory.memory_plan import SlotsWanted
-from swiftbatch.worker.caches.room import TOO_LONG, TooLongError, check_folder
+from swiftbatch.worker.caches.room import TOO_LONG, PagesError, TooLongError, check_folder
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.constraints.thought import reasoning_of
 from swiftbatch.worker.drafters.catalogue import create_drafter
@@ -71,7 +72,7 @@ class WorkerSession:
         computed = (config.dtype, config.device, config.kv_offload, slots, config.cuda_kernels, config.kv_dtype)
         target = TargetModel.load(files, *computed)
         refuse_changed_meanwhile(files)
-        self.numerics, self.num_slots = target.forwards.numerics, target.num_slots
+        self.numerics, self.num_slots, self.pool_size = target.forwards.numerics, target.num_slots, target.pool_size
         self.num_free_positions, self.num_state_positions = target.num_free_positions(), target.num_state_positions()
         costs = step_costs_of(target)
         drafter = create_drafter(config.engine, target, costs, config.draft_model)
@@ -106,7 +107,7 @@ class WorkerSession:
         failed: list[tuple[str, str]] = []
         refused: list[tuple[str, str, str]] = []
         for assignment in orders.assignments:
-            self._take_in(assignment, failed, refused)
+            self._take_in(assignment, failed, refused, outgrown)
         deadline = time.monotonic() + seconds
         while self._running and time.monotonic() < deadline and not self._must_drain:
             outgrown += self._make_room()
@@ -159,7 +160,11 @@ class WorkerSession:
         self._must_drain = True
 
     def _take_in(
-        self, assignment: Assignment, failed: list[tuple[str, str]], refused: list[tuple[str, str, str]]
+        self,
+        assignment: Assignment,
+        failed: list[tuple[str, str]],
+        refused: list[tuple[str, str, str]],
+        outgrown: list[JobProgress],
     ) -> None:
         """Start a job where its checkpoints end."""
         record = assignment.record
@@ -169,6 +174,8 @@ class WorkerSession:
             raise
         except TooLongError as error:  # too long for this worker, and for all that started when it did
             refused.append((record.job_id, TOO_LONG, str(error)))
+        except PagesError:  # the others have grown since the driver heard of them
+            outgrown.append(JobProgress(record.job_id, assignment.num_reported_tokens))
         except ConstraintError as error:  # an older version took what this one can't follow
             refused.append((record.job_id, CONSTRAINT_REFUSED, str(error)))
         except (ValueError, MemoryError, RuntimeError) as error:
@@ -211,11 +218,23 @@ class WorkerSession:
 
     def _make_room(self) -> list[JobProgress]:
         """Hand back the jobs that have no room for another step."""
-        beside = self.num_state_positions
-        jobs = without_room(self._running.values(), self._num_pages, beside)
+        sizes = self.num_state_positions, self.pool_size and self.pool_size.page
+        jobs = without_room(self._running.values(), self._num_held_and_free(), *sizes)
+        if jobs and gc.collect():  # caches of jobs that have left may hang in circles of references
+            jobs = without_room(self._running.values(), self._num_held_and_free(), *sizes)
         released = self._release([job.job_id for job in jobs], self._config.grace_seconds)
-        self.engine.counters.count_pages(num_pages_in_use(self._running.values(), beside), self._num_pages)
+        num_pages = self.pool_size.num_pages if self.pool_size else self._num_pages
+        self.engine.counters.count_pages(num_pages_in_use(self._running.values(), *sizes), num_pages)
         return released
+
+    def _num_held_and_free(self) -> int | None:
+        """The pages that jobs may take: as the orders say; of a GPU's pool those that they have and that are free.
+
+        Pages that several jobs share count for each, as `without_room` counts them.
+        """
+        if self.pool_size is None:
+            return self._num_pages
+        return self.engine.target.num_free_pages + sum(len(job.cache.pages) for job in self._running.values())
 
     def _step(self) -> None:
         for sequence, verification in self.engine.step():

@@ -39,7 +39,7 @@ class Forwards(Protocol):
     has_windows: bool
     """Some layers do not see all positions as they are, so that drafts that scan all keys would be of another model.
 
-    So it is with soft caps of scores, too.
+    So it is with soft caps of scores and with latent attention, too.
     """
 
     has_experts: bool

@@ -12,7 +12,7 @@ from swiftbatch.jobs.run.option_values import KVDtype
 from swiftbatch.worker.kernels.choice import DEFAULT_KERNELS, CudaKernels
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights, decoder_weights
 from swiftbatch.worker.kernels.instruction_sets import chosen_variant
-from swiftbatch.worker.kernels.kv_dtypes import refuse_kv_dtype, refuse_without_kernels
+from swiftbatch.worker.kernels.kv_dtypes import refuse_kv_dtype, refuse_latent, refuse_without_kernels
 from swiftbatch.worker.model.dense import dense_weights
 from swiftbatch.worker.model.files import ModelFiles, eos_token_ids_of, read_config
 from swiftbatch.worker.model.shifting_rotary import short_length
@@ -64,6 +64,8 @@ def load_forwards(
         _refuse_long_angles(files)
         return load_transformers(files, dtype, device, kv_dtype=kv_dtype)
     weights = dense_weights(files, dtype)
+    if weights and weights.sizes.latent is not None:
+        refuse_latent(kv_dtype, files.name)
     if weights and (forwards := _native(weights, eos_token_ids_of(files), variant, kv_dtype)):
         return forwards
     _refuse_long_angles(files)

@@ -10,7 +10,7 @@ from swiftbatch.worker.caches.partial import Entries, NewEntries, PartialCacheFa
 from swiftbatch.worker.drawing.drawing import Drawing, NativeDrawing, create_drawing
 from swiftbatch.worker.drawing.native_drawing import NativeSampler
 from swiftbatch.worker.drawing.tree import DraftTree
-from swiftbatch.worker.kernels.decoder_weights import DecoderWeights
+from swiftbatch.worker.kernels.decoder_weights import DecoderSizes, DecoderWeights
 from swiftbatch.worker.kernels.instruction_sets import numerics_of
 from swiftbatch.worker.kernels.kv_dtypes import with_kv
 from swiftbatch.worker.kernels.mixer_sizes import MOST_ROWS
@@ -37,7 +37,7 @@ class NativeForwards:
     ) -> None:
         """Raises ValueError for weights that do not fit together."""
         self.sizes = sizes = weights.sizes
-        self.has_windows = bool(sizes.score_cap) or any(layer.window for layer in weights.layers)
+        self.has_windows = _sees_otherwise(sizes) or any(layer.window for layer in weights.layers)
         self.has_experts = any(layer.experts is not None for layer in weights.layers)
         self.expert_counts = ExpertCounts() if self.has_experts else None
         self.device, self.dtype = torch.device("cpu"), sizes.dtype
@@ -114,3 +114,8 @@ class NativeForwards:
                 group.cache.keep(first, group.first_entry, group.first_entry + len(group))
         assert hidden is not None
         return hidden, logits
+
+
+def _sees_otherwise(sizes: DecoderSizes) -> bool:
+    """Tell whether keys count otherwise than those do that drafts scan: with soft caps, or as latent vectors."""
+    return bool(sizes.score_cap) or sizes.latent is not None

@@ -219,7 +219,7 @@ def _probe_cache(target: TargetModel) -> tuple[FullKVCache, tuple[int, ...]]:
         cache = target.new_cache(capacity)
         cache.clear()
         return cache, lengths
-    size = (2, shape.num_kv_heads, capacity + MAX_TREE_NODES, shape.row_width)
+    size = (shape.num_parts, shape.num_kv_heads, capacity + MAX_TREE_NODES, shape.row_width)
     layer = torch.zeros(size, dtype=shape.row_dtype, device=shape.device)
     return new_cache_of(shape, capacity, layer.expand(shape.num_layers, *size)), lengths
 

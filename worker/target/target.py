@@ -12,6 +12,7 @@ import torch
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.run.option_values import KVDtype
 from swiftbatch.worker.caches.full import FullKVCache
+from swiftbatch.worker.caches.memory.pages import PoolSize
 from swiftbatch.worker.caches.offloaded import OffloadedKVCache
 from swiftbatch.worker.caches.recurrent import new_cache_of
 from swiftbatch.worker.caches.room import MEMORY, KVRoom, place_of_caches
@@ -134,6 +135,16 @@ class TargetModel:
     def num_slots(self) -> int | None:
         """Sequences that have room at a time; None where that depends on their lengths."""
         return self.forwards.arena.num_slots if self.forwards.arena else None
+
+    @property
+    def pool_size(self) -> PoolSize | None:
+        """The pages that all caches lie in; None where caches have memory of their own."""
+        return self.forwards.arena.pool_size if self.forwards.arena else None
+
+    @property
+    def num_free_pages(self) -> int:
+        """Pages of the pool that no cache has."""
+        return self.forwards.arena.num_free_pages if self.forwards.arena else 0
 
     def num_state_positions(self) -> int:
         """The positions that would take as much as the states of one sequence do; 0 where layers have none."""

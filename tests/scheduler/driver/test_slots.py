@@ -10,7 +10,7 @@ import pytest
 from swiftbatch.scheduler.cluster.actors import WorkerInfo
 from swiftbatch.scheduler.driver.fleet import Worker
 from swiftbatch.scheduler.driver.slots import MEMORY_SHARE, Slots
-from swiftbatch.worker.caches.memory.pages import PAGE, Growth, most_pages
+from swiftbatch.worker.caches.memory.pages import PAGE, Growth, PoolSize, most_pages
 from swiftbatch.worker.kernels.sizes import MOST_SLOTS
 
 SHORT, LONG = Growth(10, 60), Growth(10, 2000)
@@ -80,6 +80,19 @@ def test_a_gpu_takes_as_many_as_it_has_slots_whatever_their_lengths() -> None:
     assert not slots(None, one).is_full(one, 39)
     assert slots(None, one).is_full(one, 40)
     assert slots(3, one).is_full(one, 3)
+
+
+def test_a_gpu_with_a_pool_takes_what_its_pages_may_be_expected_to_hold() -> None:
+    page = 1024
+    info = WorkerInfo(
+        "host", 1, None, "node", "", 0, num_slots=4, pool_size=PoolSize(most_pages([LONG, LONG], page), page)
+    )
+    one = Worker("w", None, None, info)
+    assert slots(None, one).num_pages(one) == most_pages([LONG, LONG], page)
+    assert slots(None, one, worker(9)).has_room(one, [LONG], LONG), "nobody else has its pages"
+    assert not slots(None, one).has_room(one, [LONG, LONG], LONG)
+    assert slots(None, one).has_room(one, [], Growth(10, 10**6))
+    assert slots(None, one).is_full(one, 4)
 
 
 def test_a_worker_whose_memory_ran_out_takes_none_until_one_of_the_others_has_left() -> None:

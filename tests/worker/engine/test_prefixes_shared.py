@@ -15,7 +15,7 @@ from swiftbatch.worker.engine.prefixes import SHORTEST
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.engine.prefix_parts import decode, new_engine, rows_of, sequence, text, to_the_end
-from tests.worker.model.kind_parts import tiny_target
+from tests.worker.model.kind_parts import native_target, tiny_target
 
 pytestmark = pytest.mark.long
 
@@ -55,6 +55,10 @@ def test_in_float32_bits_and_tokens_are_the_same_too(embedded_targets: dict[str,
 @pytest.mark.parametrize("kind", ["mistral", "llama4_text", "gpt_oss"])
 def test_windows_chunks_and_experts_change_nothing(kind: str) -> None:
     held_against_each_alone(tiny_target(kind, window=40), "token-recycling", 8)
+
+
+def test_latent_vectors_are_copied_as_keys_and_values_are(tmp_path: Path) -> None:
+    held_against_each_alone(native_target("deepseek_v3", tmp_path), "token-recycling", 8)
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from swiftbatch.jobs.errors import ModelError
+from swiftbatch.scheduler.cli import main
 from swiftbatch.worker.bench.gpu.sizing import MODELS, gpu_memory
 from swiftbatch.worker.caches.memory.memory_plan import one_slot
 from swiftbatch.worker.caches.memory.model_sizes import read_sizes
@@ -30,6 +32,7 @@ from swiftbatch.worker.model.kinds import KERNELS_LACK, SUPPORTED_KINDS
 from swiftbatch.worker.model.text_view import text_view
 from swiftbatch.worker.target.native_forwards import NativeForwards
 from swiftbatch.worker.target.target import TargetModel
+from tests.worker.model.expert_configs import WITH_LATENTS, write_experts
 from tests.worker.model.kind_parts import EACH_KIND, tiny_config, tiny_target
 from tests.worker.model.test_nested_models import publish, whole_model
 
@@ -46,6 +49,14 @@ def test_the_embedded_model_is_shown_as_it_is() -> None:
     assert (found.cpu.name, found.cpu.reason) == ("kernels", None)
     assert found.has_chat_template
     assert "griffin" in found.engines
+
+
+def test_latent_vectors_are_counted_on_a_cpu_and_keys_and_values_of_all_heads_on_a_gpu(tmp_path: Path) -> None:
+    write_experts(WITH_LATENTS["GLM 4.7 Flash"], tmp_path)
+    found = inspect_model(str(tmp_path))
+    assert (found.bytes_per_position, found.gpu_bytes_per_position) == (2 * 2 * (64 + 32), 2 * 2 * 2 * 20 * 64)
+    lines = CliRunner().invoke(main, ["inspect", str(tmp_path)]).output
+    assert "384 bytes per position in bfloat16 on a CPU, as latent vectors; 10,240 on a GPU" in lines
 
 
 def test_a_nested_model_is_counted_without_its_tower(tmp_path: Path) -> None:

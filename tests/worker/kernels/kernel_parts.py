@@ -7,6 +7,7 @@ import functools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from swiftbatch.worker.kernels.frequencies import QueryGrowth, Rotary, default_f
 from swiftbatch.worker.kernels.instruction_sets import runnable_variants
 from swiftbatch.worker.kernels.native import NativeDecoder
 from swiftbatch.worker.kernels.scan_coding import SCAN_CHUNK
+from swiftbatch.worker.kernels.sizes import LatentSizes
 from swiftbatch.worker.papers.griffin.native_griffin import GriffinWeights
 from swiftbatch.worker.target.partial_rows import PartialRows, partial_rows
 from swiftbatch.worker.target.tiles import SequenceRows, max_tree_depth, tree_rows
@@ -65,6 +67,7 @@ class Shape:
     caps: tuple[float, float] = (0.0, 0.0)  # of scores and of logits
     growth: QueryGrowth | None = None
     experts: ExpertShape | None = None  # in its second layer alone, whose heads then have sinks, too
+    latent: LatentSizes | None = None  # then the heads of a cache are one, and `group` are those of queries
 
 
 BEHIND = ("output_norm", "down_norm")
@@ -140,6 +143,11 @@ SHAPES = (
     *WITH_EXPERTS.values(),
 )
 
+LATENTS = (  # of heads that share a vector some more than are taken together, and widths that fill no products of bf16
+    Shape(head_dim=64, group=20, latent=LatentSizes(48, 0, 32, 16, 16)),
+    Shape(head_dim=112, group=3, latent=LatentSizes(80, 48, 16, 32, 48), dtype=FLOAT32),
+)
+
 
 def random_weights(shape: Shape) -> DecoderWeights:
     """The same ones at every call, with a list of layers of its own: a decoder takes them out of it."""
@@ -163,10 +171,11 @@ def _random_weights(shape: Shape) -> DecoderWeights:
     forms = (shape.norm_form, shape.activation, shape.has_gates, shape.joins_heads, shape.norms_turned)
     forms = (*forms, shape.is_parallel)
     forms = (*forms, shape.head_norms_differ, *shape.caps)
-    sizes = DecoderSizes(*counts, 1e-5, shape.head_dim**-0.5, shape.dtype, *scales, *forms)
+    sizes = DecoderSizes(*counts, 1e-5, shape.head_dim**-0.5, shape.dtype, *scales, *forms, latent=shape.latent)
     embedding = normal(shape.vocab, shape.hidden)
     head = Linear(embedding if shape.is_tied else normal(shape.vocab, shape.hidden))
-    frequencies = default_frequencies(10000.0, shape.head_dim)
+    turned_dim = shape.head_dim if shape.latent is None else shape.latent.turned_dim
+    frequencies = default_frequencies(10000.0, turned_dim)
     rotary = Rotary(frequencies, is_rounded=shape.rounds_angles, growth=shape.growth)
     layers = [_random_layer(shape, number, normal, linear) for number in range(2)]
     return DecoderWeights(sizes, embedding, layers, normal(sizes.norm_width), head, rotary)
@@ -194,18 +203,26 @@ def _random_layer(
     experts = None if number == 0 else shape.experts
     width = shape.intermediate if experts is None else experts.shared_intermediate
 
+    def attention() -> dict[str, Any]:
+        if shape.latent is not None:
+            return _latent_attention(shape.latent, shape, normal, linear)
+        widths = {"query": (query, shape.hidden), "key": (key, shape.hidden), "value": (key, shape.hidden)}
+        return {role: linear(*each) for role, each in (widths | {"output": (shape.hidden, query)}).items()}
+
+    def head_norms() -> dict[str, Tensor | None]:
+        if shape.latent is not None:
+            of_queries = normal(shape.latent.query_rank) if shape.latent.query_rank else None
+            return {"query_norm": of_queries, "key_norm": normal(shape.latent.rank)}
+        return {"query_norm": head_norm(query), "key_norm": head_norm(key)}
+
     return LayerWeights(
         input_norm=norm("input_norm"),
-        query=linear(query, shape.hidden),
-        key=linear(key, shape.hidden),
-        value=linear(key, shape.hidden),
-        output=linear(shape.hidden, query),
+        **attention(),
         mlp_norm=norm("mlp_norm"),
         gate=linear(width, shape.hidden) if shape.has_gates and width else None,
         up=linear(width, shape.hidden) if width else None,
         down=linear(shape.hidden, width) if width else None,
-        query_norm=head_norm(query),
-        key_norm=head_norm(key),
+        **head_norms(),
         output_norm=norm("output_norm"),
         down_norm=norm("down_norm"),
         is_still=shape.is_scaled and number == 1,
@@ -215,6 +232,21 @@ def _random_layer(
         experts=None if experts is None else random_experts(experts, shape.hidden, normal),
         sinks=None if experts is None else normal(shape.num_kv_heads * shape.group).float(),
     )
+
+
+def _latent_attention(
+    latent: LatentSizes, shape: Shape, normal: Callable[..., Tensor], linear: Callable[[int, int], Linear]
+) -> dict[str, Any]:
+    has_vectors = latent.query_rank > 0
+    return {
+        "query_down": linear(latent.query_rank, shape.hidden) if has_vectors else None,
+        "query": linear(shape.group * latent.query_dim, latent.query_rank or shape.hidden),
+        "key": linear(latent.entry_dim, shape.hidden),
+        "value": None,
+        "key_up": linear(shape.group * latent.rank, latent.still_dim),
+        "value_up": linear(shape.group * latent.value_dim, latent.rank),
+        "output": linear(shape.hidden, shape.group * latent.value_dim),
+    }
 
 
 def random_griffin(shape: Shape, num_parts: int, expansion: int) -> GriffinWeights:
@@ -247,11 +279,15 @@ def native(shape: Shape, variant: str, num_threads: int = 1) -> NativeDecoder:
 @functools.cache
 def noise(shape: Shape) -> Tensor:
     generator = torch.Generator().manual_seed(2)
-    return torch.randn(2, 2, shape.num_kv_heads, MAX_LENGTH, shape.head_dim, generator=generator).to(shape.dtype)
+    num_parts = 2 if shape.latent is None else 1
+    sizes = (2, num_parts, shape.num_kv_heads, MAX_LENGTH, shape.head_dim)
+    return torch.randn(sizes, generator=generator).to(shape.dtype)
 
 
 def cache_shape(shape: Shape) -> CacheShape:
-    return CacheShape(2, shape.num_kv_heads, shape.head_dim, shape.dtype, torch.device("cpu"))
+    num_parts = 2 if shape.latent is None else 1
+    counts = (2, shape.num_kv_heads, shape.head_dim)
+    return CacheShape(*counts, shape.dtype, torch.device("cpu"), num_parts=num_parts)
 
 
 def random_cache(shape: Shape, length: int, room: int = 64) -> FullKVCache:

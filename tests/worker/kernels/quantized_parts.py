@@ -67,14 +67,6 @@ def two_level_packed(code: Code, shape: tuple[int, int], group_size: int, *, off
     return dataclasses.replace(matrix, scales=scales, offsets=-minima if offsets else None)
 
 
-def few_fractions_packed(code: Code, shape: tuple[int, int], group_size: int) -> PackedMatrix:
-    """Scales as NVFP4 has them: every number of e4m3 that is not below 0 times a float, zeros among them."""
-    matrix = random_packed(code, shape, group_size)
-    codes = torch.arange(matrix.scales.numel(), dtype=torch.int32).remainder(127).to(torch.uint8)
-    scales = codes.view(torch.float8_e4m3fn).float().view(matrix.scales.shape) * 0.00012345
-    return dataclasses.replace(matrix, scales=scales)
-
-
 def packed_weights(shape: Shape) -> DecoderWeights:
     """A decoder whose layers and head are packed in turns of all kinds, so that they mix within its matrices."""
     plain = random_weights(shape)

@@ -17,6 +17,7 @@ from swiftbatch.worker.kernels.decoder_weights import DecoderWeights, LayerWeigh
 from swiftbatch.worker.kernels.forms import Activation, NormForm
 from swiftbatch.worker.kernels.row_tables import Rows
 from tests.worker.kernels.reference_experts import reference_experts
+from tests.worker.kernels.reference_latent import latent_heads, latent_values
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     Activation.SILU: silu,
@@ -72,7 +73,9 @@ class ReferenceDecoder:
         query, key, value = self._heads(normed, weights, groups)
         view = AttentionView(weights.window, self.sizes.score_cap or None, weights.sinks)
         mixed = reference_attention(groups, number, query, key, value, self.sizes.scale, view)
-        self._add(state, self._linear(mixed.flatten(1).float(), weights.output), weights.output_norm)
+        is_latent = self.sizes.latent is not None
+        found = latent_values(mixed, weights, self.sizes, self._rounded) if is_latent else mixed.flatten(1).float()
+        self._add(state, self._linear(found, weights.output), weights.output_norm)
         normed = normed if self.sizes.is_parallel else self._norm(state, weights.mlp_norm)
         self._add(state, self._fed_forward(normed, weights), weights.down_norm)
 
@@ -104,6 +107,11 @@ class ReferenceDecoder:
         rotary = weights.rotary or self._weights.rotary
         table = angles(rotary, positions * (not weights.is_still), self.sizes.dtype).to(normed.device)
         turns = [half.repeat(1, 2)[:, None] for half in table.chunk(2, dim=1)]
+        if self.sizes.latent is not None:
+            query, entry = latent_heads(
+                normed, weights, self.sizes, self._rounded, lambda heads: _turned(heads, *turns)
+            )
+            return query, entry, entry
         query = self._turned(self._linear(normed, weights.query), weights.query_norm, turns)
         if growth := self._weights.rotary.growth:
             query = query * query_scales(growth, positions, self.sizes.dtype).to(query.device)[:, None, None]

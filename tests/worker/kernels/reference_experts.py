@@ -56,7 +56,7 @@ def _mixed(routing: Routing, logits: Tensor, choices: Tensor) -> Tensor:
 def _chosen(routing: Routing, scores: Tensor) -> Tensor:
     if routing.num_groups > routing.num_chosen_groups:
         groups = scores.unflatten(1, (routing.num_groups, -1))
-        best = groups.topk(min(2, groups.shape[-1]), dim=-1).values.sum(-1)
+        best = groups.topk(min(routing.num_best_of_group, groups.shape[-1]), dim=-1).values.sum(-1)
         kept = torch.zeros_like(best, dtype=torch.bool).scatter(1, _best(best, routing.num_chosen_groups), True)
         scores = groups.masked_fill(~kept[..., None], float("-inf")).flatten(1)
     return _best(scores, routing.num_chosen)

@@ -37,6 +37,7 @@ from swiftbatch.worker.target.partial_rows import PartialRows
 from swiftbatch.worker.target.tiles import SequenceRows, tree_rows
 from tests.worker.drawing.native.sampling_parts import any_params, any_row, cases, penalised_counts
 from tests.worker.kernels.kernel_parts import (
+    LATENTS,
     SHAPES,
     Shape,
     coded_cache,
@@ -59,7 +60,8 @@ def random_rows(numbers: random.Random, shape: Shape) -> SequenceRows | PartialR
     if numbers.random() < 0.4:
         rows = random_partial_rows(numbers, shape, length, numbers.randrange(MAX_TREE_NODES))
         num_best, first = numbers.choice((1, 40, 5000)), numbers.randrange(80)
-        scanned = scanned_noise(shape, numbers.randrange(1, 4), num_best, first) if numbers.random() < 0.5 else None
+        is_scanned = numbers.random() < 0.5 and shape.latent is None
+        scanned = scanned_noise(shape, numbers.randrange(1, 4), num_best, first) if is_scanned else None
         return dataclasses.replace(rows, scanned=scanned)
     tree = random_tree(numbers, numbers.randrange(40), length, shape.vocab)
     kv_dtype = numbers.choice((None, "int8", "fp8"))
@@ -154,6 +156,8 @@ if __name__ == "__main__":
         fuzz(each, random_weights(each), random.Random(str(each)), rounds)
         fuzz(each, packed_weights(each), random.Random(str(each)), rounds)
         fuzz_griffin(each, random.Random(str(each)), rounds, GRIFFINS if rounds > 1 else [form])
+    for each in LATENTS:
+        fuzz(each, random_weights(each), random.Random(str(each)), rounds)
     for size in (1, 7, 8, 64, 65, 1000):
         fuzz_sampling(size, random.Random(size), rounds)
     if (isa := open_library(Path(sys.argv[1])).kernels_variant().decode()) in causal.FAST_VARIANTS:

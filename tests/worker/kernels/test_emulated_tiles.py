@@ -17,6 +17,7 @@ from tests.worker.kernels.compiled_once import compiled_once
 from tests.worker.kernels.emulation import EMULATED, FLAGS_OF_EMULATION, OTHER
 from tests.worker.kernels.kernel_parts import (
     BF16,
+    LATENTS,
     SHAPES,
     VARIANTS,
     Shape,
@@ -35,7 +36,7 @@ pytestmark = [
     pytest.mark.skipif(OTHER not in VARIANTS, reason="the processor has no products of bf16"),
 ]
 WIDE = Shape(hidden=512, intermediate=1504, vocab=1000, group=8)  # enough for helpers
-KINDS = [*(shape for shape in SHAPES if shape.dtype == BF16), WIDE]
+KINDS = [*(shape for shape in (*SHAPES, *LATENTS) if shape.dtype == BF16), WIDE]
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ from tests.worker.kernels.kernel_parts import (
     BF16,
     F32_VARIANTS,
     FLOAT32,
+    LATENTS,
     SHAPES,
     VARIANTS,
     Shape,
@@ -41,7 +42,7 @@ seeds = st.integers(0, 2**32)
 
 @pytest.mark.long
 @given(
-    st.sampled_from(SHAPES),
+    st.sampled_from((*SHAPES, *LATENTS)),
     st.sampled_from(VARIANTS or ["none"]),
     st.sampled_from((1, 2)),
     st.lists(st.tuples(st.sampled_from(EDGES), st.integers(0, 63)), min_size=1, max_size=4),
@@ -92,7 +93,7 @@ def test_a_prompt_of_many_blocks_in_one_forward_has_the_bits_of_plain_decoding(v
 
 @pytest.mark.parametrize("dtype", [BF16, FLOAT32], ids=["bf16", "float32"])
 def test_all_instruction_sets_without_products_of_bf16_give_the_same_bits(dtype: torch.dtype) -> None:
-    for shape in (each for each in SHAPES if each.dtype == dtype):
+    for shape in (each for each in (*SHAPES, *LATENTS) if each.dtype == dtype):
         outputs = []
         lengths = (0, 300) if shape.group > 2 else (0, 300, 2090)
         for variant in VARIANTS if dtype == FLOAT32 else F32_VARIANTS:

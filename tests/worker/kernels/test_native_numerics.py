@@ -27,6 +27,7 @@ from swiftbatch.worker.kernels.team import Team
 from tests.worker.kernels.kernel_parts import (
     BF16,
     FLOAT32,
+    LATENTS,
     SHAPES,
     VARIANTS,
     Shape,
@@ -158,7 +159,7 @@ def num_elsewhere(shape: Shape) -> int:
 
 
 @needs_kernels
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, *LATENTS], ids=str)
 def test_the_reference_says_the_same(shape: Shape) -> None:
     groups = [chain(random_cache(shape, length), list(range(1, 12))) for length in (0, 70, 300)]
     reference = whole(ReferenceDecoder(random_weights(shape)).forward(groups))
@@ -169,7 +170,7 @@ def test_the_reference_says_the_same(shape: Shape) -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, *LATENTS], ids=str)
 def test_the_reference_says_the_same_behind_partial_caches(shape: Shape) -> None:
     numbers = random.Random(str(shape))
     groups = [random_partial_rows(numbers, shape, length, 20) for length in (0, 1, 63, 64, 65, 300, 2100)]

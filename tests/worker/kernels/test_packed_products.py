@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import weakref
 from pathlib import Path
 
@@ -34,14 +33,7 @@ from tests.worker.kernels.kernel_parts import (
     random_weights,
     whole,
 )
-from tests.worker.kernels.quantized_parts import (
-    KINDS,
-    dequantized,
-    few_fractions_packed,
-    packed_weights,
-    random_packed,
-    two_level_packed,
-)
+from tests.worker.kernels.quantized_parts import KINDS, dequantized, packed_weights, random_packed, two_level_packed
 
 pytestmark = [pytest.mark.long, needs_kernels]
 PACKED_EXPERTS = (WITH_EXPERTS["gpt_oss"], WITH_EXPERTS["glm4_moe in float32"])
@@ -135,18 +127,6 @@ def test_scales_of_two_levels_have_the_bits_of_the_floats_that_they_stand_for(va
             two_level_packed("int8", (40, 384), 16, offsets=False),
         ):
             check_all(team, dataclasses.replace(each, dtype=dtype))
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_scales_in_a_byte_have_the_bits_of_the_floats_that_they_stand_for(variant: str) -> None:
-    team = Team(load_library(variant), 2)
-    for depth, code in itertools.product((256, 208), ("e2m1", "int8")):  # groups that lie together, and that do not
-        matrix = few_fractions_packed(code, (COLUMNS, depth), 16)
-        scales = matrix.scales.clone()
-        scales[40, 3] *= 1.0009765625  # one of all whose fraction is another
-        for dtype in (BF16, FLOAT32):
-            for each in (matrix, dataclasses.replace(matrix, scales=scales)):
-                check_all(team, dataclasses.replace(each, dtype=dtype), (1, 3, 9))
 
 
 @pytest.mark.long

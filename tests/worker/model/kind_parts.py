@@ -56,7 +56,7 @@ LATENT = {
     "kv_lora_rank": 32,
     "qk_nope_head_dim": 32,
     "qk_rope_head_dim": 16,
-    "v_head_dim": 24,
+    "v_head_dim": 32,
     "n_group": 2,
     "topk_group": 1,
     "first_k_dense_replace": 1,
@@ -114,6 +114,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "ssm_state_size": 16,
         "moe_shared_expert_intermediate_size": 48,
         "layer_norm_epsilon": 1e-5,
+        "sliding_window": None,
     },
 }
 
@@ -183,7 +184,7 @@ def asks_for(target: TargetModel) -> str:
 
 def where_it_runs(kind: str) -> tuple[str, str]:
     """The code that computes a kind as it is published, on a CPU and on a GPU."""
-    if kind in HYBRID_KINDS:
+    if kind in HYBRID_KINDS or (kind in DENSE_KINDS and DENSE_KINDS[kind].latent is not None):
         return "kernels", "transformers"
     if kind in DENSE_KINDS and kind not in RECURRENT_KINDS:
         return "kernels", "kernels"
@@ -246,6 +247,15 @@ Not supported: Mamba's first form, delta attention (KDA) and other recurrent lay
 learned positions, adapters (merge them first). Weights that lack a tensor of the model, or have one that the model has
 no place for, are refused, because `transformers` would fill gaps with random numbers.
 
+## Latent attention
+
+The heads of DeepSeek V2 and V3, Kimi K2 and GLM-4.7-Flash make their keys and values of one vector per position. On a
+CPU, caches and checkpoints of our kernels hold that vector and the turned part of the keys, which all heads share:
+54 KB per position of GLM-4.7-Flash, where keys and values of all heads would take 963 KB. A query goes through its
+head's keys to the vector's dimensions, and what it finds there through the head's values. On a GPU the layers of
+transformers run, with keys and values of all heads. `auto` drafts with trees for these models, without chains that scan
+keys, and `--kv-dtype` is refused.
+
 ## Layers with states
 
 Gated delta nets (Qwen3-Next, Qwen3.5), Mamba-2 (Bamba, Falcon-H1, Granite 4 h, Nemotron-H) and short convolutions
@@ -254,9 +264,9 @@ batches, too. On a CPU our kernels run all of these models; on a GPU torch does 
 layers runs in our kernels on both. Engines with trained parts are refused for models with states.
 
 A job keeps its state in float32 at the end of its text and at a boundary of 64 positions one or two blocks back, with
-what each position since then has done to it. `swiftbatch inspect` says what that takes, and how many jobs fit: 712 MB
-for a job of Qwen3.5-27B, of whatever length, beside 66 KB per position of keys and values. Both are counted where a job
-is taken in.
+what each position since then has done to it. `swiftbatch inspect` says what that takes at most, with the largest draft
+tree, and how many jobs fit: 959 MB for a job of Qwen3.5-27B, of whatever length, beside 66 KB per position of keys and
+values. Both are counted where a job is taken in.
 
 - **Checkpoints** hold the state at the boundary and the last inputs of the convolutions (154 MB for Qwen3.5-27B),
   beside keys and values. They are written whole, once these have grown by as many bytes. A resume loads the state and

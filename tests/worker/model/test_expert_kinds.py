@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
+from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.run.option_values import KVDtype
+from swiftbatch.worker.caches.room import bytes_per_position
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.exactness.probe import probe_rows
 from swiftbatch.worker.exactness.row_agreement import compare
@@ -19,7 +21,7 @@ from swiftbatch.worker.target.step_costs import measure_step_costs
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.tiles import tree_rows
 from tests.worker.kernels.kernel_parts import needs_kernels
-from tests.worker.model.expert_configs import WITH_EXPERTS, write_experts
+from tests.worker.model.expert_configs import WITH_EXPERTS, WITH_LATENTS, write_experts
 from tests.worker.model.kind_promises import (
     check_a_disk_changes_no_text,
     check_engines_give_plain_tokens_beside_a_resumed_job,
@@ -30,14 +32,15 @@ from tests.worker.model.kind_promises import (
 
 pytestmark = needs_kernels
 
-DECODED = ("Qwen3 30B A3B", "gpt-oss 120B", "GLM 4.5")
+CONFIGS = WITH_EXPERTS | WITH_LATENTS
+DECODED = ("Qwen3 30B A3B", "gpt-oss 120B", "GLM 4.5", "GLM 4.7 Flash")
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Tiny models by their names, with weights of a spread that routes rows to different experts."""
     found = {}
-    for name, published in WITH_EXPERTS.items():
+    for name, published in CONFIGS.items():
         found[name] = tmp_path_factory.mktemp("model")
         write_experts(published, found[name])
     return found
@@ -47,11 +50,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def with_parts(folders: dict[str, Path]) -> dict[str, Path]:
     """Some of them with all parts that engines draft with."""
     for name in DECODED:
-        save_parts(folders[name], AutoConfig.for_model(**WITH_EXPERTS[name]))
+        save_parts(folders[name], AutoConfig.for_model(**CONFIGS[name]))
     return folders
 
 
-@pytest.mark.parametrize("name", WITH_EXPERTS)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_logits_and_greedy_texts_are_those_of_transformers(name: str, folders: dict[str, Path]) -> None:
     check_texts_are_those_of_transformers(loaded(folders[name], "float32"))
 
@@ -70,7 +73,7 @@ def test_a_forward_is_that_of_transformers_whatever_its_caches_round(
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [*((name, "bfloat16") for name in WITH_EXPERTS), *((name, "float32") for name in DECODED)]
+    ("name", "dtype"), [*((name, "bfloat16") for name in CONFIGS), *((name, "float32") for name in DECODED)]
 )
 def test_of_random_tree_rows_none_differs_in_any_bit(name: str, dtype: str, folders: dict[str, Path]) -> None:
     result = probe_rows(loaded(folders[name], dtype), 150, seed=1)
@@ -78,7 +81,7 @@ def test_of_random_tree_rows_none_differs_in_any_bit(name: str, dtype: str, fold
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", WITH_EXPERTS)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_of_ten_thousand_tree_rows_none_differs_in_any_bit(name: str, folders: dict[str, Path]) -> None:
     assert probe_rows(loaded(folders[name], "bfloat16"), 10_000, seed=2).num_differing == 0
 
@@ -121,6 +124,18 @@ def test_experts_are_multiplied_in_our_kernels_on_both_devices(name: str) -> Non
     assert [path_on(device, text_view(WITH_EXPERTS[name])).name for device in ("cpu", "cuda")] == ["kernels"] * 2
 
 
+def test_latent_vectors_are_kept_on_a_cpu_alone_and_take_what_is_counted(folders: dict[str, Path]) -> None:
+    for name, config in WITH_LATENTS.items():
+        assert [path_on(device, text_view(config)).name for device in ("cpu", "cuda")] == ["kernels", "transformers"]
+        counted = bytes_per_position(text_view(config), "bfloat16")
+        assert counted == loaded(folders[name], "bfloat16").cache_shape.bytes_per_position() == 2 * 2 * (64 + 32)
+
+
+def test_latent_vectors_have_no_codes_of_8_bits(folders: dict[str, Path]) -> None:
+    with pytest.raises(ModelError, match=r"--kv-dtype int8: caches of .* hold a latent vector per position"):
+        TargetModel.load(locate_model(str(folders["GLM 4.7 Flash"])), "float32", "cpu", kv_dtype="int8")
+
+
 @pytest.mark.parametrize(
     ("name", "said", "reason"),
     [
@@ -134,10 +149,16 @@ def test_experts_are_multiplied_in_our_kernels_on_both_devices(name: str) -> Non
         ("MiniMax M2", {"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
         ("dots.llm1", {"n_group": 3}, "2 of 3 groups of experts"),
         ("dots.llm1", {"topk_group": 1}, "1 groups of experts for 3 of a row"),
+        ("DeepSeek R1", {"attention_bias": True}, "attention_bias is True"),
+        ("DeepSeek R1", {"num_key_value_heads": 1}, "other heads of keys than of queries"),
+        ("DeepSeek R1", {"v_head_dim": 40}, "found widths"),
+        ("DeepSeek R1", {"rope_interleave": None}, "rope_interleave is None"),
+        ("DeepSeek V2 Lite", {"topk_method": "noaux_tc"}, "topk_method is 'noaux_tc'"),
+        ("GLM 4.7 Flash", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
     ],
 )
 def test_experts_of_another_form_are_left_to_transformers_with_a_reason(
     name: str, said: dict[str, object], reason: str
 ) -> None:
     with pytest.raises(OtherDecoderError, match=reason):
-        read_dense(text_view(WITH_EXPERTS[name] | said))
+        read_dense(text_view(CONFIGS[name] | said))

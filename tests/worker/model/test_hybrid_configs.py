@@ -384,7 +384,7 @@ def num_packed(folder: Path) -> int:
         ("Nemotron 3 Nano", {"moe_latent_size": 24}, "its moe_latent_size is 24"),
         ("Falcon-H1", {"mlp_multipliers": [1.0]}, "its mlp_multipliers is"),
         ("Falcon-H1", {"ssm_multipliers": [1.0, 2.0, "x", 1.0, 1.0]}, "its ssm_multipliers is"),
-        ("Falcon-H1", {"mamba_norm_before_gate": True}, "its mamba_norm_before_gate is True"),
+        ("Falcon-H1 with norms", {"mamba_norm_before_gate": True}, "its mamba_norm_before_gate is True"),
         ("Bamba", {"hidden_act": "relu2"}, "its hidden_act is 'relu2'"),
     ],
 )

@@ -108,7 +108,7 @@ WHOLE["kimi_k25"] = (
         "scoring_func": "sigmoid",
         "topk_group": 1,
         "topk_method": "noaux_tc",
-        "v_head_dim": 24,
+        "v_head_dim": 32,
     },
 )
 

@@ -54,7 +54,7 @@ class CountingSession:
     numerics = "counting"
     num_free_positions = 1_000_000
     num_state_positions = 0
-    num_slots = None
+    num_slots = pool_size = None
 
     def __init__(self, config: EngineConfig, run_uri: str, worker_id: str, metrics_port: int | None = None) -> None:
         self._run = Run.open(run_uri)

@@ -1,4 +1,4 @@
-"""A tiny model whose layers have states in a folder of its own, for tests of sessions."""
+"""A tiny model of a kind, such as one whose layers have states, in a folder of its own, for tests of sessions."""
 
 from __future__ import annotations
 

@@ -42,9 +42,12 @@ LOOPING = {  # loops of 80 tokens, the first of which begins in front of the bou
 }
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_recurrent_model(tmp_path_factory.mktemp("recurrent-model"))
+OTHERS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("falcon_h1", "nemotron_h")]
+
+
+@pytest.fixture(scope="module", params=["qwen3_5_text", *OTHERS])
+def model(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    return save_recurrent_model(tmp_path_factory.mktemp("recurrent-model"), request.param)
 
 
 @pytest.fixture(scope="module")

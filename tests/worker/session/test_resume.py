@@ -17,6 +17,7 @@ from swiftbatch.worker.session.work import Assignment, Orders
 from swiftbatch.worker.target import step_costs
 from swiftbatch.worker.target.step_costs import StepCosts
 from swiftbatch.worker.target.target import DTYPES, TargetModel
+from tests.worker.session.recurrent_parts import save_recurrent_model
 from tests.worker.session.session_parts import (
     NUM_TOKENS,
     body,
@@ -83,6 +84,19 @@ def test_a_lost_worker_s_job_goes_on_elsewhere_with_the_same_tokens(
     assert found["kind"] == kind
     assert (found["num_loaded_positions"] >= had) == (kind == "kv")
     assert found["seconds"] > 0
+
+
+@pytest.mark.parametrize("kind", ["kv", "replay", "offloaded"])
+def test_a_job_with_latent_vectors_in_its_cache_goes_on_with_the_same_tokens(
+    run: Run, tmp_path: Path, kind: str
+) -> None:
+    model, job = save_recurrent_model(tmp_path / "model", "glm4_moe_lite"), record("fox", 60)
+    expected = undisturbed_digest(tmp_path / "alone", model, job)
+    changes = {"kv_offload": str(tmp_path)} if kind == "offloaded" else {}
+    preempted(run, model, job, 30, checkpoint="tokens" if kind == "replay" else "state", **changes)
+    to_the_end(session(run, model, engine="auto", **changes), claimed(run, job))
+    assert digest(run, job) == expected
+    assert body(run, job)["metrics"]["attempts"][1]["resume"]["kind"] == ("replay" if kind == "replay" else "kv")
 
 
 @pytest.mark.parametrize("is_alike", [True, False])

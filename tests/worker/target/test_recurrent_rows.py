@@ -37,7 +37,8 @@ from tests.worker.session.session_parts import (
 
 NATIVE = [  # kinds that our kernels run whole: one of each form, and the others
     *("bamba", "lfm2", "qwen3_5_text"),
-    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("lfm2_moe", "qwen3_5_moe_text", "qwen3_next")),
+    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("falcon_h1", "lfm2_moe", "nemotron_h")),
+    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen3_5_moe_text", "qwen3_next")),
 ]
 OFTEN, SLOW = ("falcon_h1", "lfm2", "qwen3_next"), pytest.mark.slow  # one of each form, and the others
 

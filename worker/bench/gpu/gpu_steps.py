@@ -125,6 +125,7 @@ def resume_record(parts: Parts, length: int) -> GPUResumeRecord:
     target = parts.target(2, length)
     target.arena.buffer.normal_(generator=parts.generator(7))
     cache, resumed = (target.new_cache(length) for _ in range(2))
+    cache.reserve(length)
     cache.length = length
     out_seconds = in_seconds = 0.0
     for start in range(0, length, PIECE):
@@ -141,11 +142,15 @@ def resume_record(parts: Parts, length: int) -> GPUResumeRecord:
         num_bytes=length * parts.cache_shape().bytes_per_position(),
         out_seconds=out_seconds,
         in_seconds=in_seconds,
-        same_bits=_same_bits(*(target.arena.buffer[:, :, each.slot, :, :length] for each in (cache, resumed))),
+        same_bits=_same_bits(cache, resumed, length),
     )
 
 
-def _same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+def _same_bits(ours: ArenaKVCache, theirs: ArenaKVCache, length: int) -> bool:
     """Tell whether all bits are the same, layer by layer: a copy of all would have no room."""
-    whole = torch.int16 if ours.element_size() == 2 else torch.int32
-    return all(torch.equal(a.view(whole), b.view(whole)) for a, b in zip(ours, theirs, strict=True))
+    whole = torch.int16 if ours.shape.row_dtype.itemsize == 2 else torch.int32
+    return all(
+        torch.equal(a.view(whole), b.view(whole))
+        for layer in range(ours.shape.num_layers)
+        for a, b in zip(*(cache.stored_between(layer, slice(0, length)) for cache in (ours, theirs)), strict=True)
+    )

@@ -20,6 +20,7 @@ from swiftbatch.worker.bench.options import machine
 from swiftbatch.worker.bench.peak_memory import peak_bytes, reset_peak
 from swiftbatch.worker.caches.memory.memory_plan import GPUMemory, one_slot
 from swiftbatch.worker.caches.memory.model_sizes import ModelSizes, read_sizes
+from swiftbatch.worker.caches.memory.pages import GPU_PAGE
 from swiftbatch.worker.caches.room import GB, MEMORY, KVRoom
 from swiftbatch.worker.drafters.catalogue import check_parts
 from swiftbatch.worker.exactness.first_run.machine import device_facts, read_bandwidth
@@ -132,7 +133,8 @@ def fitting_lengths(
     sizes: ModelSizes, gpu: GPUMemory, lengths: list[int], num_behind: int, num_slots: int
 ) -> list[int]:
     """Lengths of which so many slots have room, each with `num_behind` positions more."""
-    return [length for length in lengths if one_slot(sizes, gpu, length + num_behind).num_fitting >= num_slots]
+    behind = num_behind + GPU_PAGE  # of whose last page a part stays empty
+    return [length for length in lengths if one_slot(sizes, gpu, length + behind).num_fitting >= num_slots]
 
 
 class MemoryMeter:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from swiftbatch.jobs.run.option_values import AttentionName
+from swiftbatch.worker.caches.memory.pages import GPU_PAGE
 from swiftbatch.worker.caches.room import GB, MAX_TREE_NODES, KVRoomError
 from swiftbatch.worker.kernels.sizes import MOST_SLOTS, NUM_ROWS
 
@@ -93,6 +94,8 @@ class MemoryPlan:
     scratch_bytes: int
     row_bytes: int  # activations and logits
     slot_scratch_bytes: int = 0  # of attention, for each slot
+    num_pages: int = 0  # that all slots share, beside what each has
+    page_bytes: int = 0
     reserve_bytes: int = GRAPH_RESERVE
 
     @property
@@ -102,18 +105,28 @@ class MemoryPlan:
 
     @property
     def used_bytes(self) -> int:
-        return self._fixed_bytes + self.num_slots * self._bytes_per_slot
+        return self._fixed_bytes + self.num_slots * self.bytes_per_slot
 
     @property
     def num_fitting(self) -> int:
         """Slots that there is room for; 0 also where the weights do not fit."""
-        return max(0, (self.free_bytes - self._fixed_bytes) // self._bytes_per_slot)
+        return max(0, self.left_bytes // self.bytes_per_slot)
+
+    @property
+    def left_bytes(self) -> int:
+        """The bytes for slots; fewer than none where all else does not fit."""
+        return self.free_bytes - self._fixed_bytes
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """The bytes that each slot has for itself."""
+        return self.slot_bytes + self.drafts.slot_bytes + self.slot_scratch_bytes
 
     def rows(self) -> list[tuple[str, int]]:
         """The plan as a table: what it is for, and bytes."""
         return [
             ("weights", self.weight_bytes),
-            (f"keys and values, {self.num_slots} x {self.capacity:,} positions", self.num_slots * self.slot_bytes),
+            (self._kept, self.num_slots * self.slot_bytes + self.num_pages * self.page_bytes),
             ("drafts", self.drafts.part_bytes + self.num_slots * self.drafts.slot_bytes),
             ("scratch of attention", self.scratch_bytes + self.num_slots * self.slot_scratch_bytes),
             ("activations and logits", self.row_bytes),
@@ -123,13 +136,20 @@ class MemoryPlan:
         ]
 
     @property
-    def _bytes_per_slot(self) -> int:
-        return self.slot_bytes + self.drafts.slot_bytes + self.slot_scratch_bytes
+    def _kept(self) -> str:
+        """The keys and values that there is room for, in words."""
+        if self.num_pages:
+            return f"keys and values, {self.num_pages:,} pages of {GPU_PAGE:,} positions for {self.num_slots} jobs"
+        return f"keys and values, {self.num_slots} x {self.capacity:,} positions"
 
     @property
     def _fixed_bytes(self) -> int:
         """The bytes that do not depend on the number of slots."""
-        return self.weight_bytes + self.drafts.part_bytes + self.work_bytes
+        return self.weight_bytes + self.drafts.part_bytes + self.work_bytes + self.num_pages * self.page_bytes
+
+
+PlanMemory = Callable[["ModelSizes", GPUMemory, int, int | None, DraftMemory], MemoryPlan]
+"""As `plan_memory`: sizes, the GPU, the longest job, slots that were asked for, what drafts take."""
 
 
 def plan_memory(
@@ -146,7 +166,7 @@ def plan_memory(
     """
     plan = one_slot(sizes, gpu, longest_job, drafts)
     if plan.num_fitting < 1:
-        raise KVRoomError(_none_fits(plan))
+        raise none_fits(plan)
     plan = replace(plan, num_slots=min(MOST_SLOTS, plan.num_fitting) if num_slots is None else num_slots)
     if plan.num_fitting < plan.num_slots:
         raise KVRoomError(
@@ -197,12 +217,13 @@ def _row_bytes(sizes: ModelSizes, logit_bytes: int = LOGIT_BYTES) -> int:
     return NUM_ROWS * (widths * sizes.item_size + sizes.vocab * logit_bytes)
 
 
-def _none_fits(plan: MemoryPlan) -> str:
+def none_fits(plan: MemoryPlan) -> KVRoomError:
+    """Say of a plan for the longest job why it has no room."""
     drafts = plan.drafts.part_bytes + plan.drafts.slot_bytes
     work_bytes = plan.work_bytes + plan.slot_scratch_bytes
     parts = (plan.weight_bytes, plan.slot_bytes, drafts, work_bytes)
     weights, slot, drafting, work = (f"{part / GB:,.1f}" for part in parts)
-    return (
+    return KVRoomError(
         f"the longest job, {plan.longest_job:,} positions, has no room on the GPU: weights {weights}, its keys and "
         f"values {slot}, its drafts {drafting} and work space {work} need {sum(parts) / GB:,.1f} GB, "
         f"{plan.free_bytes / GB:,.1f} GB are free; use fewer max_tokens, --kv-offload with a folder, or a GPU with "

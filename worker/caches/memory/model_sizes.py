@@ -92,7 +92,7 @@ def _experts_of(config: dict[str, Any]) -> ExpertConfig | None:
         dense = read_dense(config)
     except OtherDecoderError:
         return None
-    return dense.experts if dense.mixer is None else None
+    return dense.experts if dense.mixer is None and dense.latent is None else None
 
 
 def sizes_of(config: dict[str, Any], number: int, dtype: str, packed: tuple[PackedPart, ...] = ()) -> ModelSizes | None:
@@ -100,7 +100,7 @@ def sizes_of(config: dict[str, Any], number: int, dtype: str, packed: tuple[Pack
 
     Those that are packed in the files are dequantized for another dtype than bfloat16.
     """
-    num_bytes = bytes_per_position(config, dtype)
+    num_bytes = bytes_per_position(config, dtype, device="cuda")
     num_heads, hidden, intermediate = (
         config.get(key) for key in ("num_attention_heads", "hidden_size", "intermediate_size")
     )

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from swiftbatch.worker.caches.room import MAX_TREE_NODES
 
 PAGE = 64  # positions; a CPU's memory is taken in less
+GPU_PAGE = 1024  # positions of a GPU's: one look-up for each block of keys, and a job wastes half of one
 HORIZON = 2048  # tokens that a job has room for when it begins: to leave and to come back costs far less than these
 ROOM_BEHIND = MAX_TREE_NODES + 1  # positions that a step may write behind the committed ones
 
@@ -23,19 +24,30 @@ class Growth(NamedTuple):
         return max(0, self.end - self.now)
 
 
-def pages_of(num_positions: int) -> int:
-    """The pages of a cache with so many committed positions, and room for a step behind them."""
-    return -(-(num_positions + ROOM_BEHIND) // PAGE)
+class PoolSize(NamedTuple):
+    """The pool of pages that a GPU's caches lie in."""
+
+    num_pages: int
+    page: int  # positions of a page
 
 
-def most_pages(jobs: Iterable[Growth]) -> int:
+def pages_of(num_positions: int, page: int | None = None) -> int:
+    """The pages of a cache with so many committed positions, and room for a step behind them.
+
+    `page` is the number of a page's positions, None on a CPU.
+    """
+    return -(-(num_positions + ROOM_BEHIND) // (page or PAGE))
+
+
+def most_pages(jobs: Iterable[Growth], page: int | None = None) -> int:
     """The most pages that jobs take within the horizon if they grow alike, and each leaves at its expected end.
 
     That time is one of the ends, or the horizon: a job's pages are free again when it has left, and until then all
     others grow. What lies behind the horizon is left open: by then some have ended, or the youngest makes room.
     """
+    page = page or PAGE
     most, now = 0, 0
     for count, job in enumerate(sorted(jobs, key=lambda job: job.left, reverse=True), start=1):
         now += job.now
-        most = max(most, now + count * (min(job.left, HORIZON) + ROOM_BEHIND + PAGE - 1))
-    return -(-most // PAGE)
+        most = max(most, now + count * (min(job.left, HORIZON) + ROOM_BEHIND + page - 1))
+    return -(-most // page)

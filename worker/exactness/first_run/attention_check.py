@@ -9,14 +9,14 @@ import random
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.caches.arena import ArenaKVCache, KVArena
+from swiftbatch.worker.caches.arena import ArenaKVCache
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.exactness.first_run.findings import Finding, Row, differing_bits
 from swiftbatch.worker.exactness.first_run.parts import Parts
 from swiftbatch.worker.exactness.probe import random_tree
 from swiftbatch.worker.kernels.cuda.attend import AttentionShape
 from swiftbatch.worker.kernels.cuda.attentions import ATTENTION_KERNELS
-from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS, TableLayout
+from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, NUM_ROWS, TableLayout
 from swiftbatch.worker.kernels.cuda.upload import Upload
 from swiftbatch.worker.target.tiles import SequenceRows, max_tree_depth, tree_rows
 
@@ -85,7 +85,7 @@ def _against_alone(layer: OneLayer, placed: list[Placed], seed: int) -> tuple[in
         for row in range(len(rows)):
             alone = layer.attended(query[start + row : start + row + 1], [(rows.part(row, row + 1), slot)])
             differing += not torch.equal(alone[0], together[start + row])  # NaN differs from itself
-        exact = layer.exact(query[start + row], rows, slot, row)
+        exact = layer.exact(query[start + row], rows, row)
         distance = (together[start + row].double() - exact).abs().max() / exact.abs().max()
         error = max(error, float(distance.nan_to_num(torch.inf)))
         start += len(rows)
@@ -103,12 +103,13 @@ class OneLayer:
 
     def __init__(self, parts: Parts, num_slots: int, longest: int) -> None:
         self._parts, sizes = parts, parts.sizes
-        self.arena = KVArena(parts.cache_shape(num_layers=1), num_slots, longest)
+        self.arena = parts.arena(num_slots, longest, num_layers=1)
         self.arena.buffer.normal_(generator=parts.generator(4))
         heads_per_kv = sizes.num_heads // sizes.num_kv_heads
         shape = AttentionShape(sizes.num_kv_heads, heads_per_kv, sizes.head_dim, parts.num_splits, sizes.dtype)
-        capacity = self.arena.capacity
-        self._layout = TableLayout(num_slots, capacity, shape.rows_per_group, capacity, sizes.vocab)
+        capacity, pages = self.arena.capacity, self.arena.pages
+        table = (num_slots, capacity, shape.rows_per_group, capacity, sizes.vocab)
+        self._layout = TableLayout(*table, page=None if pages is None else pages.page)
         self._buffer = torch.zeros(self._layout.size, dtype=torch.int32, device=parts.device)
         self._upload = Upload(self._buffer)
         self._table = self._layout.table(self._buffer)
@@ -116,6 +117,9 @@ class OneLayer:
         self._attention = kernel(shape, self._layout, sizes.scale, parts.device)
         self._mixed = self._rows()
         self._caches = [self.arena.new_cache(longest) for _ in range(num_slots)]
+        for end in range(BLOCK, longest, BLOCK):
+            for cache in self._caches:  # in turn: pages of a slot do not lie side by side
+                cache.reserve(end)
 
     def placed(self, rng: random.Random, length: int, num_slots: int, num_rows: int) -> list[Placed]:
         """Return trees of so many rows in all at most, over some slots of nearly this length."""
@@ -139,24 +143,25 @@ class OneLayer:
         return self._mixed[: len(query)].clone()
 
     def upload(self, placed: list[Placed]) -> None:
-        self._layout.fill(self._upload.buffer(), placed)
+        for rows, _ in placed:
+            rows.cache.reserve(rows.first_entry + len(rows))
+        pages = [rows.cache.pages for rows, _ in placed]
+        self._layout.fill(self._upload.buffer(), placed, pages)
         self._upload.send()
 
     def attend(self) -> None:
         """Attend over what was uploaded, in two launches."""
-        keys, values = self.arena.buffer[0]
-        self._attention.attend(0, keys, values, None, self._table, self._mixed)
+        keys, values = self.arena.buffer[0].expand(-1, len(self._caches), -1, -1, -1)
+        self._attention.attend(0, keys, values, None, self._table, self._mixed, pages=self.arena.pages)
 
-    def exact(self, query: Tensor, rows: SequenceRows, slot: int, row: int) -> Tensor:
+    def exact(self, query: Tensor, rows: SequenceRows, row: int) -> Tensor:
         """One row's `[num_heads, head_dim]` in float64, of `query` as it is."""
         length = rows.tail_lengths[row]
         tail = torch.from_numpy(rows.tail_entries[row][:length].copy()).to(query.device)
+        kept = rows.cache.stored_between(0, slice(0, rows.first_entry + len(rows)))
         found = []
         for kv_head, heads in enumerate(query.double().chunk(self._parts.sizes.num_kv_heads)):
-            keys, values = (
-                torch.cat([part[slot, kv_head, : rows.boundary], part[slot, kv_head, tail]]).double()
-                for part in self.arena.buffer[0]
-            )
+            keys, values = (torch.cat([part[kv_head, : rows.boundary], part[kv_head, tail]]).double() for part in kept)
             weights = torch.softmax(heads @ keys.t() * self._parts.sizes.scale, dim=-1)
             found.append(weights @ values)
         return torch.cat(found)

@@ -21,7 +21,7 @@ from swiftbatch.worker.model.dense import dense_weights
 from swiftbatch.worker.model.files import ModelFiles
 from swiftbatch.worker.target.cuda.clock import captured_seconds, clock_of
 from swiftbatch.worker.target.cuda.cuda_forwards import CudaForwards
-from swiftbatch.worker.target.cuda.cuda_loading import hold_products_steady, splits_of
+from swiftbatch.worker.target.cuda.cuda_loading import hold_products_steady, splits_of, whole_arena
 from swiftbatch.worker.target.loading import DTYPES
 from swiftbatch.worker.target.target import TargetModel
 
@@ -116,9 +116,14 @@ class Parts:
             self.device,
         )
 
+    def arena(self, num_slots: int, max_length: int, num_layers: int | None = None) -> KVArena:
+        """Memory of caches as the attention wants it, with room for so many of this length."""
+        shape, staging = self.cache_shape(num_layers), self._staging()
+        return whole_arena(self.kernels.attention, shape, num_slots, max_length, staging)
+
     def target(self, num_slots: int, max_length: int, capture: Capture | None = None) -> ArenaTarget:
         """The model over an arena of its own, whose numbers are all zero."""
-        arena = KVArena(self.cache_shape(), num_slots, max_length, self._staging())
+        arena = self.arena(num_slots, max_length)
         arena.buffer.zero_()
         forwards = CudaForwards(
             self.weights, arena, frozenset(), self.num_splits, self.kernels, capture or self.capture

@@ -18,7 +18,7 @@ import triton
 from torch import Tensor
 
 from swiftbatch.worker.kernels.attention_view import SEES_ALL, AttentionView
-from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, NUM_ROWS, CudaRowTable
+from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, NUM_ROWS, CudaRowTable, PageTable
 from swiftbatch.worker.kernels.cuda.prefix import prefix_split
 from swiftbatch.worker.kernels.cuda.tail import tail_merge
 
@@ -114,6 +114,7 @@ def attend(
     mixed: Tensor,  # as query
     scale: float,
     view: AttentionView = SEES_ALL,  # its sinks in float32, on the device
+    pages: PageTable | None = None,  # where prefixes lie; None: every slot's entries side by side
 ) -> None:
     """Mix each row's heads from what it may see. Padding rows stay as they are. Nothing is allocated."""
     _, num_heads, head_dim = query.shape
@@ -122,9 +123,10 @@ def attend(
     scale_log2 = scale * LOG2_E
     strides = keys.stride()[:3]
     prefix_split[(len(table.groups) * num_kv_heads, num_splits)](
-        query, keys, values, bias, scratch.output, scratch.lse, table.groups, table.rows,
-        scale_log2, *strides, 0 if bias is None else bias.stride(0),
-        HAS_BIAS=bias is not None, **shape.prefix_constants(view),
+        query, keys, values, bias, None if pages is None else pages.numbers, scratch.output, scratch.lse,
+        table.groups, table.rows, scale_log2, *strides, 0 if bias is None else bias.stride(0),
+        0 if pages is None else pages.numbers.stride(0),
+        HAS_BIAS=bias is not None, PAGE=0 if pages is None else pages.page, **shape.prefix_constants(view),
     )  # fmt: skip
     tail_merge[(NUM_ROWS, num_kv_heads)](
         query, keys, values, scratch.output, scratch.lse, mixed, table.rows, table.tail_slots, view.sinks,

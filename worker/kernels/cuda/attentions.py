@@ -11,7 +11,7 @@ from torch import Tensor
 from swiftbatch.jobs.run.option_values import AttentionName
 from swiftbatch.worker.kernels.attention_view import SEES_ALL, AttentionView
 from swiftbatch.worker.kernels.cuda.attend import AttentionShape, Scratch, attend
-from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS, CudaRowTable, TableLayout
+from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS, CudaRowTable, PageTable, TableLayout
 from swiftbatch.worker.kernels.cuda.flash import FlashAttention
 
 
@@ -36,6 +36,7 @@ class Attention(Protocol):
         table: CudaRowTable[Tensor],
         mixed: Tensor,
         view: AttentionView = SEES_ALL,
+        pages: PageTable | None = None,
     ) -> None:
         """Attend as `attend.attend` does, in the decoder's layer `layer`; nothing that is ours is allocated.
 
@@ -74,8 +75,9 @@ class TritonAttention:
         table: CudaRowTable[Tensor],
         mixed: Tensor,
         view: AttentionView = SEES_ALL,
+        pages: PageTable | None = None,
     ) -> None:
-        attend(self.query, keys, values, bias, table, self.scratch, mixed, self.scale, view)
+        attend(self.query, keys, values, bias, table, self.scratch, mixed, self.scale, view, pages)
 
     def put(self, query: Tensor, table: CudaRowTable[Tensor]) -> None:
         for numbers in (self.scratch.output, self.scratch.lse, self.query):

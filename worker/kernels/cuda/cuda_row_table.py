@@ -38,6 +38,29 @@ class CudaRowTable(Generic[Ints]):
 
 
 @dataclass(frozen=True)
+class PageTable:
+    """Pages of a pool that the entries of slots lie in: any, in any order."""
+
+    numbers: Tensor  # [num_slots, most_pages] int32, on the device; of one slot [most_pages]
+    page: int  # entries of a page, a multiple of BLOCK
+
+    @property
+    def capacity(self) -> int:
+        """The most entries of a slot."""
+        return self.numbers.shape[-1] * self.page
+
+    def of(self, slot: int) -> PageTable:
+        """The pages of one slot."""
+        return PageTable(self.numbers[slot], self.page)
+
+
+def in_pages(entries: NDArray[np.int64], pages: Sequence[int], page: int) -> NDArray[np.int64]:
+    """Return entries of a pool, from those of a slot that has these pages."""
+    numbers = np.asarray(pages, dtype=np.int64)
+    return numbers[entries // page] * page + entries % page
+
+
+@dataclass(frozen=True)
 class TableLayout:
     """The layout of a table in its buffer, and the range of its numbers."""
 
@@ -47,6 +70,7 @@ class TableLayout:
     num_positions: int  # as the table of angles counts them
     vocab: int
     boundary_step: int = BLOCK  # boundaries are multiples of it: behind a partial cache it is 1
+    page: int | None = None  # entries of a page, where slots' entries lie in pages of a pool
 
     @property
     def num_groups(self) -> int:
@@ -68,21 +92,26 @@ class TableLayout:
             start = end
         return CudaRowTable(*cast("list[Any]", parts))
 
-    def fill(self, buffer: NDArray[np.int32], sequences: Sequence[tuple[Rows, int]]) -> None:
+    def fill(
+        self, buffer: NDArray[np.int32], sequences: Sequence[tuple[Rows, int]], pages: Sequence[Sequence[int]] = ()
+    ) -> None:
         """Write the rows of some sequences, each with its slot, in order; biases go to the device on their own.
 
-        Raises ValueError for what the arena or the table has no room for; the buffer is then left as it was.
+        `pages` are those of each sequence, where entries lie in some; a table on the device tells of prefixes. Raises
+        ValueError for what the arena or the table has no room for; the buffer is then left as it was.
         """
         self._check(sequences)
         table = self.table(buffer)
         buffer[:] = 0
         row = group = 0
-        for rows, slot in sequences:
+        for number, (rows, slot) in enumerate(sequences):
             end = row + len(rows)
-            entries = range(rows.first_entry, rows.first_entry + len(rows))
+            entries, tails = np.arange(rows.first_entry, rows.first_entry + len(rows)), rows.tail_entries
+            if self.page is not None:
+                entries, tails = (in_pages(each, pages[number], self.page) for each in (entries, tails))
             table.rows[row:end, :2] = slot, rows.boundary
             table.rows[row:end, 2:] = np.stack((rows.tail_lengths, rows.positions, entries), axis=1)
-            table.tail_slots[row:end] = rows.tail_entries
+            table.tail_slots[row:end] = tails
             table.token_ids[row:end] = rows.token_ids
             for first in range(row, end, self.rows_per_group):
                 num_rows = min(self.rows_per_group, end - first)

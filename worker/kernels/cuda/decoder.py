@@ -20,7 +20,7 @@ from swiftbatch.worker.kernels.attention_view import SEES_ALL, AttentionView
 from swiftbatch.worker.kernels.cuda.activations import activate
 from swiftbatch.worker.kernels.cuda.attend import AttentionShape
 from swiftbatch.worker.kernels.cuda.attentions import Attention, AttentionKernel, TritonAttention
-from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, NUM_ROWS, TableLayout
+from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, NUM_ROWS, PageTable, TableLayout
 from swiftbatch.worker.kernels.cuda.expert_products import CudaExperts
 from swiftbatch.worker.kernels.cuda.layer_kernels import add_norm, embed, norm_heads, rope_store
 from swiftbatch.worker.kernels.cuda.linear import LinearKernel
@@ -52,22 +52,27 @@ class CudaDecoder:
         bias: Tensor | None = None,
         reduce: Callable[[Tensor], None] | None = None,
         attention: AttentionKernel = TritonAttention,
+        pages: PageTable | None = None,
     ) -> None:
         """Rows see entries of `arena [num_layers, 2, num_slots, num_kv_heads, capacity, row_width]`, on its device.
 
         It may have room for `RING_LAYERS` layers alone, which take turns; whoever runs layer by layer fills them.
         `bias [num_slots, capacity] float32` is added to scores of prefixes. `reduce` sums a layer's part of the
-        outputs `[NUM_ROWS, hidden]` over devices that hold the others, in place. Raises ValueError.
+        outputs `[NUM_ROWS, hidden]` over devices that hold the others, in place. With `pages` the arena is a pool, one
+        slot that all see, in whose pages their entries lie. Raises ValueError.
         """
         sizes = self.sizes = weights.sizes
         _check_arena(arena, weights)
-        num_slots, capacity = arena.shape[2], arena.shape[4]
+        if pages is not None:
+            arena = arena.expand(-1, -1, len(pages.numbers), -1, -1, -1)  # a stride of 0
+        capacity = arena.shape[4] if pages is None else pages.capacity
         heads_per_kv = sizes.num_heads // sizes.num_kv_heads
         shape = self._shape = AttentionShape(sizes.num_kv_heads, heads_per_kv, sizes.head_dim, num_splits, sizes.dtype)
         step = BLOCK if bias is None else 1
         num_angles = weights.rotary.num_rows(num_positions)
-        self.layout = TableLayout(num_slots, capacity, shape.rows_per_group, num_angles, sizes.vocab, step)
-        self._weights, self._arena, self._bias = weights, arena, bias
+        table = (arena.shape[2], capacity, shape.rows_per_group, num_angles, sizes.vocab, step)
+        self.layout = TableLayout(*table, None if pages is None else pages.page)
+        self._weights, self._arena, self._bias, self._pages = weights, arena, bias, pages
         self._linear, self._reduce = WeightKernel(linear), reduce
         self._views = [AttentionView(layer.window, sizes.score_cap or None, layer.sinks) for layer in weights.layers]
         self._angles = self._angles_of(np.arange(num_angles), arena.device)
@@ -92,14 +97,15 @@ class CudaDecoder:
         """
         _check_arena(arena, self._weights)
         other = copy.copy(self)
-        other._arena, other._bias = arena, bias
+        other._arena, other._bias, other._pages = arena, bias, None
         other._views = [replace(view, window=None) for view in self._views]  # entries are no positions
-        other.layout = replace(self.layout, num_slots=arena.shape[2], capacity=arena.shape[4], boundary_step=1)
+        num_slots, capacity = arena.shape[2], arena.shape[4]
+        other.layout = replace(self.layout, num_slots=num_slots, capacity=capacity, boundary_step=1, page=None)
         other._allocate_table(arena.device)
         attention = self.attention
         if not isinstance(attention, TritonAttention):  # flash-attn adds no biases
             attention = TritonAttention(self._shape, other.layout, self.sizes.scale, arena.device)
-        other.attention = attention if texts is None else ScanAttention(attention, texts, self._arena)
+        other.attention = attention if texts is None else ScanAttention(attention, texts, self._arena, self._pages)
         return other
 
     def forward(self, tap: Callable[[int, Tensor], None] | None = None) -> None:
@@ -171,7 +177,7 @@ class CudaDecoder:
             attention.query, keys, values, attention.places(table), sizes.norm_form, sizes.norms_turned,
             self._query_scales,
         )  # fmt: skip
-        attention.attend(number, keys, values, self._bias, table, self._mixed, self._views[number])
+        attention.attend(number, keys, values, self._bias, table, self._mixed, self._views[number], self._pages)
         self._linear(self._mixed.view(NUM_ROWS, -1), layer.output.weight, layer.output.bias, self._delta)
         if self._reduce is not None:
             self._reduce(self._delta)

@@ -17,7 +17,7 @@ from torch import Tensor
 from swiftbatch.worker.kernels.attention_view import SEES_ALL, AttentionView
 from swiftbatch.worker.kernels.choice import flash_version
 from swiftbatch.worker.kernels.cuda.attend import AttentionShape
-from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS, CudaRowTable, TableLayout
+from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS, CudaRowTable, PageTable, TableLayout
 from swiftbatch.worker.kernels.cuda.kept_rows import load_rows
 from swiftbatch.worker.kernels.cuda.layer_kernels import packed_head
 from swiftbatch.worker.kernels.cuda.prefix import LOG2_E
@@ -105,11 +105,14 @@ class FlashAttention:
         table: CudaRowTable[Tensor],
         mixed: Tensor,
         view: AttentionView = SEES_ALL,
+        pages: PageTable | None = None,
     ) -> None:
         if bias is not None:
             raise ValueError("found a bias, which flash-attn does not add to scores; attend with triton")
         if view != SEES_ALL:
             raise ValueError("found a window, a soft cap or sinks beside flash-attn; attend with triton")
+        if pages is not None:
+            raise ValueError("found pages beside flash-attn, whose splits follow from a slot; attend with triton")
         slots, boundaries = table.prefixes
         output, lse = self._call(
             self.query.view(self._size),

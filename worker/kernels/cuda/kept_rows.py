@@ -27,6 +27,16 @@ def load_rows(pointers, seen, columns, NUM_COLUMNS: tl.constexpr, MASKED: tl.con
 
 
 @triton.jit
+def in_pool(entries, pages_ptr, mask, PAGE: tl.constexpr):
+    """Entries of a slot, counted in int64: with pages as those of the pool, which the slot's row of a table tells."""
+    if PAGE:
+        numbers = entries.to(tl.uint32)  # whose division by a power of two is a shift
+        pages = tl.load(pages_ptr + numbers // PAGE, mask=mask, other=0)
+        return (pages * PAGE + (numbers % PAGE).to(tl.int32)).to(tl.int64)
+    return entries.to(tl.int64)
+
+
+@triton.jit
 def scale_pointers(rows, HEAD_DIM: tl.constexpr):
     """Pointers to the scales of rows of codes that begin at these pointers."""
     return (rows + HEAD_DIM).to(tl.pointer_type(tl.float32), bitcast=True)

@@ -67,13 +67,16 @@ def attend_block(
 
 @triton.jit
 def prefix_split(
-    query_ptr, key_ptr, value_ptr, bias_ptr, output_ptr, lse_ptr, groups_ptr, rows_ptr,
-    scale_log2, stride_slot, stride_head, stride_entry, stride_bias,
+    query_ptr, key_ptr, value_ptr, bias_ptr, pages_ptr, output_ptr, lse_ptr, groups_ptr, rows_ptr,
+    scale_log2, stride_slot, stride_head, stride_entry, stride_bias, stride_pages,
     NUM_ROWS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr, HEAD_DIM: tl.constexpr,
     NUM_SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    HALF: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP_LOG2: tl.constexpr,
+    HALF: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP_LOG2: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Program (group and KV head, split): softmax over the split's blocks of keys; normalised output and LSE."""
+    """Program (group and KV head, split): softmax over the split's blocks of keys; normalised output and LSE.
+
+    With pages of `PAGE` entries, whole blocks, a block lies in the page that the slot's row `pages_ptr` tells.
+    """
     group_ptr = groups_ptr + tl.program_id(0) // NUM_KV_HEADS * 4
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     split = tl.program_id(1)
@@ -108,7 +111,11 @@ def prefix_split(
     acc_second = tl.zeros([TILE_ROWS, HALF], tl.float32)
     for block in range(start, end):
         entries = block * BLOCK + tl.arange(0, BLOCK)
-        places = cache + entries.to(tl.int64)[:, None] * stride_entry
+        kept = entries
+        if PAGE:
+            page = tl.load(pages_ptr + slot * stride_pages + block * BLOCK // PAGE)
+            kept = page * PAGE + entries % PAGE
+        places = cache + kept.to(tl.int64)[:, None] * stride_entry
         bias = tl.zeros([BLOCK], tl.float32)
         if HAS_BIAS:
             bias = tl.load(bias_ptr + slot * stride_bias + entries, mask=entries < boundary, other=float("-inf"))

@@ -183,6 +183,10 @@ typedef struct {
     int32_t is_parallel;   // the products of a layer read what its attention reads
     int32_t head_norms_differ;  // each head of a layer has weights of its own in its norm
     int32_t gates_heads;  // what attention finds is multiplied by the sigmoids of gates
+    // Latent attention: see latent.h. The first number is 0 where there is none; else a head of the cache has `head_dim`
+    // numbers: the latent vector, and behind it what is turned of the keys.
+    int32_t latent_rank, query_rank;  // numbers of a latent vector; of one of queries, 0 where these have none
+    int32_t still_dim, value_dim;     // of a head's query, what is not turned; of its values
     float epsilon, scale;  // of the norms; of the scores
     float embedding_scale, residual_scale, logit_scale;  // of embeddings, of what layers add, of logits; mostly 1
     float score_cap, logit_cap;  // as `attention_view.softcap`: of all layers; of logits, behind their scale
@@ -204,7 +208,8 @@ typedef struct {
     int32_t num_experts, num_chosen, intermediate;  // of a layer; of a row; columns of an expert
     int32_t shared_intermediate;                    // columns of the part that all rows meet; 0 for none
     int32_t latent;                                 // numbers of a row that experts read and give; 0 for all of the row's
-    int32_t score, num_groups, num_chosen_groups;   // experts are chosen from the groups whose two best are the best
+    int32_t score, num_groups, num_chosen_groups;   // experts are chosen from the groups whose best are the best:
+    int32_t num_best_of_group;                      // so many of each together
     int32_t is_normalised;                          // weights are divided by their sum
     int32_t rounds_logits, rounds_weights;          // to bf16, in models of it
     float least_sum, scale;                         // that weights are divided by; that multiplies them
@@ -222,7 +227,8 @@ typedef enum {
     SINKS,   // floats: `attention_view.sinks` of the layer
     HEAD_GATE,     // of what its attention finds
     NO_ATTENTION,  // no weight: the layer does not attend
-    NO_PRODUCTS    // no weight: it has none behind its attention or its mixer
+    NO_PRODUCTS,   // no weight: it has none behind its attention or its mixer
+    QUERY_DOWN, KEY_UP, VALUE_UP  // of latent attention: see latent.h
 } weight_role;
 
 typedef enum {

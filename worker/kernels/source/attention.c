@@ -43,7 +43,8 @@ static void add_pair(attention *attention, int group, int head, long *num_query_
     *num_query_elements += (long)num_queries * attention->depth;
 }
 
-attention *attention_new(frame *frame, const attention_sizes *sizes, const row_group *groups, int num_groups) {
+attention *attention_new(frame *frame, const attention_sizes *sizes, int latent_rank, const row_group *groups,
+                         int num_groups) {
     attention *fresh = frame_take(frame, sizeof(attention));
     int is_bf16 = sizes->element == BF16, num_pairs = num_groups * sizes->num_kv_heads;
     bool uses_pairs = is_bf16 && HAS_BF16_PRODUCTS;
@@ -52,11 +53,13 @@ attention *attention_new(frame *frame, const attention_sizes *sizes, const row_g
                          .uses_bf16_products = uses_pairs,
                          .depth = uses_pairs ? (int)round_up(sizes->head_dim, BF16_DEPTH) : sizes->head_dim,
                          .heads_per_kv = sizes->num_heads / sizes->num_kv_heads,
+                         .value_dim = latent_rank ? latent_rank : sizes->head_dim,
                          .scale = sizes->scale * LOG2_E};
     row_group *copies = frame_take(frame, sizeof(row_group) * (size_t)num_groups);
     tail_columns *tails = frame_take(frame, sizeof(tail_columns) * (size_t)num_groups);
     for (int i = 0; i < num_groups; i++) {
         copies[i] = groups[i];
+        if (latent_rank) copies[i].head_stride = copies[i].value_stride = 0;
         if (groups[i].scanned) {
             scanned_keys *scanned = frame_take(frame, sizeof *scanned);
             *scanned = *groups[i].scanned;
@@ -110,15 +113,15 @@ static float share_beside(float sink, const part *whole, int query) {
 static void write_output(const attention *attention, const head_rows *pair, const float *sinks, int num_parts,
                          void **parts, float *output) {
     const attention_sizes *sizes = &attention->sizes;
-    int num_queries = pair->num_queries, head_dim = sizes->head_dim, per_kv = attention->heads_per_kv;
+    int num_queries = pair->num_queries, value_dim = attention->value_dim, per_kv = attention->heads_per_kv;
     part whole = part_at(parts[0], num_queries);
-    for (int i = 1; i < num_parts; i++) merge(&whole, part_at(parts[i], num_queries), num_queries, head_dim);
+    for (int i = 1; i < num_parts; i++) merge(&whole, part_at(parts[i], num_queries), num_queries, value_dim);
     for (int i = 0; i < num_queries; i++) {
         int head = pair->head * per_kv + i % per_kv;
-        float *to = output + ((long)(i / per_kv) * sizes->num_heads + head) * head_dim;
+        float *to = output + ((long)(i / per_kv) * sizes->num_heads + head) * value_dim;
         vec share = vec_set(sinks ? share_beside(sinks[head], &whole, i) : 1.0f / whole.sum[i]);
-        for (int d = 0; d < head_dim; d += LANES) {
-            vec mean = vec_mul(vec_load(whole.output + (long)i * head_dim + d), share);
+        for (int d = 0; d < value_dim; d += LANES) {
+            vec mean = vec_mul(vec_load(whole.output + (long)i * value_dim + d), share);
             vec_store(to + d, sizes->element == BF16 ? vec_round_bf16(mean) : mean);
         }
     }
@@ -129,7 +132,7 @@ static size_t most_bytes(size_t a, size_t b) { return a > b ? a : b; }
 // As many pairs as fit into the memory for their parts.
 static int last_of_wave(const attention *attention, const window_plan *plan, int first_pair) {
     int last = first_pair, first_unit = plan->first_unit[first_pair];
-    size_t slot_bytes = part_bytes(attention->most_queries, attention->sizes.head_dim);
+    size_t slot_bytes = part_bytes(attention->most_queries, attention->value_dim);
     while (last + 1 < attention->num_pairs) {
         int num_units = plan->first_unit[last + 2] - first_unit;
         if (num_units > MOST_UNITS || (size_t)num_units * slot_bytes > MOST_SLOT_BYTES) break;
@@ -206,7 +209,7 @@ static const window_plan *plan_of(attention *attention, frame *frame, int window
     while (plan && plan->window != window) plan = plan->next;
     if (!plan) attention->plans = plan = plan_new(frame, attention, window);
     if (plan->num_slots > attention->num_slots) {
-        size_t slot_bytes = part_bytes(attention->most_queries, attention->sizes.head_dim);
+        size_t slot_bytes = part_bytes(attention->most_queries, attention->value_dim);
         attention->num_slots = plan->num_slots;
         attention->slots = frame_take(frame, (size_t)plan->num_slots * slot_bytes);
         attention->parts = frame_take(frame, (size_t)plan->num_slots * sizeof(void *));
@@ -223,7 +226,7 @@ static void run_wave(attention *attention, frame *frame, const unit_job *job, in
                         .job = job,
                         .job_bytes = sizeof *job,
                         .scratch_bytes = most_bytes(scratch_bytes(attention), scan_scratch_bytes(attention)),
-                        .slot_bytes = part_bytes(attention->most_queries, attention->sizes.head_dim),
+                        .slot_bytes = part_bytes(attention->most_queries, attention->value_dim),
                         .own_slots = attention->slots};
     long work = 0;
     for (const span *unit = job->plan->units + job->first_unit; unit < job->plan->units + job->first_unit + num_units; unit++)
@@ -244,7 +247,7 @@ void attention_run(attention *attention, frame *frame, int layer, const attentio
         for (int i = first; i <= last; i++) {
             const head_rows *pair = &attention->pairs[i];
             void **parts = attention->parts + first_unit[i] - first_unit[first];
-            float *to = output + first_row * sizes->num_heads * sizes->head_dim;
+            float *to = output + first_row * sizes->num_heads * attention->value_dim;
             write_output(attention, pair, view->sinks, first_unit[i + 1] - first_unit[i], parts, to);
             if (pair->head == sizes->num_kv_heads - 1) first_row += attention->groups[pair->group].num_rows;
         }

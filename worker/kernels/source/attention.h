@@ -14,7 +14,9 @@
 typedef struct attention attention;
 
 // What all layers of a call have in common; lives in the frame, as do copies of the groups.
-attention *attention_new(frame *frame, const attention_sizes *sizes, const row_group *groups, int num_groups);
+// With a `latent_rank` all heads share the rows of one, and values are the first numbers of keys.
+attention *attention_new(frame *frame, const attention_sizes *sizes, int latent_rank, const row_group *groups,
+                         int num_groups);
 
 // Where a row's key (or its value) of one head is stored.
 void *attention_slot(const attention *attention, int layer, int group, int row, int head, bool is_value);
@@ -23,6 +25,6 @@ void attention_keep(const attention *attention, int layer, int group, int row, i
 // Takes one query [head_dim] in.
 void attention_query(attention *attention, int group, int row, int head, const float *query);
 
-// Attends with all queries to what the caches hold now and the layer's view shows: output [all rows, num_heads,
-// head_dim], rounded to bf16 where the sizes say so.
+// Attends with all queries to what the caches hold now and the layer's view shows: output [all rows, num_heads, width of
+// a value], rounded to bf16 where the sizes say so.
 void attention_run(attention *attention, frame *frame, int layer, const attention_view *view, float *output);

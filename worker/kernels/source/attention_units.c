@@ -44,8 +44,8 @@ size_t scratch_bytes(const attention *attention) {
 
 // ---- parts
 
-size_t part_bytes(int num_queries, int head_dim) {
-    return (size_t)round_up(4 * (2 * round_up(num_queries, LANES) + (long)num_queries * head_dim), 64);
+size_t part_bytes(int num_queries, int value_dim) {
+    return (size_t)round_up(4 * (2 * round_up(num_queries, LANES) + (long)num_queries * value_dim), 64);
 }
 
 part part_at(void *slot, int num_queries) {
@@ -53,15 +53,15 @@ part part_at(void *slot, int num_queries) {
     return (part){maximum, sum, sum + round_up(num_queries, LANES)};
 }
 
-void scale_rows(float *rows, int num_rows, int head_dim, const float *factors) {
+void scale_rows(float *rows, int num_rows, int value_dim, const float *factors) {
     for (int i = 0; i < num_rows; i++)
-        for (int d = 0; d < head_dim; d += LANES) {
-            float *place = rows + (long)i * head_dim + d;
+        for (int d = 0; d < value_dim; d += LANES) {
+            float *place = rows + (long)i * value_dim + d;
             vec_store(place, vec_mul(vec_load(place), vec_set(factors[i])));
         }
 }
 
-void merge(part *whole, part next, int num_queries, int head_dim) {
+void merge(part *whole, part next, int num_queries, int value_dim) {
     for (int first = 0; first < num_queries; first += LANES) {
         vec old = vec_load(whole->maximum + first), new = vec_load(next.maximum + first), maximum = vec_max(old, new);
         vec shrink = vec_exp2(vec_sub(old, maximum)), share = vec_exp2(vec_sub(new, maximum));
@@ -74,10 +74,10 @@ void merge(part *whole, part next, int num_queries, int head_dim) {
         vec_store(shrinks, shrink);
         vec_store(shares, share);
         for (int i = 0; i < LANES && first + i < num_queries; i++) {
-            float *to = whole->output + (long)(first + i) * head_dim;
-            const float *from = next.output + (long)(first + i) * head_dim;
-            if (is_empty[i]) memcpy(to, from, sizeof(float) * (size_t)head_dim);  // with the signs of its zeros
-            for (int d = 0; d < head_dim && !is_empty[i]; d += LANES) {
+            float *to = whole->output + (long)(first + i) * value_dim;
+            const float *from = next.output + (long)(first + i) * value_dim;
+            if (is_empty[i]) memcpy(to, from, sizeof(float) * (size_t)value_dim);  // with the signs of its zeros
+            for (int d = 0; d < value_dim && !is_empty[i]; d += LANES) {
                 vec added = vec_mul(vec_load(from + d), vec_set(shares[i]));
                 vec_store(to + d, vec_fma(vec_load(to + d), vec_set(shrinks[i]), added));
             }
@@ -205,7 +205,7 @@ static void softmax_of_query(const attention *attention, int unseen, int count, 
 
 static void add_values(const attention *attention, kv_form form, int num_queries, const char *values, int first, int count,
                        const char *next, bool is_first, workspace space, part part) {
-    int head_dim = attention->sizes.head_dim, blocks = head_dim / LANES;
+    int head_dim = attention->sizes.head_dim, value_dim = attention->value_dim, blocks = value_dim / LANES;
     long row_bytes = kv_row_bytes(form);
     if (form.code != KV_PLAIN) {
         const char *coded[PACKED_KEYS];
@@ -217,17 +217,17 @@ static void add_values(const attention *attention, kv_form form, int num_queries
         expect(next, count * row_bytes);
         layout layout = attention->element_bytes == 2 ? ROWS_BF16 : ROWS_F32;
         operand plain = {values, LANES, head_dim, layout, NULL, 0};
-        gemm_f32(num_queries, blocks, count, space.scores + first, CHUNK, plain, part.output, head_dim, !is_first);
+        gemm_f32(num_queries, blocks, count, space.scores + first, CHUNK, plain, part.output, value_dim, !is_first);
         return;
     }
     const bf16 *rows = (const bf16 *)values;
     for (int i = 0; i < count; i += 2) {
         expect(next + i * row_bytes, 2 * row_bytes);
-        interleave(rows + (long)i * head_dim, rows + (long)(i + 1) * head_dim, head_dim,
-                   (bf16 *)space.values + (long)i * head_dim);
+        interleave(rows + (long)i * head_dim, rows + (long)(i + 1) * head_dim, value_dim,
+                   (bf16 *)space.values + (long)i * value_dim);
     }
-    operand packed = {space.values, 2 * LANES, 2L * head_dim, PAIRS, NULL, 0};
-    gemm_bf16(num_queries, blocks, count, space.weights + first, CHUNK, packed, part.output, head_dim, !is_first);
+    operand packed = {space.values, 2 * LANES, 2L * value_dim, PAIRS, NULL, 0};
+    gemm_bf16(num_queries, blocks, count, space.weights + first, CHUNK, packed, part.output, value_dim, !is_first);
 }
 
 // A chunk of a span: what lies where, and how many of its first keys each row does not see.
@@ -288,7 +288,7 @@ static void run_span(const unit_job *job, const span *span, void *slot, workspac
         score_keys_of(job, &chunk, space);
         for (int i = 0; i < num_queries; i++)
             softmax_of_query(attention, unseen_by(&chunk, i / attention->heads_per_kv), chunk.count, is_first, space, i, part);
-        if (!is_first) scale_rows(part.output, num_queries, attention->sizes.head_dim, space.shrink);
+        if (!is_first) scale_rows(part.output, num_queries, attention->value_dim, space.shrink);
         for (int first = chunk.unseen; first < chunk.count; first += PACKED_KEYS) {
             const char *next = chunk.keys + (CHUNK + first) * row_bytes;
             add_values(attention, form, num_queries, chunk.values + first * row_bytes, first, PACKED_KEYS, next,
@@ -310,18 +310,18 @@ INLINE void add_tail(const int blocks, const kv_code code, kv_form form, const f
     for (int n = 0; n < blocks; n++) vec_store(output + first + n * LANES, sum[n]);
 }
 
-INLINE void sum_rows(const kv_code code, kv_form form, const float *weights, const char *const *values, int count,
+INLINE void sum_rows(const kv_code code, kv_form form, int value_dim, const float *weights, const char *const *values, int count,
                      float *output) {
     int d = 0;
-    for (; form.head_dim - d >= 4 * LANES; d += 4 * LANES) add_tail(4, code, form, weights, values, count, d, output);
-    for (; d < form.head_dim; d += LANES) add_tail(1, code, form, weights, values, count, d, output);
+    for (; value_dim - d >= 4 * LANES; d += 4 * LANES) add_tail(4, code, form, weights, values, count, d, output);
+    for (; d < value_dim; d += LANES) add_tail(1, code, form, weights, values, count, d, output);
 }
 
-void sum_values(kv_form form, const float *weights, const char *const *values, int count, float *output) {
+void sum_values(kv_form form, int value_dim, const float *weights, const char *const *values, int count, float *output) {
     switch (form.code) {
-        case KV_PLAIN: sum_rows(KV_PLAIN, form, weights, values, count, output); break;
-        case KV_INT8: sum_rows(KV_INT8, form, weights, values, count, output); break;
-        case KV_E4M3: sum_rows(KV_E4M3, form, weights, values, count, output); break;
+        case KV_PLAIN: sum_rows(KV_PLAIN, form, value_dim, weights, values, count, output); break;
+        case KV_INT8: sum_rows(KV_INT8, form, value_dim, weights, values, count, output); break;
+        case KV_E4M3: sum_rows(KV_E4M3, form, value_dim, weights, values, count, output); break;
     }
 }
 
@@ -340,7 +340,8 @@ static void tail_of_query(const attention *attention, kv_form form, const float 
     for (int i = LANES; i < TAIL; i += LANES) sum = vec_add(sum, vec_load(window + i));
     part.maximum[query] = maximum;
     part.sum[query] = vec_sum(sum);
-    sum_values(form, window + start, values + start, end - start, part.output + (long)query * attention->sizes.head_dim);
+    sum_values(form, attention->value_dim, window + start, values + start, end - start,
+               part.output + (long)query * attention->value_dim);
 }
 
 static void run_tails(const unit_job *job, const head_rows *pair, void *slot, workspace space) {

@@ -39,7 +39,7 @@ typedef struct window_plan {
 
 struct attention {
     attention_sizes sizes;
-    int element_bytes, depth, heads_per_kv;
+    int element_bytes, depth, heads_per_kv, value_dim;
     bool uses_bf16_products;
     float scale;  // of scores, to powers of two
     const row_group *groups;
@@ -54,7 +54,7 @@ struct attention {
 
 // What is known of each query after some keys: outputs are weighted by 2^(score - maximum) and not yet divided.
 typedef struct {
-    float *maximum, *sum, *output;  // [num_queries], [num_queries], [num_queries, head_dim]
+    float *maximum, *sum, *output;  // [num_queries], [num_queries], [num_queries, value_dim]
 } part;
 
 typedef struct {
@@ -80,13 +80,13 @@ INLINE void expect(const char *memory, long bytes) {
     for (long i = 0; i < bytes; i += 64) __builtin_prefetch(memory + i, 0, 2);
 }
 
-// Weighted values of all dimensions, key by key: output [head_dim].
-void sum_values(kv_form form, const float *weights, const char *const *values, int count, float *output);
-void scale_rows(float *rows, int num_rows, int head_dim, const float *factors);
+// Weighted values of the first dimensions, key by key: output [value_dim].
+void sum_values(kv_form form, int value_dim, const float *weights, const char *const *values, int count, float *output);
+void scale_rows(float *rows, int num_rows, int value_dim, const float *factors);
 
-size_t part_bytes(int num_queries, int head_dim);
+size_t part_bytes(int num_queries, int value_dim);
 part part_at(void *slot, int num_queries);
-void merge(part *whole, part next, int num_queries, int head_dim);
+void merge(part *whole, part next, int num_queries, int value_dim);
 
 size_t scratch_bytes(const attention *attention);
 void run_unit(const void *job, int unit, void *slot, void *scratch);

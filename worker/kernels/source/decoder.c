@@ -7,6 +7,8 @@
 #include "elementary.h"
 #include "elementwise.h"
 #include "experts.h"
+#include "heads.h"
+#include "latent.h"
 #include "linear.h"
 #include "mixers.h"
 #include "quantized.h"
@@ -18,6 +20,7 @@ typedef struct {
     float *sinks;      // those of the view, or NULL
     experts *experts;  // NULL: none
     mixer *mixer;      // in place of attention or beside it, or NULL
+    latent_weights latent;  // in place of the first matrix, where the decoder has latent vectors
     int intermediate;  // of the part that all rows meet; 0 for none
     bool does_not_attend, has_no_products;
     bool is_still;  // its heads are not turned
@@ -44,6 +47,7 @@ typedef struct {
     float *beside;                 // [num_rows, hidden] what a mixer beside attention gives; NULL where none is
     expert_room *experts_room;
     mixer_room mixers_room;
+    latent_room latents_room;
     bool rounds;
 } pass;
 
@@ -53,6 +57,11 @@ typedef struct {
 } layer_place;
 
 // ---- weights
+
+// Numbers of a row that all heads have found.
+static int found_columns(const decoder_sizes *sizes) {
+    return sizes->num_heads * (sizes->latent_rank ? sizes->value_dim : sizes->head_dim);
+}
 
 decoder *decoder_new(const decoder_sizes *sizes) {
     decoder *fresh = calloc(1, sizeof(decoder));
@@ -64,7 +73,8 @@ decoder *decoder_new(const decoder_sizes *sizes) {
         layer->intermediate = sizes->intermediate;
         int gate_columns = sizes->gates_heads ? query_columns : 0;
         layer->qkv = matrix_new((element)sizes->element, sizes->hidden, query_columns + 2 * key_columns + gate_columns);
-        layer->output = matrix_new((element)sizes->element, query_columns, sizes->hidden);
+        layer->output = matrix_new((element)sizes->element, found_columns(sizes), sizes->hidden);
+        if (sizes->latent_rank) layer->latent = latent_new(sizes);
         layer->gate_up = matrix_new((element)sizes->element, sizes->hidden, (1 + sizes->has_gates) * sizes->intermediate);
         layer->down = matrix_new((element)sizes->element, sizes->intermediate, sizes->hidden);
         layer->view.softcap = sizes->score_cap;
@@ -88,6 +98,7 @@ void decoder_free(decoder *decoder) {
         free(layer->sinks);
         experts_free(layer->experts);
         mixer_free(layer->mixer);
+        latent_free(&layer->latent);
         free(layer->curve);
     }
     matrix_free(&decoder->head);
@@ -106,7 +117,9 @@ static columns_of_role role_columns(decoder *decoder, int layer, weight_role rol
     const decoder_sizes *sizes = &decoder->sizes;
     layer_weights *to = &decoder->layers[layer];
     int query = sizes->num_heads * sizes->head_dim, key = sizes->num_kv_heads * sizes->head_dim;
-    int hidden = sizes->hidden, mlp = to->intermediate, gates = sizes->has_gates;
+    int hidden = sizes->hidden, mlp = to->intermediate, gates = sizes->has_gates, columns;
+    matrix *of_latents = sizes->latent_rank ? latent_matrix(&to->latent, role, &columns) : NULL;
+    if (of_latents) return (columns_of_role){of_latents, 0, 1, columns};
     switch (role) {
         case HEAD:
             matrix_free(&decoder->head);
@@ -139,15 +152,15 @@ void decoder_load(decoder *decoder, int layer, int role, const void *weight, con
         return;
     }
     int hidden = sizes->hidden;
-    bool has_all = sizes->joins_heads || sizes->head_norms_differ;
-    int query_width = sizes->head_dim * (has_all ? sizes->num_heads : 1);
-    int key_width = sizes->head_dim * (has_all ? sizes->num_kv_heads : 1);
+    bool has_all = sizes->joins_heads || sizes->head_norms_differ, is_latent = sizes->latent_rank;
+    int query_width = is_latent ? sizes->query_rank : sizes->head_dim * (has_all ? sizes->num_heads : 1);
+    int key_width = is_latent ? sizes->latent_rank : sizes->head_dim * (has_all ? sizes->num_kv_heads : 1);
     switch ((weight_role)role) {
         case EMBEDDING: decoder->embedding = weight; break;
         case FINAL_NORM: norm_load(sizes, &decoder->final_norm, hidden, weight); break;
         case INPUT_NORM: norm_load(sizes, &to->input_norm, hidden, weight); break;
-        case QUERY_NORM: norm_load(sizes, &to->query_norm, query_width, weight); break;
-        case KEY_NORM: norm_load(sizes, &to->key_norm, key_width, weight); break;
+        case QUERY_NORM: norm_load(sizes, is_latent ? &to->latent.query_norm : &to->query_norm, query_width, weight); break;
+        case KEY_NORM: norm_load(sizes, is_latent ? &to->latent.key_norm : &to->key_norm, key_width, weight); break;
         case OUTPUT_NORM: norm_load(sizes, &to->output_norm, hidden, weight); break;
         case MLP_NORM: norm_load(sizes, &to->mlp_norm, hidden, weight); break;
         case DOWN_NORM: norm_load(sizes, &to->down_norm, hidden, weight); break;
@@ -210,45 +223,6 @@ void decoder_load_quantized_mixer(decoder *decoder, int layer, int role, const q
 }
 
 // ---- operations on rows
-
-static float mean_of(const float *row, int count) {
-    vec sum = vec_set(0.0f);
-    for (int i = 0; i < count; i += LANES) sum = vec_add(sum, vec_load(row + i));
-    return vec_sum(sum) / (float)count;
-}
-
-// Root mean square norm, of distances from the mean or from zero, with biases or none. It may write where it reads.
-static void norm(const decoder_sizes *sizes, const float *row, const float *weight, int count, float *out) {
-    bool rounds = sizes->element == BF16, rounds_twice = rounds && sizes->norm_form == ROUNDED_TWICE;
-    const float *shift = sizes->norm_form == SHIFTED ? weight + count : NULL;
-    vec squares = vec_set(0.0f), centre = vec_set(sizes->norm_form == CENTRED || shift ? mean_of(row, count) : 0.0f);
-    for (int i = 0; i < count; i += LANES) {
-        vec a = vec_sub(vec_load(row + i), centre);
-        squares = vec_fma(a, a, squares);
-    }
-    vec scale = vec_set(1.0f / __builtin_sqrtf(vec_sum(squares) / (float)count + sizes->epsilon));
-    for (int i = 0; i < count; i += LANES) {
-        vec a = rounded(rounds_twice, vec_mul(vec_sub(vec_load(row + i), centre), scale));
-        a = vec_mul(a, vec_load(weight + i));
-        vec_store(out + i, rounded(rounds, shift ? vec_add(a, vec_load(shift + i)) : a));
-    }
-}
-
-// Turns pairs of dimensions, one of each half, by the angles of a position. Both write up to sixteen floats too many.
-static void rotate(const float *head, const float *angles, int head_dim, bool rounds, float *out) {
-    int half = head_dim / 2;
-    const float *cosines = angles, *sines = angles + half;
-    for (int i = 0; i < half; i += LANES) {
-        vec back = vec_mul(vec_load(head + half + i), vec_load(sines + i));
-        vec a = vec_fma(vec_load(head + i), vec_load(cosines + i), vec_sub(vec_set(0.0f), back));
-        vec_store(out + i, rounded(rounds, a));
-    }
-    for (int i = 0; i < half; i += LANES) {
-        vec ahead = vec_mul(vec_load(head + i), vec_load(sines + i));
-        vec a = vec_fma(vec_load(head + half + i), vec_load(cosines + i), ahead);
-        vec_store(out + half + i, rounded(rounds, a));
-    }
-}
 
 // From rows of gates and ups to activated gates times ups; from rows of ups alone to activated ups.
 static void activate_rows(const decoder_sizes *sizes, const float *curve, const float *rows, long count, bool rounds,
@@ -408,14 +382,20 @@ static void attend_rows(const pass *pass, int layer, int place) {
     const decoder_sizes *sizes = &pass->decoder->sizes;
     const layer_weights *weights = &pass->decoder->layers[layer];
     int num_rows = pass->call->num_rows;
+    const float *found = pass->mixed;
     long count = (long)num_rows * sizes->hidden;
     if (sizes->attention_in_scale != 1.0f) scale_numbers(pass->normed, count, sizes->attention_in_scale, pass->rounds);
-    linear(pass->frame, &weights->qkv, num_rows, pass->normed, pass->wide, weights->qkv.columns, pass->rounds);
-    if (sizes->key_scale != 1.0f) scale_keys(pass, weights);
-    keep_rows(pass, layer, place);
-    attention_run(pass->attention, pass->frame, place, &weights->view, pass->mixed);
+    if (sizes->latent_rank)
+        found = latent_run(pass->frame, &weights->latent, &pass->latents_room, pass->attention, &weights->view, pass->call,
+                           place, pass->normed, pass->mixed);
+    else {
+        linear(pass->frame, &weights->qkv, num_rows, pass->normed, pass->wide, weights->qkv.columns, pass->rounds);
+        if (sizes->key_scale != 1.0f) scale_keys(pass, weights);
+        keep_rows(pass, layer, place);
+        attention_run(pass->attention, pass->frame, place, &weights->view, pass->mixed);
+    }
     if (sizes->gates_heads) gate_heads(pass, weights);
-    linear(pass->frame, &weights->output, num_rows, pass->mixed, pass->wide, sizes->hidden, pass->rounds);
+    linear(pass->frame, &weights->output, num_rows, found, pass->wide, sizes->hidden, pass->rounds);
     if (sizes->attention_out_scale != 1.0f) scale_numbers(pass->wide, count, sizes->attention_out_scale, pass->rounds);
 }
 
@@ -532,7 +512,8 @@ static bool mixes_beside_attention(const decoder *decoder) {
 void decoder_forward(decoder *decoder, team *team, const forward_call *call) {
     const decoder_sizes *sizes = &decoder->sizes;
     frame *frame = frame_open(team);
-    attention_sizes heads = {sizes->element, sizes->num_heads, sizes->num_kv_heads, sizes->head_dim, sizes->scale};
+    int num_kv_heads = sizes->latent_rank ? latent_groups(sizes, call->num_rows) : sizes->num_kv_heads;
+    attention_sizes heads = {sizes->element, sizes->num_heads, num_kv_heads, sizes->head_dim, sizes->scale};
     size_t rows = (size_t)call->num_rows * sizeof(float);
     int query_columns = sizes->num_heads * sizes->head_dim, key_columns = sizes->num_kv_heads * sizes->head_dim;
     int intermediate = most_intermediate(decoder);
@@ -543,12 +524,13 @@ void decoder_forward(decoder *decoder, team *team, const forward_call *call) {
     pass pass = {.frame = frame,
                  .decoder = decoder,
                  .call = call,
-                 .attention = attention_new(frame, &heads, call->groups, call->num_groups),
+                 .attention = attention_new(frame, &heads, sizes->latent_rank, call->groups, call->num_groups),
                  .normed = frame_take(frame, rows * (size_t)sizes->hidden),
                  .wide = frame_take(frame, rows * (size_t)widest + 4 * LANES),
                  .mixed = frame_take(frame, rows * (size_t)most(query_columns, intermediate)),
                  .experts_room = &experts_room,
                  .rounds = sizes->element == BF16};
+    if (sizes->latent_rank) pass.latents_room = latent_room_new(frame, sizes, call->num_rows);
     if (mixer) pass.mixers_room = mixer_room_new(frame, mixer, call->num_rows, call->num_sequences);
     if (mixes_beside_attention(decoder)) pass.beside = frame_take(frame, rows * (size_t)sizes->hidden);
     if (call->token_ids) embed(&pass);

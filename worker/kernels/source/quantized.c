@@ -1,9 +1,10 @@
 // Weights of 8 or 4 bits: repacked once, unpacked in registers for few rows and into a panel for many.
 #include "quantized.h"
 
+#include <limits.h>
+#include <math.h>
 #include <stdlib.h>
 
-#include "quantized_scales.h"
 #include "threads.h"
 #include "unpack.h"
 
@@ -13,6 +14,7 @@ enum { MOST_FEW_ROWS = 8, MOST_FEW_BLOCKS = 4 };
 enum { MOST_FEW_ROWS = 1, MOST_FEW_BLOCKS = 1 };
 #endif
 enum { PANEL_BLOCKS = 4, PANEL_DEPTH = 256, READ_AHEAD = 2048 };  // bytes
+enum { TOGETHER = 8 };  // groups that may share a float, which their scales are small whole multiples of
 
 // What becomes of two vectors of numbers. PAIRED: the first eight columns, then the others, two k of each side by side;
 // else all columns at one k, then at the next.
@@ -24,7 +26,6 @@ struct quantized_part {
     long block_bytes, stretch_bytes, header_bytes;
     int depth, group_size, code, scale_type;
     int groups_together;  // of a stretch: 1, or as many as share the float that their whole numbers multiply
-    uint32_t fractions[FRACTIONS];  // of scales in a byte
     bool has_offsets;
     fate fate;
     float table[256];
@@ -36,17 +37,101 @@ struct quantized_part {
 
 static fate fate_of(element element) { return element == F32 ? EXACT : HAS_BF16_PRODUCTS ? PAIRED : ROUNDED; }
 
-// Bytes of the scales of a stretch, or of its offsets, in all lanes: of more than one group a byte for each, of whole
-// numbers with the float that they multiply.
+static int scale_bytes(int type) { return type == SCALE_F32 ? 4 : 2; }
+
+// Bytes of the scales of a stretch, or of its offsets, in all lanes: of more than one group a float and whole numbers.
 static long scales_bytes(const quantized_part *part) {
     int groups = part->groups_together;
-    if (part->scale_type == SCALE_CODES) return LANES * (long)groups;
     return LANES * (groups > 1 ? (long)sizeof(float) + groups : scale_bytes(part->scale_type));
 }
 
 // Which column and which of two k lie in a lane of the first and of the second vector of a step.
 static int column_of(bool is_paired, int lane, int vector) { return is_paired ? lane / 2 + vector * LANES / 2 : lane; }
 static int k_of(bool is_paired, int lane, int vector) { return is_paired ? lane % 2 : vector; }
+
+static uint32_t common_divisor(uint32_t a, uint32_t b) {
+    while (b) {
+        uint32_t rest = a % b;
+        a = b;
+        b = rest;
+    }
+    return a;
+}
+
+// A float as an odd number times two to the power that is returned; of zero 0, and any power.
+static int odd_part(float number, uint32_t *odd) {
+    uint32_t bits;
+    memcpy(&bits, &number, sizeof bits);
+    int exponent = bits >> 23 & 255;
+    uint32_t digits = (bits & 0x7fffff) | (exponent ? 1u << 23 : 0);
+    int zeros = digits ? __builtin_ctz(digits) : 0;
+    *odd = digits >> zeros;
+    return (exponent ? exponent : 1) - 150 + zeros;
+}
+
+// The unit that so many floats are small whole multiples of, to the bit, and these multiples; 0 where there is none.
+static float two_levels(const float floats[TOGETHER], int8_t wholes[TOGETHER]) {
+    uint32_t odd[TOGETHER], divisor = 0;
+    int power[TOGETHER], least = INT_MAX;
+    bool has_minus_zero = false;
+    for (int i = 0; i < TOGETHER; i++) {
+        power[i] = odd_part(floats[i], &odd[i]);
+        if (odd[i] && power[i] < least) least = power[i];
+        has_minus_zero |= floats[i] == 0.0f && signbit(floats[i]);
+    }
+    for (int i = 0; i < TOGETHER; i++) {
+        if (odd[i] && power[i] - least > 7) return 0.0f;
+        if (odd[i]) divisor = common_divisor(odd[i] << (power[i] - least), divisor);
+    }
+    float unit = divisor ? ldexpf((float)divisor, least) : 1.0f;
+    if (has_minus_zero) unit = -unit;
+    for (int i = 0; i < TOGETHER; i++) {
+        float whole = floats[i] / unit, again;
+        if (!(whole >= -128.0f && whole <= 127.0f)) return 0.0f;
+        wholes[i] = (int8_t)whole;
+        again = (float)wholes[i] * unit;
+        if (memcmp(&again, &floats[i], sizeof again) != 0) return 0.0f;
+    }
+    return unit;
+}
+
+// Scales or offsets of a matrix: floats of all groups, or units of every TOGETHER of these and whole numbers of all.
+typedef struct {
+    const void *numbers;
+    void *units;
+    int8_t *wholes;  // NULL where all floats stand for themselves
+} levels;
+
+static void levels_free(levels *levels) {
+    free(levels->units);
+    free(levels->wholes);
+    levels->units = levels->wholes = NULL;
+}
+
+// Floats of two levels, as those of Q4_K are, as such; false where they are not.
+static bool split_levels(levels *levels, long count) {
+    if (!levels->numbers) return true;
+    levels->units = allocate_clear(sizeof(float) * (size_t)(count / TOGETHER));
+    levels->wholes = allocate_clear((size_t)count);
+    for (long i = 0; i < count; i += TOGETHER) {
+        float unit = two_levels((const float *)levels->numbers + i, levels->wholes + i);
+        if (unit == 0.0f) return false;
+        ((float *)levels->units)[i / TOGETHER] = unit;
+    }
+    return true;
+}
+
+// Both as two levels or none of them; returns how many groups then lie together.
+static int split_both(const quantized_rows *rows, int depth, int count, levels both[2]) {
+    int groups = depth / rows->group_size;
+    both[0] = (levels){.numbers = rows->scales};
+    both[1] = (levels){.numbers = rows->offsets};
+    if (rows->scale_type != SCALE_F32 || groups % TOGETHER) return 1;
+    if (split_levels(&both[0], (long)count * groups) && split_levels(&both[1], (long)count * groups)) return TOGETHER;
+    levels_free(&both[0]);
+    levels_free(&both[1]);
+    return 1;
+}
 
 // Codes of a span from sixteen columns, which begin there: of 4 bits eight to a word of each lane.
 static void pack_span(const quantized_part *part, const uint8_t *const columns[LANES], uint8_t *out) {
@@ -61,35 +146,12 @@ static void pack_span(const quantized_part *part, const uint8_t *const columns[L
         }
 }
 
-// Takes in the scales and offsets in the form of fewest bytes: how many groups then lie together, and of what type.
-static void take_scales(quantized_part *part, const quantized_rows *rows, int count, levels both[2]) {
-    int groups = part->depth / part->group_size;
-    long number = (long)count * groups;
-    both[0] = (levels){.numbers = rows->scales};
-    both[1] = (levels){.numbers = rows->offsets};
-    part->groups_together = 1;
-    if (!rows->offsets && (both[0].codes = code_scales(rows, number, part->fractions))) {
-        part->scale_type = SCALE_CODES;
-        if (groups % TOGETHER == 0) part->groups_together = TOGETHER;
-        return;
-    }
-    if (rows->scale_type != SCALE_F32 || groups % TOGETHER) return;
-    if (split_levels(&both[0], number) && split_levels(&both[1], number)) {
-        part->groups_together = TOGETHER;
-        return;
-    }
-    levels_free(&both[0]);
-    levels_free(&both[1]);
-}
-
 // Scales, or offsets, of a stretch in columns from the first one on; zeros fill up the block.
 static uint8_t *pack_scales(const quantized_part *part, const levels *scales, int column, int count, int group,
                             uint8_t *out) {
     int bytes = scale_bytes(part->scale_type), groups = part->depth / part->group_size;
     for (int i = 0; i < count; i++) {
         long place = (long)(column + i) * groups + group;
-        for (int j = 0; scales->codes && j < part->groups_together; j++) out[j * LANES + i] = scales->codes[place + j];
-        if (scales->codes) continue;
         if (!scales->wholes) {
             memcpy(out + i * bytes, (const char *)scales->numbers + place * bytes, (size_t)bytes);
             continue;
@@ -136,10 +198,10 @@ quantized_part *quantized_new(const quantized_rows *rows, int depth, int count, 
                              .group_size = rows->group_size,
                              .code = rows->code,
                              .scale_type = rows->scale_type,
+                             .groups_together = split_both(rows, depth, count, both),
                              .has_offsets = rows->offsets != NULL,
                              .fate = fate_of(element),
                              .next = next};
-    take_scales(part, rows, count, both);
     int stretch = part->group_size * part->groups_together;
     part->header_bytes = scales_bytes(part) * (part->has_offsets ? 2 : 1);
     part->stretch_bytes = part->header_bytes + (long)stretch * LANES * bits / 8;
@@ -201,7 +263,6 @@ INLINE void spread_lanes(const int fate, vec numbers, vec out[2]) {
 
 // Of one group of a stretch, all lanes of its scales or offsets.
 INLINE vec numbers_at(const quantized_part *part, const uint8_t *scales, int group) {
-    if (part->scale_type == SCALE_CODES) return coded_scales(part->fractions, scales + group * LANES);
     if (part->groups_together == 1) return load_scales(part->scale_type, scales);
     return vec_mul(vec_load_int8(scales + (4 + group) * LANES), vec_load((const float *)scales));
 }
@@ -260,7 +321,6 @@ typedef struct {
 // What lies in registers or changes with every step.
 typedef struct {
     vec sums[MOST_FEW_BLOCKS][MOST_FEW_ROWS];
-    const quantized_part *part[MOST_FEW_BLOCKS];  // alike but for fractions
     const uint8_t *header[MOST_FEW_BLOCKS], *from[MOST_FEW_BLOCKS];
     const char *a[MOST_FEW_ROWS];
     long offset;  // from `a`
@@ -271,7 +331,6 @@ INLINE void begin_few(const int rows, const int count, const few_job *job, int b
     int last = job->num_rows - 1;
     for (int r = 0; r < rows; r++) state->a[r] = job->rows + (r < last ? r : last) * job->row_bytes;
     for (int n = 0; n < count; n++) {
-        state->part[n] = job->blocks[block + n].part;
         state->from[n] = job->blocks[block + n].data;
         for (int r = 0; r < rows; r++) state->sums[n][r] = vec_set(0.0f);
     }
@@ -288,7 +347,7 @@ INLINE void add_group(const int rows, const int count, const int code, const int
             state->header[n] = state->from[n];
             state->from[n] += part->header_bytes;
         }
-        groups[n] = numbers_of_group(code, fate, state->part[n], state->header[n], group);
+        groups[n] = numbers_of_group(code, fate, part, state->header[n], group);
     }
     for (int i = 0; i < part->group_size; i += span) {
         for (int n = 0; n < count; n++) __builtin_prefetch(state->from[n] + READ_AHEAD, 0, 2);
@@ -465,6 +524,15 @@ void quantized_multiply(const quantized_block *blocks, int count, int behind, in
 }
 
 // ---- numbers of a few codes
+
+static float one_scale(int type, const void *scales, long number) {
+    char sixteen[LANES * sizeof(float)] = {0};
+    size_t bytes = type == SCALE_F32 ? sizeof(float) : sizeof(bf16);
+    memcpy(sixteen, (const char *)scales + number * (long)bytes, bytes);
+    float lanes[LANES];
+    vec_store(lanes, load_scales(type, sixteen));
+    return lanes[0];
+}
 
 void quantized_read(const quantized_rows *rows, long first, int count, bool rounds, float *to) {
     for (long i = 0; i < count; i += rows->group_size) {

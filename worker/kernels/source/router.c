@@ -43,12 +43,13 @@ static int take_best(const float *scores, bool *is_left, int count) {
     return best;
 }
 
-// A group is as good as its two best together.
-static float group_score(const float *scores, int count) {
+// A group is as good as its best ones together.
+static float group_score(const float *scores, int count, int num_best) {
     bool is_left[MOST_EXPERTS];
     memset(is_left, true, sizeof is_left);
-    float first = scores[take_best(scores, is_left, count)];
-    return count < 2 ? first : first + scores[take_best(scores, is_left, count)];
+    float sum = scores[take_best(scores, is_left, count)];
+    for (int i = 1; i < num_best && i < count; i++) sum += scores[take_best(scores, is_left, count)];
+    return sum;
 }
 
 // Only experts of the best groups may be chosen.
@@ -59,7 +60,7 @@ static void open_groups(const expert_sizes *sizes, const float *scores, bool *is
     memset(is_left, true, sizeof is_left);
     memset(is_open, sizes->num_groups == sizes->num_chosen_groups, MOST_EXPERTS);
     if (sizes->num_groups == sizes->num_chosen_groups) return;
-    for (int i = 0; i < sizes->num_groups; i++) groups[i] = group_score(scores + i * width, width);
+    for (int i = 0; i < sizes->num_groups; i++) groups[i] = group_score(scores + i * width, width, sizes->num_best_of_group);
     for (int i = 0; i < sizes->num_chosen_groups; i++)
         memset(is_open + take_best(groups, is_left, sizes->num_groups) * width, true, (size_t)width);
 }

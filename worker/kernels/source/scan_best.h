@@ -127,5 +127,5 @@ static void add_best(const scan_place *place, scan_query *query, scan_space spac
     for (int i = count; i < padded; i++) space.weights[i] = 0.0f;
     for (int i = 0; i < padded; i += LANES) sum = vec_add(sum, vec_load(space.weights + i));
     part.sum[number] = vec_sum(sum);
-    sum_values(form, space.weights, space.values, count, part.output + (long)number * head_dim);
+    sum_values(form, head_dim, space.weights, space.values, count, part.output + (long)number * head_dim);
 }

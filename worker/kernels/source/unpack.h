@@ -8,8 +8,6 @@ typedef struct {
     const float *table;  // of all
 } codebook;
 
-enum { FRACTIONS = 8 };  // of floats, that scales in a byte may have
-
 INLINE int code_bits(int code) { return code == CODE_TABLE ? 4 : 8; }
 
 #if defined(__AVX512F__)
@@ -31,15 +29,6 @@ INLINE vec byte_numbers(const int code, codebook book, const uint8_t *from) {
 }
 
 INLINE vec vec_load_int8(const void *from) { return byte_numbers(CODE_INT8, (codebook){0}, from); }
-
-// A byte has the place of a fraction in its low three bits and an exponent in the others, which is added; 0 is zero.
-INLINE vec coded_scales(const uint32_t fractions[FRACTIONS], const uint8_t *from) {
-    __m512i codes = _mm512_cvtepu8_epi32(sixteen_bytes(from));
-    __m512i floats = _mm512_permutexvar_epi32(_mm512_and_si512(codes, _mm512_set1_epi32(FRACTIONS - 1)),
-                                              _mm512_castsi256_si512(_mm256_loadu_si256((const void *)fractions)));
-    __m512i exponents = _mm512_slli_epi32(_mm512_srli_epi32(codes, 3), 23);
-    return _mm512_castsi512_ps(_mm512_maskz_add_epi32(_mm512_test_epi32_mask(codes, codes), floats, exponents));
-}
 
 typedef __m512i words;
 INLINE words words_load(const uint8_t *from) { return _mm512_loadu_si512(from); }
@@ -65,18 +54,6 @@ INLINE vec byte_numbers(const int code, codebook book, const uint8_t *from) {
 }
 
 INLINE vec vec_load_int8(const void *from) { return byte_numbers(CODE_INT8, (codebook){0}, from); }
-
-INLINE __m256 half_coded(const uint32_t fractions[FRACTIONS], const uint8_t *from) {
-    __m256i codes = eight_bytes(from), zeros = _mm256_cmpeq_epi32(codes, _mm256_setzero_si256());
-    __m256i floats = _mm256_permutevar8x32_epi32(_mm256_loadu_si256((const void *)fractions), codes);
-    __m256i exponents = _mm256_slli_epi32(_mm256_srli_epi32(codes, 3), 23);
-    return _mm256_castsi256_ps(_mm256_andnot_si256(zeros, _mm256_add_epi32(floats, exponents)));
-}
-
-// A byte has the place of a fraction in its low three bits and an exponent in the others, which is added; 0 is zero.
-INLINE vec coded_scales(const uint32_t fractions[FRACTIONS], const uint8_t *from) {
-    return (vec){half_coded(fractions, from), half_coded(fractions, from + 8)};
-}
 
 typedef struct { __m256i low, high; } words;
 INLINE words words_load(const uint8_t *from) {
@@ -119,14 +96,6 @@ INLINE vec vec_load_int8(const void *from) {
     float numbers[LANES];
     for (int i = 0; i < LANES; i++) numbers[i] = ((const int8_t *)from)[i];
     return vec_load(numbers);
-}
-
-// A byte has the place of a fraction in its low three bits and an exponent in the others, which is added; 0 is zero.
-INLINE vec coded_scales(const uint32_t fractions[FRACTIONS], const uint8_t *from) {
-    uint32_t bits[LANES];
-    for (int i = 0; i < LANES; i++)
-        bits[i] = from[i] ? fractions[from[i] % FRACTIONS] + ((uint32_t)(from[i] / FRACTIONS) << 23) : 0;
-    return vec_of_bits(bits);
 }
 
 typedef struct { quad_bits part[4]; } words;

@@ -83,7 +83,9 @@ class CudaForwards:
         kernels = kernels.for_weights(weights.is_packed)
         self.num_splits, self.kernels, self.capture = num_splits, kernels, capture
         attention, linear = ATTENTION_KERNELS[kernels.attention], LINEAR_KERNELS[kernels.linear]
-        self._decoder = CudaDecoder(weights, arena.buffer, arena.capacity, num_splits, linear, attention=attention)
+        self._decoder = CudaDecoder(
+            weights, arena.buffer, arena.capacity, num_splits, linear, attention=attention, pages=arena.pages
+        )
         self._table = Upload(self._decoder.table_buffer)
         self.surroundings = Surroundings(weights.embedding, weights.head, WeightKernel(linear))
         self._rounds = weakref.WeakKeyDictionary[PartialArena, CudaRounds]()  # as long as a drafter has the arena
@@ -171,8 +173,11 @@ class CudaForwards:
 
     def _send(self, groups: list[SequenceRows]) -> None:
         computing_stream(self.device).join()
-        slots = [(group, cast(ArenaKVCache, group.cache).slot) for group in groups]
-        self._decoder.layout.fill(self._table.buffer(), slots)
+        caches = [cast(ArenaKVCache, group.cache) for group in groups]
+        for group, cache in zip(groups, caches, strict=True):
+            cache.reserve(group.first_entry + len(group))
+        placed = [(group, cache.slot) for group, cache in zip(groups, caches, strict=True)]
+        self._decoder.layout.fill(self._table.buffer(), placed, [cache.pages for cache in caches])
         self._table.send()
 
 

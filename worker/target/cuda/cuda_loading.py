@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from swiftbatch.jobs.run.option_values import KVDtype
+from swiftbatch.jobs.run.option_values import AttentionName, KVDtype
 from swiftbatch.worker.caches.arena import KVArena
 from swiftbatch.worker.caches.copies import CudaLane, Staging, computing_stream
 from swiftbatch.worker.caches.full import MAX_TREE_NODES, CacheShape
@@ -17,6 +17,7 @@ from swiftbatch.worker.caches.memory.memory_plan import (
     DraftMemory,
     GPUMemory,
     MemoryPlan,
+    PlanMemory,
     SlotsWanted,
     draft_model_memory,
     draft_splits,
@@ -25,7 +26,9 @@ from swiftbatch.worker.caches.memory.memory_plan import (
 )
 from swiftbatch.worker.caches.memory.model_sizes import ModelSizes, read_sizes
 from swiftbatch.worker.caches.memory.offload import plan_offload
+from swiftbatch.worker.caches.memory.page_plan import most_of_a_job, plan_pages
 from swiftbatch.worker.caches.offloaded_arena import OffloadedArena
+from swiftbatch.worker.caches.paged_arena import PagedArena
 from swiftbatch.worker.caches.scan_slots import scan_memory
 from swiftbatch.worker.caches.summary import CHUNK_SIZE, summary_positions
 from swiftbatch.worker.kernels.choice import DEFAULT_KERNELS, CudaKernels
@@ -38,6 +41,8 @@ from swiftbatch.worker.target.cuda.cuda_forwards import CudaForwards
 from swiftbatch.worker.target.cuda.offloaded_forwards import OffloadedForwards
 from swiftbatch.worker.target.forwards import Forwards
 
+# Pages where the kernels are ours: flash-attn cuts splits by the capacity of a slot.
+PLANS: dict[AttentionName, PlanMemory] = {"triton": plan_pages, "flash": plan_memory}
 PROGRAMS_PER_MULTIPROCESSOR = 4  # attention's programs: two waves of two, as their shared memory allows
 
 
@@ -71,7 +76,7 @@ def load_cuda_forwards(
         plan = plan_offload(sizes, gpu, wanted.longest_job, wanted.host_bytes, wanted.num_slots, drafts)
         copies = Streams(computing_stream(device), CudaLane(device), CudaLane(device))
     else:
-        plan = plan_memory(sizes, gpu, wanted.longest_job, wanted.num_slots, drafts)
+        plan = PLANS[kernels.attention](sizes, gpu, wanted.longest_job, wanted.num_slots, drafts)
         copies = Staging(CudaLane(device), computing_stream(device))
     return planned_forwards(files, dtype, device, plan, num_splits, eos_token_ids, copies, kernels, kv_dtype)
 
@@ -97,10 +102,26 @@ def planned_forwards(
         if isinstance(copies, Streams):
             offloaded = OffloadedArena(shape, plan.num_slots, plan.longest_job, copies)
             return OffloadedForwards(stacked, offloaded, eos_token_ids, num_splits, kernels)
-        arena = KVArena(shape, plan.num_slots, plan.longest_job, copies)
+        arena = arena_of(shape, plan, copies)
         return CudaForwards(stacked, arena, eos_token_ids, num_splits, kernels)
     except ValueError:  # sizes that the kernels have no tiles for
         return None
+
+
+def arena_of(shape: CacheShape, plan: MemoryPlan, staging: Staging | None) -> KVArena:
+    """The memory of caches on a GPU as planned: a pool of pages where the plan has some."""
+    if plan.num_pages:
+        return PagedArena(shape, plan.num_slots, plan.longest_job, plan.num_pages, staging)
+    return KVArena(shape, plan.num_slots, plan.longest_job, staging)
+
+
+def whole_arena(
+    attention: AttentionName, shape: CacheShape, num_slots: int, max_length: int, staging: Staging | None
+) -> KVArena:
+    """Memory of caches as a kind of attention has it, where every slot's sequence has room for `max_length`."""
+    if PLANS[attention] is plan_pages:
+        return PagedArena(shape, num_slots, max_length, num_slots * most_of_a_job(max_length), staging)
+    return KVArena(shape, num_slots, max_length, staging)
 
 
 def cuda_cache_shape(weights: DecoderWeights, device: torch.device, kv_dtype: KVDtype | None) -> CacheShape:

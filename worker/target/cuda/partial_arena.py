@@ -91,13 +91,14 @@ class SlotEntries(Entries):
         if not _has_all_layers(full):
             super().copy(full, positions, first_entry)
         else:
-            gather_range(full.rows, positions.start, self._at(first_entry, positions.stop - positions.start))
+            out = self._at(first_entry, positions.stop - positions.start)
+            gather_range(full.rows, positions.start, out, full.page_table)
 
     def gather(self, full: FullKVCache, positions: torch.Tensor, first_entry: int) -> None:
         if not _has_all_layers(full):
             super().gather(full, positions, first_entry)
         else:
-            gather_entries(full.rows, _numbers(positions), self._at(first_entry, positions.shape[2]))
+            gather_entries(full.rows, _numbers(positions), self._at(first_entry, positions.shape[2]), full.page_table)
 
     def gather_values(self, means: torch.Tensor, chunks: torch.Tensor, first_entry: int) -> None:
         gather_entries(means[:, None], _numbers(chunks), self._at(first_entry, chunks.shape[2])[:, 1:])
@@ -107,13 +108,13 @@ class SlotEntries(Entries):
             super().average(full, part, positions, means)
         else:
             chunk_size = (positions.stop - positions.start) // means.shape[2]
-            average_chunks(full.rows[:, part], positions.start, chunk_size, means)
+            average_chunks(full.rows[:, part], positions.start, chunk_size, means, full.page_table)
 
     def replace(self, full: FullKVCache, positions: slice, entries: torch.Tensor) -> None:
         if not _has_all_layers(full):
             super().replace(full, positions, entries)
         else:
-            self.buffer[:, :, :, entries] = full.shape.numbers(full.rows[:, :, :, positions])
+            self.buffer[:, :, :, entries] = full.shape.numbers(full.rows_between(positions))
 
     def keep_path(self, root: int, path: list[int]) -> int:
         self.arena.move_rows(self.slot, root, path)

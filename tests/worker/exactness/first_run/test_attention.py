@@ -12,6 +12,7 @@ from swiftbatch.worker.exactness.first_run.attention_check import TIMED_ROWS, ch
 from swiftbatch.worker.exactness.first_run.parts import Parts
 from swiftbatch.worker.kernels.choice import CudaKernels
 from swiftbatch.worker.kernels.cuda.attentions import TritonAttention
+from swiftbatch.worker.kernels.cuda.cuda_row_table import PageTable
 from swiftbatch.worker.model.files import ModelFiles
 from tests.worker.exactness.first_run.small_parts import SMALL, small_parts
 from tests.worker.kernels.cuda import flash_stub
@@ -54,8 +55,8 @@ def test_a_flash_attn_that_counts_in_base_2_is_found(flash_parts: Parts, monkeyp
 def broken(spoil: Any) -> Any:
     attend = TritonAttention.attend
 
-    def attended(attention: TritonAttention, *args: Any) -> None:
-        attend(attention, *args)
+    def attended(attention: TritonAttention, *args: Any, pages: PageTable | None) -> None:
+        attend(attention, *args, pages=pages)
         spoil(*args[-2:])  # the table, and what was mixed
 
     return attended

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.kernels.cuda.attend import AttentionShape
-from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, NUM_ROWS, CudaRowTable, TableLayout
+from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, NUM_ROWS, CudaRowTable, PageTable, TableLayout
 from swiftbatch.worker.target.tiles import SequenceRows, tree_rows
 from tests.worker.kernels.kernel_parts import Shape, cache_shape, noise, random_tree
 
@@ -38,13 +38,33 @@ class Arena:
         attention = AttentionShape(shape.num_kv_heads, shape.group, shape.head_dim, NUM_SPLITS, shape.dtype)
         return TableLayout(len(self.caches), CAPACITY, attention.rows_per_group, CAPACITY, shape.vocab)
 
-    def table(self, sequences: Sequence[Placed]) -> CudaRowTable[Tensor]:
+    def table(self, sequences: Sequence[Placed], pages: PageTable | None = None) -> CudaRowTable[Tensor]:
         """Of the rows; entries of tails that are not real lead to NaN."""
-        buffer = np.full(self.layout.size, -1, dtype=np.int32)
-        self.layout.fill(buffer, sequences)
-        table = self.layout.table(torch.from_numpy(buffer))
+        layout, own = self.layout, [[0]] * len(sequences)
+        if pages is not None:
+            layout = replace(layout, page=pages.page)
+            own = [pages.numbers[slot].tolist() for _, slot in sequences]
+        buffer = np.full(layout.size, -1, dtype=np.int32)
+        layout.fill(buffer, sequences, own)
+        table = layout.table(torch.from_numpy(buffer))
         table.tail_slots[torch.arange(BLOCK) >= table.rows[:, 2, None]] = CAPACITY - 1
         return table
+
+    def in_pages(self, page: int) -> tuple[Tensor, PageTable]:
+        """All slots' entries in pages of a pool `[num_layers, 2, num_slots, num_kv_heads, entries, head_dim]`.
+
+        The pages lie in any order, with NaN between them; every slot sees the whole pool.
+        """
+        num_slots, most = len(self.caches), CAPACITY // page
+        numbers = torch.randperm(2 * num_slots * most, generator=torch.Generator().manual_seed(page))
+        numbers = numbers[: num_slots * most].view(num_slots, most).int()
+        size = (*self.buffer.shape[:2], self.shape.num_kv_heads, 2 * num_slots * CAPACITY, self.shape.head_dim)
+        pool = torch.full(size, NAN, dtype=self.shape.dtype)
+        for slot, own in enumerate(numbers.tolist()):
+            for number, place in enumerate(own):
+                entries = slice(number * page, (number + 1) * page)
+                pool[..., place * page : (place + 1) * page, :] = self.buffer[:, :, slot, :, entries]
+        return pool[:, :, None].expand(-1, -1, num_slots, -1, -1, -1), PageTable(numbers, page)
 
     def copy(self) -> Arena:
         return arena_of(self.shape, self.buffer.clone(), [cache.length for cache in self.caches])

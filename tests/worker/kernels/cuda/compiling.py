@@ -20,6 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from swiftbatch.worker.caches.memory.pages import GPU_PAGE
 from swiftbatch.worker.exactness.first_run import probes
 from swiftbatch.worker.kernels.attention_view import AttentionView
 from swiftbatch.worker.kernels.cuda import (
@@ -50,7 +51,16 @@ HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, NUM_SPLITS = 4096, 32, 8, 128, 
 KEPT = {"int8": "*i8", "e4m3": "*u8"}  # by what a kernel's name ends with: its keys and values in 8 bits
 NUMBERS = {"scale_log2": "fp32", "epsilon": "fp32", "scale": "fp32"}
 INTEGERS = ("groups_ptr", "rows_ptr", "tail_slots_ptr", "token_ids_ptr", "packed_ptr", "feature_places_ptr")
-INTEGERS += ("num_chunks_ptr", "entries_ptr", "counts_ptr", "marks_ptr", "tile_experts_ptr", "tile_pairs_ptr")
+INTEGERS += (
+    "pages_ptr",
+    "full_slots_ptr",
+    "num_chunks_ptr",
+    "entries_ptr",
+    "counts_ptr",
+    "marks_ptr",
+    "tile_experts_ptr",
+    "tile_pairs_ptr",
+)
 READ = ("numbers_ptr", "sums_ptr")  # by the kernel that does nothing else
 LONG_INTEGERS = ("words_ptr", "places_ptr", "addresses_ptr")
 SUMS = (
@@ -77,6 +87,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 OTHER_WIDTHS = (96, 256)
+NO_PAGES: dict[str, Any] = {"PAGE": 0, "pages_ptr": None}
 Made = tuple[Any, dict[str, Any]]  # a kernel and its constants, options among them
 
 
@@ -92,13 +103,15 @@ def kernels(dtype: str) -> dict[str, Made]:
     for width in (HEAD_DIM, *OTHER_WIDTHS):
         constants = dataclasses.replace(attention, head_dim=width)
         name = "" if width == HEAD_DIM else f" of heads of {width}"
-        plain = without(constants.prefix_constants(), "HAS_BIAS", "bias_ptr")
+        plain = without(constants.prefix_constants(), "HAS_BIAS", "bias_ptr") | NO_PAGES
         found[f"prefix{name}"] = prefix.prefix_split, plain
         found[f"tail{name}"] = tail.tail_merge, without(constants.tail_constants(), "HAS_SINKS", "sinks_ptr")
         found[f"packed tail{name}"] = flash.tail_merge_packed, flash.packed_constants(constants)
-    found["prefix with biases"] = prefix.prefix_split, attention.prefix_constants() | {"HAS_BIAS": True}
+    paged = without(attention.prefix_constants(), "HAS_BIAS", "bias_ptr") | {"PAGE": GPU_PAGE}
+    found["prefix in pages"] = prefix.prefix_split, paged
+    found["prefix with biases"] = prefix.prefix_split, attention.prefix_constants() | {"HAS_BIAS": True} | NO_PAGES
     view = AttentionView(4096, 50.0)
-    windowed = without(attention.prefix_constants(view), "HAS_BIAS", "bias_ptr")
+    windowed = without(attention.prefix_constants(view), "HAS_BIAS", "bias_ptr") | {"PAGE": GPU_PAGE}
     found["prefix with a window"] = prefix.prefix_split, windowed
     found["tail with a window"] = tail.tail_merge, attention.tail_constants(view) | {"HAS_SINKS": True}
     return (
@@ -114,10 +127,11 @@ def kernels(dtype: str) -> dict[str, Made]:
 def coded_kernels(dtype: str) -> dict[str, Made]:
     """The kernels that read or write keys and values in 8 bits."""
     attention = AttentionShape(KV_HEADS, HEADS // KV_HEADS, HEAD_DIM, NUM_SPLITS, DTYPES[dtype])
+    paged = {"PAGE": GPU_PAGE}
     plain = {
-        "prefix": (prefix.prefix_split, without(attention.prefix_constants(), "HAS_BIAS", "bias_ptr")),
+        "prefix": (prefix.prefix_split, without(attention.prefix_constants(), "HAS_BIAS", "bias_ptr") | paged),
         "tail": (tail.tail_merge, without(attention.tail_constants(), "HAS_SINKS", "sinks_ptr")),
-        "attend to the best": scan_kernels(dtype)["attend to the best"],
+        "attend to the best": scan_kernels(dtype)["attend to the best in pages"],
         "rope": kernels_besides_attention()["rope"],
     }
     return {f"{name} in {code}": made for name, made in plain.items() for code in KEPT}
@@ -135,7 +149,11 @@ def scan_kernels(dtype: str, head_dim: int = HEAD_DIM) -> dict[str, Made]:
         "attend to the best": best.attend_best,
         "merge all": merge.scan_merge,
     }
-    return {name: (kernel, constants[kernel.__name__]) for name, kernel in made.items()}
+    found: dict[str, Made] = {name: (kernel, dict(constants[kernel.__name__])) for name, kernel in made.items()}
+    reads = found["attend to the best"][1]
+    found["attend to the best in pages"] = best.attend_best, reads | {"PAGE": GPU_PAGE}
+    reads |= {"PAGE": 0, "full_slots_ptr": None, "pages_ptr": None}
+    return found
 
 
 def kernels_besides_attention() -> dict[str, Made]:

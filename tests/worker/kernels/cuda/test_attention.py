@@ -66,13 +66,16 @@ def attended(
     bias: Tensor | None = None,
     num_splits: int = NUM_SPLITS,
     view: AttentionView = SEES_ALL,
+    page: int | None = None,
 ) -> Tensor:
     """NaN in scratch and in what is padding, so that anything that leaks shows."""
+    buffer, pages = (arena.buffer, None) if page is None else arena.in_pages(page)
     scratch = Scratch.empty(num_splits, *query.shape[1:], torch.device("cpu"))
     scratch.output.fill_(NAN)
     scratch.lse.fill_(NAN)
     mixed = padded(query[:0])
-    attend(padded(query), *arena.buffer[1], bias, arena.table(sequences), scratch, mixed, SCALE, view)
+    table = arena.table(sequences, pages)
+    attend(padded(query), *buffer[1], bias, table, scratch, mixed, SCALE, view, pages)
     assert mixed[len(query) :].isnan().all()
     return mixed[: len(query)]
 
@@ -185,6 +188,16 @@ def test_a_row_has_the_bits_of_plain_decoding_in_any_company_and_order(shape: Sh
     for each, rows in enumerate(sequences):
         for row in numbers.sample(range(len(rows[0])), min(3, len(rows[0]))):
             assert torch.equal(attended(*alone(arena, rows, row), parts[each][row : row + 1])[0], together[each][row])
+
+
+@pytest.mark.parametrize(("page", "window"), [(64, None), (256, None), (128, 300)])
+def test_entries_in_pages_in_any_order_have_the_bits_of_entries_side_by_side(page: int, window: int | None) -> None:
+    """A split begins and ends within pages: it is counted in positions."""
+    for shape in (SMALL, Shape(head_dim=80, group=4)):
+        arena, sequences = written(shape, (5, 100, 704, 448), (4, 14, 9, 7), seed=11)
+        query, view = queries(arena, num_rows_of(sequences)), AttentionView(window)
+        side_by_side = attended(arena, sequences, query, view=view)
+        assert torch.equal(attended(arena, sequences, query, view=view, page=page), side_by_side)
 
 
 def test_another_number_of_splits_gives_other_bits() -> None:

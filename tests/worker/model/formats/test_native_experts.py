@@ -18,7 +18,7 @@ from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.target.native_forwards import NativeForwards
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.kernels.kernel_parts import needs_kernels
-from tests.worker.model.expert_configs import WITH_EXPERTS
+from tests.worker.model.expert_configs import WITH_EXPERTS, WITH_LATENTS
 from tests.worker.model.formats.examples import EXAMPLES, Example, fp8
 from tests.worker.model.formats.test_experts import GPT_OSS
 from tests.worker.model.formats.twins import load, logits_of, make_twins, written
@@ -31,8 +31,9 @@ OWN_TEXT = [7 * each % 64 for each in range(18)]
 
 def stored(name: str, folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The config and the tensors of a tiny model, by their published names."""
-    saved(folder, AutoConfig.for_model(**WITH_EXPERTS[name]))
-    return WITH_EXPERTS[name], load_file(folder / "model.safetensors")
+    config = (WITH_EXPERTS | WITH_LATENTS)[name]
+    saved(folder, AutoConfig.for_model(**config))
+    return config, load_file(folder / "model.safetensors")
 
 
 def native(folder: Path, dtype: str) -> TargetModel:
@@ -60,6 +61,13 @@ def num_packed(folder: Path) -> int:
 def test_experts_of_qwen3_in_matrices_of_their_own(example: Example, tmp_path: Path) -> None:
     packed, dense = make_twins(example, tmp_path, *stored("Qwen3 30B A3B", tmp_path / "plain"))
     assert num_packed(packed) == 2 * 8 * 3
+    for dtype in ("bfloat16", "float32"):
+        assert torch.equal(logits_of(native(packed, dtype), OWN_TEXT), logits_of(native(dense, dtype), OWN_TEXT))
+
+
+def test_latent_attention_of_deepseek_in_blocks_of_fp8(tmp_path: Path) -> None:
+    packed, dense = make_twins(fp8([128, 128]), tmp_path, *stored("DeepSeek R1", tmp_path / "plain"))
+    assert num_packed(packed) == 8 * 3, "those of its second layer"
     for dtype in ("bfloat16", "float32"):
         assert torch.equal(logits_of(native(packed, dtype), OWN_TEXT), logits_of(native(dense, dtype), OWN_TEXT))
 

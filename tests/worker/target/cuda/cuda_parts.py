@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import random
+
 import torch
 
 from swiftbatch.jobs.run.option_values import AttentionName, KVDtype, LinearName
 from swiftbatch.worker.caches.arena import KVArena, SlotLease
 from swiftbatch.worker.caches.copies import HostStream
+from swiftbatch.worker.caches.full import CacheShape
 from swiftbatch.worker.caches.layer_ring import Streams
+from swiftbatch.worker.caches.memory.pages import pages_of
 from swiftbatch.worker.caches.offloaded_arena import OffloadedArena, OffloadedSlotCache
+from swiftbatch.worker.caches.paged_arena import PagedArena
 from swiftbatch.worker.kernels.choice import CudaKernels
 from swiftbatch.worker.kernels.cuda.stacked import stacked_weights
 from swiftbatch.worker.model.dense import dense_weights
@@ -22,6 +27,7 @@ from tests.worker.target.cuda.checked_graph import CheckedGraph
 
 CPU = torch.device("cpu")
 NUM_SPLITS = 3
+PAGE = 64  # positions
 
 
 def leave_unwritten(rows: torch.Tensor) -> None:
@@ -32,6 +38,18 @@ def leave_unwritten(rows: torch.Tensor) -> None:
         rows.view(torch.int8).fill_(-1)
 
 
+def arena_of(
+    shape: CacheShape, num_slots: int, longest_job: int, attention: AttentionName, num_pages: int | None
+) -> KVArena:
+    """Slots for flash-attn, which has no pages; else small pages in any order, so that jobs have several."""
+    if attention == "flash":
+        return KVArena(shape, num_slots, longest_job)
+    num_pages = num_pages or num_slots * pages_of(longest_job + PAGE, PAGE)
+    arena = PagedArena(shape, num_slots, longest_job, num_pages, page=PAGE)
+    random.Random(num_pages).shuffle(arena.pool._free)
+    return arena
+
+
 def cuda_target(
     files: ModelFiles,
     dtype: torch.dtype,
@@ -40,11 +58,12 @@ def cuda_target(
     linear: LinearName = "triton",
     attention: AttentionName = "triton",
     kv_dtype: KVDtype | None = None,
+    num_pages: int | None = None,
 ) -> TargetModel:
-    """Caches are full of NaN where nothing was written."""
+    """Caches are full of NaN where nothing was written. `num_pages` None: as many as all slots may have."""
     weights = dense_weights(files, dtype)
     assert weights is not None
-    arena = KVArena(cuda_cache_shape(weights, CPU, kv_dtype), num_slots, longest_job)
+    arena = arena_of(cuda_cache_shape(weights, CPU, kv_dtype), num_slots, longest_job, attention, num_pages)
     leave_unwritten(arena.buffer)
     stacked = stacked_weights(weights, CPU)
     kernels = CudaKernels(attention, linear)

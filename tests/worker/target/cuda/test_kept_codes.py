@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from swiftbatch.jobs.run.option_values import KVDtype
-from swiftbatch.worker.caches.memory.memory_plan import GPUMemory, plan_memory
+from swiftbatch.worker.caches.memory.memory_plan import GPUMemory
 from swiftbatch.worker.caches.memory.model_sizes import read_sizes
+from swiftbatch.worker.caches.memory.page_plan import plan_pages
+from swiftbatch.worker.caches.memory.pages import GPU_PAGE
 from swiftbatch.worker.model.files import ModelFiles, locate_model
 from swiftbatch.worker.target.cuda.cuda_forwards import CudaForwards
 from swiftbatch.worker.target.target import TargetModel
@@ -55,5 +57,7 @@ def test_a_plan_counts_the_bytes_that_an_arena_takes(files: ModelFiles, dtype: s
     sizes = dataclasses.replace(sizes, kv_dtype="fp8")
     forwards = cuda_target(files, getattr(torch, dtype), 3, 200, kv_dtype="fp8").forwards
     assert isinstance(forwards, CudaForwards)
-    plan = plan_memory(sizes, GPUMemory(10**10, 3), 200, 3)
-    assert plan.num_slots * plan.slot_bytes == forwards.arena.buffer.nbytes
+    plan = plan_pages(sizes, GPUMemory(10**10, 3), 200, 3)
+    assert forwards.arena.pool_size is not None
+    num_positions = forwards.arena.pool_size.num_pages * forwards.arena.pool_size.page
+    assert num_positions * plan.page_bytes == GPU_PAGE * forwards.arena.buffer.nbytes

@@ -55,7 +55,7 @@ def test_a_gpu_runs_the_kernels_that_the_run_chose(
     monkeypatch.setattr(loading, "CudaLane", lambda device: None)
     monkeypatch.setattr(loading, "Staging", lambda *args: None)
     monkeypatch.setattr(loading, "hold_products_steady", lambda: None)
-    monkeypatch.setattr(loading, "plan_memory", plan)
+    monkeypatch.setattr(loading, "PLANS", {"triton": plan, "flash": plan})
     forwards = load_forwards(files, torch.bfloat16, torch.device("cpu"), SlotsWanted(64), kernels)
     assert forwards.numerics.endswith(f", triton kernels 1, {words}")
     assert planned[0].attention == kernels.attention

@@ -6,7 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from swiftbatch.worker.kernels.cuda.kept_rows import load_kept
+from swiftbatch.worker.kernels.cuda.cuda_row_table import PageTable
+from swiftbatch.worker.kernels.cuda.kept_rows import in_pool, load_kept
 from swiftbatch.worker.kernels.cuda.rounding import rounded
 from swiftbatch.worker.kernels.kv_rows import cuda_row_width
 
@@ -15,15 +16,16 @@ NUM_WARPS = 4
 
 @triton.jit(do_not_specialize=["first"])  # one kernel for all of them
 def average_chunk(
-    source_ptr, out_ptr, first, chunk_size, num_heads,
+    source_ptr, pages_ptr, out_ptr, first, chunk_size, num_heads,
     stride_source_layer, stride_source_head, stride_source_row, stride_layer, stride_head, stride_row,
-    CHUNK_WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
+    CHUNK_WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """Program (layer and head, chunk): summed in float32, rounded once."""
     layer, head = (tl.program_id(0) // num_heads).to(tl.int64), (tl.program_id(0) % num_heads).to(tl.int64)
     chunk = tl.program_id(1).to(tl.int64)
     inside, columns = tl.arange(0, CHUNK_WIDTH), tl.arange(0, WIDTH)
-    rows = (first + chunk * chunk_size + inside) * stride_source_row
+    entries = first + chunk * chunk_size + inside
+    rows = in_pool(entries, pages_ptr, inside < chunk_size, PAGE) * stride_source_row
     source_ptr += layer * stride_source_layer + head * stride_source_head
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     numbers = load_kept(source_ptr + rows[:, None], inside < chunk_size, columns, HEAD_DIM, True, dtype).to(tl.float32)
@@ -32,13 +34,17 @@ def average_chunk(
     tl.store(out_ptr + columns, mean, mask=columns < HEAD_DIM)
 
 
-def average_chunks(source: torch.Tensor, first: int, chunk_size: int, out: torch.Tensor) -> None:
+def average_chunks(
+    source: torch.Tensor, first: int, chunk_size: int, out: torch.Tensor, pages: PageTable | None = None
+) -> None:
     """Means of `chunk_size` rows each, from row `first` of `source [num_layers, num_kv_heads, capacity, row_width]` on.
 
     They go to `out [num_layers, num_kv_heads, num_chunks, head_dim]`, in one launch. Both may be parts of larger
-    buffers. Raises ValueError for shapes that do not fit, and rows that do not exist.
+    buffers. With `pages` the rows are those of one slot, whose pages lie in `source`. Raises ValueError for shapes that
+    do not fit, and rows that do not exist.
     """
     num_layers, num_heads, capacity, width = source.shape
+    capacity = capacity if pages is None else pages.capacity
     num_chunks, head_dim = out.shape[2:]
     expected = (num_layers, num_heads, num_chunks, head_dim)
     fits = tuple(out.shape) == expected and width == cuda_row_width(source.dtype, out.dtype, head_dim)
@@ -52,6 +58,7 @@ def average_chunks(source: torch.Tensor, first: int, chunk_size: int, out: torch
         raise ValueError(f"found rows {first} to {end}, expected them within 0 to {capacity}")
     average_chunk[(num_layers * num_heads, num_chunks)](
         source,
+        None if pages is None else pages.numbers,
         out,
         first,
         chunk_size,
@@ -61,5 +68,6 @@ def average_chunks(source: torch.Tensor, first: int, chunk_size: int, out: torch
         CHUNK_WIDTH=triton.next_power_of_2(chunk_size),
         HEAD_DIM=head_dim,
         WIDTH=triton.next_power_of_2(head_dim),
+        PAGE=0 if pages is None else pages.page,
         num_warps=NUM_WARPS,
     )

@@ -17,7 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
-from swiftbatch.worker.kernels.cuda.kept_rows import load_kept
+from swiftbatch.worker.kernels.cuda.cuda_row_table import PageTable
+from swiftbatch.worker.kernels.cuda.kept_rows import in_pool, load_kept
 from swiftbatch.worker.kernels.kv_rows import cuda_row_width
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # of a number's size in bytes
@@ -96,11 +97,11 @@ def move_rows(arena: torch.Tensor, moves: torch.Tensor) -> None:
 
 @triton.jit(do_not_specialize=["first", "count"])  # one kernel for all of them
 def copy_rows(
-    source_ptr, entries_ptr, out_ptr, first, count, num_parts, num_heads,
+    source_ptr, entries_ptr, pages_ptr, out_ptr, first, count, num_parts, num_heads,
     stride_source_layer, stride_source_part, stride_source_head, stride_source_row,
     stride_layer, stride_part, stride_head, stride_row,
     NUM_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, IS_CHOSEN: tl.constexpr,
-    IS_CODED: tl.constexpr,
+    IS_CODED: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """Some rows of one layer, part and head: those at `entries [num_layers, num_heads, count]`, or from `first` on."""
     place, head = tl.program_id(0) // num_heads, (tl.program_id(0) % num_heads).to(tl.int64)
@@ -111,45 +112,51 @@ def copy_rows(
     else:
         entries = first + rows
     columns = tl.arange(0, WIDTH)
-    inside = ((rows < count) & (entries >= 0))[:, None] & (columns < HEAD_DIM)[None, :]
+    is_row = (rows < count) & (entries >= 0)
+    inside = is_row[:, None] & (columns < HEAD_DIM)[None, :]
     source_ptr += layer * stride_source_layer + part * stride_source_part + head * stride_source_head
     out_ptr += layer * stride_layer + part * stride_part + head * stride_head
-    source = entries.to(tl.int64) * stride_source_row
+    source = in_pool(entries, pages_ptr, is_row, PAGE) * stride_source_row
     target = rows.to(tl.int64) * stride_row
     if IS_CODED:
         dtype: tl.constexpr = out_ptr.dtype.element_ty
-        is_row = (rows < count) & (entries >= 0)
         numbers = load_kept(source_ptr + source[:, None], is_row, columns, HEAD_DIM, True, dtype)
     else:
         numbers = tl.load(source_ptr + source[:, None] + columns[None, :], mask=inside)
     tl.store(out_ptr + target[:, None] + columns[None, :], numbers, mask=inside)
 
 
-def gather_entries(source: torch.Tensor, entries: torch.Tensor, out: torch.Tensor) -> None:
+def gather_entries(
+    source: torch.Tensor, entries: torch.Tensor, out: torch.Tensor, pages: PageTable | None = None
+) -> None:
     """Copy chosen rows of `source [num_layers, num_parts, num_kv_heads, capacity, row_width]` to `out`, in one launch.
 
     `entries [num_layers, num_kv_heads, count] int32`: each head's own, the same in all parts (keys and values), not
     looked at here; at -1 `out [num_layers, num_parts, num_kv_heads, count, head_dim]` stays as it is. Both may be parts
-    of larger buffers. Raises ValueError for shapes that do not fit.
+    of larger buffers. With `pages` the entries are those of one slot, whose pages lie in `source`. Raises ValueError
+    for shapes that do not fit.
     """
     expected = (out.shape[0], out.shape[2], out.shape[-2])
     if tuple(entries.shape) != expected or entries.dtype != torch.int32 or not entries.is_contiguous():
         raise ValueError(f"entries: found {entries.dtype} {list(entries.shape)}, expected torch.int32 {list(expected)}")
-    _launch(source, entries, 0, out)
+    _launch(source, entries, 0, out, pages)
 
 
-def gather_range(source: torch.Tensor, first: int, out: torch.Tensor) -> None:
+def gather_range(source: torch.Tensor, first: int, out: torch.Tensor, pages: PageTable | None = None) -> None:
     """Copy consecutive rows from `first` on, as `gather_entries` does.
 
     Raises ValueError also for rows that do not exist.
     """
-    if not 0 <= first <= source.shape[-2] - out.shape[-2]:
+    capacity = source.shape[-2] if pages is None else pages.capacity
+    if not 0 <= first <= capacity - out.shape[-2]:
         end = first + out.shape[-2]
-        raise ValueError(f"found rows {first} to {end}, expected them within 0 to {source.shape[-2]}")
-    _launch(source, None, first, out)
+        raise ValueError(f"found rows {first} to {end}, expected them within 0 to {capacity}")
+    _launch(source, None, first, out, pages)
 
 
-def _launch(source: torch.Tensor, entries: torch.Tensor | None, first: int, out: torch.Tensor) -> None:
+def _launch(
+    source: torch.Tensor, entries: torch.Tensor | None, first: int, out: torch.Tensor, pages: PageTable | None
+) -> None:
     num_layers, num_parts, num_heads, _, width = source.shape
     count, head_dim = out.shape[-2:]
     fits = tuple(out.shape[:3]) == (num_layers, num_parts, num_heads)
@@ -165,6 +172,7 @@ def _launch(source: torch.Tensor, entries: torch.Tensor | None, first: int, out:
     copy_rows[(num_layers * num_parts * num_heads, triton.cdiv(count, NUM_ROWS))](
         source if is_coded else bits_of(source),
         entries,
+        None if pages is None else pages.numbers,
         out if is_coded else bits_of(out),
         first,
         count,
@@ -177,5 +185,6 @@ def _launch(source: torch.Tensor, entries: torch.Tensor | None, first: int, out:
         WIDTH=triton.next_power_of_2(head_dim),
         IS_CHOSEN=entries is not None,
         IS_CODED=is_coded,
+        PAGE=0 if pages is None else pages.page,
         num_warps=COPY_WARPS,
     )

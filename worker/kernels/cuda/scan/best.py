@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from swiftbatch.worker.kernels.cuda.kept_rows import load_kept, load_rows
+from swiftbatch.worker.kernels.cuda.kept_rows import in_pool, load_kept, load_rows
 from swiftbatch.worker.kernels.cuda.rounding import dot, rounded
 from swiftbatch.worker.kernels.cuda.scan.scanned_texts import group_of, tile_of
 
@@ -33,15 +33,16 @@ def attend_chosen(
 
 @triton.jit
 def attend_best(
-    query_ptr, kept_ptr, addresses_ptr, entries_ptr, counts_ptr, output_ptr, lse_ptr, groups_ptr, num_chunks_ptr,
-    scale_log2, first, stride_value, stride_head, stride_entry,
+    query_ptr, kept_ptr, addresses_ptr, full_slots_ptr, pages_ptr, entries_ptr, counts_ptr, output_ptr, lse_ptr,
+    groups_ptr, num_chunks_ptr, scale_log2, first, stride_value, stride_head, stride_entry, stride_pages,
     NUM_ROWS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr, HEAD_DIM: tl.constexpr,
     NUM_SPLITS: tl.constexpr, TILE_ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-    MOST_CHUNKS: tl.constexpr,
+    MOST_CHUNKS: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """Program (group and KV head, split): the chosen keys of its chunks; normalised output and LSE, -inf for none.
 
-    `kept_ptr` tells how full caches keep keys, and is not read.
+    `kept_ptr` tells how full caches keep keys, and is not read. With pages of `PAGE` entries keys lie in those of the
+    full cache's own slot.
     """
     slot, kv_head, first_row, end_row, num_chunks = group_of(groups_ptr, num_chunks_ptr, NUM_KV_HEADS)
     per_split = tl.cdiv(num_chunks, NUM_SPLITS)
@@ -50,6 +51,8 @@ def attend_best(
     if start >= end:
         return
     cache_ptr = tl.multiple_of(tl.load(addresses_ptr + slot).to(kept_ptr.dtype), 16)  # else dimensions come singly
+    if PAGE:
+        pages_ptr += tl.load(full_slots_ptr + slot) * stride_pages
     key_ptr = cache_ptr + kv_head.to(tl.int64) * stride_head
     value_ptr = key_ptr + stride_value
     columns = tl.arange(0, WIDTH)
@@ -67,7 +70,8 @@ def attend_best(
                 is_listed = listed + n < count
                 entries = tl.load(entries_ptr + number * CHUNK + listed + n, mask=is_listed, other=0)
                 is_chosen = ((entries[None, :] >> tl.arange(0, TILE_ROWS)[:, None]) & 1) != 0
-                places = (first + chunk * CHUNK + (entries >> 16)).to(tl.int64)[:, None] * stride_entry
+                positions = first + chunk * CHUNK + (entries >> 16)
+                places = in_pool(positions, pages_ptr, is_listed, PAGE)[:, None] * stride_entry
                 highest, total, acc = attend_chosen(
                     query, key_ptr, value_ptr, places, is_chosen, is_listed, columns, scale_log2, highest, total, acc,
                     HEAD_DIM,

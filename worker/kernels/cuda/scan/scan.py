@@ -15,7 +15,7 @@ from torch import Tensor
 from swiftbatch.worker.kernels.attention_view import SEES_ALL, AttentionView
 from swiftbatch.worker.kernels.cuda.attend import AttentionShape, Scratch
 from swiftbatch.worker.kernels.cuda.attentions import TritonAttention
-from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS, CudaRowTable
+from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS, CudaRowTable, PageTable
 from swiftbatch.worker.kernels.cuda.prefix import prefix_split
 from swiftbatch.worker.kernels.cuda.scan.best import attend_best
 from swiftbatch.worker.kernels.cuda.scan.clouds import look_at_clouds
@@ -39,6 +39,7 @@ class Scan:
     scratch: ScanScratch
     scale: float
     full: Tensor  # [:, 2, :, num_kv_heads, :, row_width], as which all full caches are laid out
+    pages: PageTable | None = None  # of full caches; None: the entries of each lie side by side
 
     def choose(self, layer: int, query: Tensor, table: CudaRowTable[Tensor]) -> None:
         """Fill the scratch but for what is attended: queries `[NUM_ROWS, num_heads, head_dim]` behind the table."""
@@ -64,11 +65,12 @@ class Scan:
 
     def read_best(self, layer: int, query: Tensor, table: CudaRowTable[Tensor]) -> None:
         """Attend to the chosen keys of one layer of full caches."""
-        texts, scratch, full = self.texts, self.scratch, self.full
+        texts, scratch, full, pages = self.texts, self.scratch, self.full, self.pages
         attend_best[(len(table.groups) * self.shape.num_kv_heads, self.shape.num_splits)](
-            query, full, texts.addresses[layer], scratch.entries, scratch.counts, scratch.output, scratch.lse,
-            table.groups, texts.num_chunks, self.scale * math.log2(math.e), texts.sizes.first,
-            full.stride(1), full.stride(3), full.stride(4),
+            query, full, texts.addresses[layer], texts.full_slots, None if pages is None else pages.numbers,
+            scratch.entries, scratch.counts, scratch.output, scratch.lse, table.groups, texts.num_chunks,
+            self.scale * math.log2(math.e), texts.sizes.first, full.stride(1), full.stride(3), full.stride(4),
+            0 if pages is None else pages.numbers.stride(0), PAGE=0 if pages is None else pages.page,
             **scan_constants(self.shape, texts.sizes)["attend_best"],
         )  # fmt: skip
 
@@ -100,9 +102,9 @@ def scan_attend(
     keys, values = entries
     shape = scan.shape
     prefix_split[(len(table.groups) * shape.num_kv_heads, shape.num_splits)](
-        query, keys, values, bias, prefixes.output, prefixes.lse, table.groups, table.rows,
-        scan.scale * math.log2(math.e), *keys.stride()[:3], bias.stride(0),
-        HAS_BIAS=True, **shape.prefix_constants(),
+        query, keys, values, bias, None, prefixes.output, prefixes.lse, table.groups, table.rows,
+        scan.scale * math.log2(math.e), *keys.stride()[:3], bias.stride(0), 0,
+        HAS_BIAS=True, PAGE=0, **shape.prefix_constants(),
     )  # fmt: skip
     scan.choose(layer, query, table)
     scan.read_best(layer, query, table)
@@ -112,12 +114,15 @@ def scan_attend(
 class ScanAttention:
     """An `Attention` that takes turns with another one, whose queries and partial sums it uses."""
 
-    def __init__(self, other: TritonAttention, texts: ScannedTexts, full: Tensor) -> None:
-        """The best keys are read where `texts` has them, as in `full [:, 2, :, num_kv_heads, :, row_width]`."""
+    def __init__(self, other: TritonAttention, texts: ScannedTexts, full: Tensor, pages: PageTable | None) -> None:
+        """The best keys are read where `texts` has them, as in `full [:, 2, :, num_kv_heads, :, row_width]`.
+
+        `pages` are those of full caches, None where the entries of each lie side by side.
+        """
         shape, num_heads = other.shape, other.query.shape[1]
         scratch = ScanScratch.empty(texts.sizes, num_heads, shape.num_splits, full.device)
         self._other = other
-        self._scan = Scan(shape, texts, scratch, other.scale, full)
+        self._scan = Scan(shape, texts, scratch, other.scale, full, pages)
         self.query = other.query
 
     @property
@@ -136,9 +141,10 @@ class ScanAttention:
         table: CudaRowTable[Tensor],
         mixed: Tensor,
         view: AttentionView = SEES_ALL,
+        pages: PageTable | None = None,
     ) -> None:
         """Raises ValueError without biases, and for a window, which entries that are no positions know nothing of."""
-        if bias is None or view != SEES_ALL:
+        if bias is None or view != SEES_ALL or pages is not None:
             raise ValueError("found no biases, which entries of partial caches have, or a window, which they have not")
         scratch = self._other.scratch
         scan_attend(self._scan, layer, self.query, (keys, values), bias, table, scratch, mixed)

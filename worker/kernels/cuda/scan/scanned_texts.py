@@ -51,6 +51,7 @@ class ScannedTexts:
     spreads: Tensor  # [num_layers, num_slots, num_kv_heads, head_dim] float32
     moments: Tensor  # [num_layers, num_slots, num_kv_heads, most_clouds, 2 * head_dim * (head_dim + 1)] float32
     addresses: Tensor  # [num_layers, num_slots] int64: of the full cache's keys, on the device or the host
+    full_slots: Tensor  # [num_slots] int32: of the full caches, whose pages keys lie in where these have some
     num_chunks: Tensor  # [num_slots] int32
     flat_deviations: Tensor  # [num_slots] float32: of scores, below which no key is worth reading
 
@@ -66,12 +67,14 @@ class ScannedTexts:
             torch.empty(*heads, sizes.most_clouds, 2 * head_dim * (head_dim + 1), device=device),
             torch.zeros(sizes.num_layers, sizes.num_slots, dtype=torch.int64, device=device),
             torch.zeros(sizes.num_slots, dtype=torch.int32, device=device),
+            torch.zeros(sizes.num_slots, dtype=torch.int32, device=device),
             torch.zeros(sizes.num_slots, device=device),
         )
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (
-            self.codes, self.means, self.spreads, self.moments, self.addresses, self.num_chunks, self.flat_deviations,
+            self.codes, self.means, self.spreads, self.moments, self.addresses, self.full_slots, self.num_chunks,
+            self.flat_deviations,
         )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from tests.worker.kernels.cuda.moving.arena_parts import (
     NUM_LAYERS,
     NUM_SLOTS,
     any_arena,
+    in_pages,
     same_bits,
 )
 
@@ -52,6 +53,19 @@ def test_consecutive_rows_are_gathered(first: int, count: int) -> None:
     gather_range(arena[:, :, 2], first, out)
     assert same_bits(out, arena[:, :, 2, :, first : first + count])
     assert (staging[:, :, :, count:] == 0).all()
+
+
+def test_rows_in_pages_are_gathered_as_those_side_by_side() -> None:
+    arena, entries, outs = any_arena(), any_entries(70), [torch.zeros(SHAPE, dtype=torch.bfloat16) for _ in range(4)]
+    pool, pages = in_pages(arena[:, :, 1])
+    gather_entries(arena[:, :, 1], entries, outs[0])
+    gather_entries(pool, entries, outs[1], pages)
+    gather_range(arena[:, :, 1], 13, outs[2])
+    gather_range(pool, 13, outs[3], pages)
+    assert same_bits(outs[0], outs[1])
+    assert same_bits(outs[2], outs[3])
+    with pytest.raises(ValueError, match="expected them within 0 to 90"):
+        gather_range(pool, 21, outs[3], pages)
 
 
 def test_values_alone_are_gathered_from_rows_that_have_no_keys() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from swiftbatch.worker.kernels.cuda.moving.means import average_chunks
-from tests.worker.kernels.cuda.moving.arena_parts import HEAD_DIM, NUM_HEADS, NUM_LAYERS
+from tests.worker.kernels.cuda.moving.arena_parts import HEAD_DIM, NUM_HEADS, NUM_LAYERS, in_pages
 
 CAPACITY = 90
 
@@ -24,6 +24,10 @@ def test_means_are_rounded_once(first: int, chunk_size: int, num_chunks: int, dt
     exact = rows.double().mean(dim=3)
     found = buffer[:, :, 4 : 4 + num_chunks].double()
     assert ((found - exact).abs() <= torch.finfo(dtype).eps * exact.abs() + 1e-6).all()
+    pool, pages = in_pages(source)
+    again = torch.empty_like(buffer[:, :, 4 : 4 + num_chunks])
+    average_chunks(pool, first, chunk_size, again, pages)
+    assert torch.equal(again, buffer[:, :, 4 : 4 + num_chunks])
     buffer[:, :, 4 : 4 + num_chunks] = torch.nan
     assert buffer.isnan().all()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,6 +12,8 @@ from torch import Tensor
 
 from swiftbatch.worker.caches.arena import ArenaKVCache, KVArena
 from swiftbatch.worker.caches.full import CacheShape
+from swiftbatch.worker.caches.memory.pages import pages_of
+from swiftbatch.worker.caches.paged_arena import PagedArena
 from swiftbatch.worker.caches.partial import PartialCache
 from swiftbatch.worker.caches.scan_slots import SlotKeys
 from swiftbatch.worker.drawing.tree import DraftTree
@@ -40,13 +43,21 @@ class Texts:
     """A layer of full caches, jointly normal, in slots from the last to the first, and of entries beside them."""
 
     def __init__(
-        self, sequences: list[Rows], num_best: int, head_dim: int = 64, dtype: torch.dtype = torch.float32
+        self,
+        sequences: list[Rows],
+        num_best: int,
+        head_dim: int = 64,
+        dtype: torch.dtype = torch.float32,
+        page: int | None = None,
     ) -> None:
         self.sequences, self.num_kv_heads, self.group = sequences, 2, 2
         self.shape = CacheShape(1, self.num_kv_heads, head_dim, dtype, CPU)
         longest = FIRST + max(rows.num_chunks for rows in sequences) * SCAN_CHUNK + ENTRIES
         arena = KVArena(self.shape, len(sequences), longest)
-        self.full, self.entries = arena.buffer.fill_(NAN), self._empty_entries()
+        if page is not None:
+            arena = PagedArena(self.shape, len(sequences), longest, len(sequences) * pages_of(longest, page), page=page)
+            random.Random(page).shuffle(arena.pool._free)
+        self.full, self.entries, self.pages = arena.buffer.fill_(NAN), self._empty_entries(), arena.pages
         most_chunks = max(1, max(rows.num_chunks for rows in sequences))
         sizes = TextSizes(1, len(sequences), self.num_kv_heads, head_dim, most_chunks, num_best, FIRST)
         self.texts = ScannedTexts.empty(sizes, CPU)
@@ -68,18 +79,17 @@ class Texts:
         return torch.full(size, NAN, dtype=self.shape.dtype)
 
     def _write(self, cache: ArenaKVCache, length: int, generator: torch.Generator) -> None:
-        keys, values = cache.stored(0)
         head_dim = self.shape.head_dim
         mixed = torch.randn(head_dim, head_dim, generator=generator) / head_dim**0.5
         noise = torch.randn(2, self.num_kv_heads, length, head_dim, generator=generator)
-        keys[:, :length] = (0.3 + noise[0] @ (torch.eye(head_dim) + 0.5 * mixed)).to(keys.dtype)
-        values[:, :length] = (0.5 * noise[0] @ mixed + noise[1]).to(keys.dtype)
+        keys = (0.3 + noise[0] @ (torch.eye(head_dim) + 0.5 * mixed)).to(self.shape.dtype)
+        cache.write(0, 0, keys, (0.5 * noise[0] @ mixed + noise[1]).to(self.shape.dtype))
         cache.advance(length)
 
     def _place(self, slot: int, rows: Rows, generator: torch.Generator) -> None:
         """Entries, and keys and values of the rows themselves, as `rope_store` would have written them."""
         seen = self.entries[:, :, slot, :, : rows.num_entries + rows.num_rows]
-        seen[..., : rows.num_entries, :] = self.caches[slot].rows[..., : rows.num_entries, :]
+        seen[..., : rows.num_entries, :] = self.caches[slot].rows_between(slice(0, rows.num_entries))
         own = torch.randn(seen[..., rows.num_entries :, :].shape, generator=generator)
         seen[..., rows.num_entries :, :] = own.to(seen.dtype)
 
@@ -114,7 +124,7 @@ class Texts:
         scratch = ScanScratch.empty(self.texts.sizes, num_heads, NUM_SPLITS, CPU)
         for tensor in scratch.tensors():
             tensor.fill_(NAN if tensor.is_floating_point() else -1)
-        return Scan(self.attention, self.texts, scratch, self.shape.head_dim**-0.5, self.full)
+        return Scan(self.attention, self.texts, scratch, self.shape.head_dim**-0.5, self.full, self.pages)
 
     def attended(self, scan: Scan, query: Tensor) -> Tensor:
         """Real rows `[num_rows, num_heads, head_dim]`; those of padding were not written."""

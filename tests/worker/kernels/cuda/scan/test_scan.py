@@ -174,3 +174,10 @@ def test_it_comes_to_nearly_the_same_as_the_compiled_kernels(
             compiled = native_attention(team, [texts.chain(slot)], 0, query[rows].contiguous(), *own, scan.scale)
             away.append(float((found[rows].double() - compiled.double()).norm() / compiled.double().norm()))
         assert away[0] < apart < 0.5 < away[1]
+
+
+@pytest.mark.parametrize("page", [64, 1024])
+def test_keys_in_pages_in_any_order_give_the_bits_of_keys_side_by_side(page: int) -> None:
+    _, _, query, side_by_side = attended(64, FLOAT32)
+    texts = Texts(SEQUENCES, NUM_BEST, page=page)
+    assert torch.equal(texts.attended(texts.scan(), query), side_by_side)

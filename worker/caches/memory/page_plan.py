@@ -1,0 +1,73 @@
+"""The plan of a GPU's memory where caches take pages as they grow: a pool for all jobs, and slots for what drafts keep.
+
+The pool holds the longest job at least. Beyond that more jobs are taken than it may hold at their longest: the youngest
+leaves when pages run out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from swiftbatch.worker.caches.memory.memory_plan import (
+    NO_DRAFTS,
+    DraftMemory,
+    GPUMemory,
+    MemoryPlan,
+    none_fits,
+    one_slot,
+    slot_capacity,
+)
+from swiftbatch.worker.caches.memory.model_sizes import ModelSizes
+from swiftbatch.worker.caches.memory.pages import GPU_PAGE, pages_of
+from swiftbatch.worker.caches.room import GB, MAX_TREE_NODES, KVRoomError
+from swiftbatch.worker.kernels.sizes import MOST_SLOTS
+
+DRAFT_SHARE = 0.25  # of what is left beside the weights, for what drafts keep, where few jobs fit at their longest
+
+
+def plan_pages(
+    sizes: ModelSizes,
+    gpu: GPUMemory,
+    longest_job: int,
+    num_slots: int | None = None,
+    drafts: DraftMemory = NO_DRAFTS,
+) -> MemoryPlan:
+    """Share a GPU out as `plan_memory` does, for a pool of pages: as many as fit, and as slots can have at most.
+
+    Raises KVRoomError where the longest job, or what drafts keep for so many slots beside it, does not fit.
+    """
+    least = most_of_a_job(longest_job)
+    page_bytes = GPU_PAGE * sizes.kept_bytes_per_position
+    alone = one_slot(sizes, gpu, longest_job, drafts)
+    if replace(alone, slot_bytes=sizes.state_bytes + least * page_bytes).num_fitting < 1:
+        raise none_fits(replace(alone, slot_bytes=sizes.state_bytes + least * page_bytes))
+    pool = replace(alone, slot_bytes=sizes.state_bytes, num_pages=least, page_bytes=page_bytes)
+    plan = replace(pool, num_slots=_slots_that_pay(pool) if num_slots is None else num_slots)
+    if plan.used_bytes > plan.free_bytes:
+        raise KVRoomError(
+            f"--slots {num_slots}: what drafts keep for each, beside the longest job of {longest_job:,} positions, "
+            f"needs {plan.used_bytes / GB:,.1f} GB, the GPU has {plan.free_bytes / GB:,.1f} GB free; use --slots "
+            f"{plan.num_fitting}, or fewer max_tokens"
+        )
+    num_beside = (plan.free_bytes - plan.used_bytes) // page_bytes
+    return replace(plan, num_pages=min(plan.num_slots * least, least + num_beside))
+
+
+def most_of_a_job(longest_job: int) -> int:
+    """The pages of the longest job that a slot takes."""
+    return pages_of(slot_capacity(longest_job) - MAX_TREE_NODES, GPU_PAGE)
+
+
+def _slots_that_pay(pool: MemoryPlan) -> int:
+    """As many as gain, if what drafts keep for each leaves most of the memory to pages.
+
+    Or as many as leave the pages of all jobs that would fit at their longest.
+    """
+    if not pool.bytes_per_slot:
+        return MOST_SLOTS
+    longest = pool.num_pages * pool.page_bytes
+    beside_weights = pool.left_bytes + longest
+    num_longest = beside_weights // (pool.bytes_per_slot + longest)
+    by_share = int(DRAFT_SHARE * beside_weights) // pool.bytes_per_slot
+    beside_longest = (beside_weights - num_longest * longest) // pool.bytes_per_slot
+    return min(MOST_SLOTS, pool.num_fitting, max(by_share, beside_longest))

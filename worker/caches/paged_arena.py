@@ -1,0 +1,274 @@
+"""All key-value caches of a GPU worker in one pool of pages: a job has as many as it has positions, wherever they are.
+
+Nothing is summed by pages: kernels look up where a block of keys lies, and add up as over keys side by side."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from swiftbatch.worker.caches.arena import ArenaKVCache, KVArena, SlotLease
+from swiftbatch.worker.caches.copies import Staging
+from swiftbatch.worker.caches.full import CacheShape, CacheSource, FullKVCache
+from swiftbatch.worker.caches.memory.pages import GPU_PAGE, PoolSize, pages_of
+from swiftbatch.worker.caches.room import MAX_TREE_NODES, PagesError
+from swiftbatch.worker.kernels.cuda.cuda_row_table import PageTable, in_pages
+
+
+class PagePool:
+    """The pages that nobody has, and how many sequences have each of the others. Any thread may ask."""
+
+    def __init__(self, num_pages: int) -> None:
+        self._free = list(reversed(range(num_pages)))
+        self._num_holders = [0] * num_pages
+        self._lock = threading.RLock()  # a thread that takes pages may be the one that gives back those of a lost cache
+
+    def take(self, count: int) -> list[int]:
+        """Pages for a sequence. Raises PagesError where so many are not free."""
+        if count > len(self._free):
+            gc.collect()  # a cache may hang in a circle of references, as a traceback makes them
+        with self._lock:
+            if count > len(self._free):
+                raise PagesError(
+                    f"no page for a job's next positions: all {len(self._num_holders):,} of this worker's GPU are "
+                    "taken; use fewer --slots, or more --workers"
+                )
+            pages = [self._free.pop() for _ in range(count)]
+            for page in pages:
+                self._num_holders[page] = 1
+            return pages
+
+    @property
+    def num_free(self) -> int:
+        """Pages that nobody has."""
+        return len(self._free)
+
+    def is_shared(self, page: int) -> bool:
+        """Tell whether several sequences have a page."""
+        return self._num_holders[page] > 1
+
+    def share(self, pages: Sequence[int]) -> None:
+        """Count one more sequence that has these pages."""
+        with self._lock:
+            for page in pages:
+                self._num_holders[page] += 1
+
+    def give_back(self, pages: list[int], num_kept: int = 0) -> None:
+        """Take pages from a sequence that has no use for them: from the end of its list, which then has `num_kept`."""
+        with self._lock:
+            for page in pages[num_kept:]:
+                self._num_holders[page] -= 1
+                if not self._num_holders[page]:
+                    self._free.append(page)
+            del pages[num_kept:]
+
+
+class PageLease(SlotLease):
+    """The right to a slot, and to the pages that its entries lie in."""
+
+    def __init__(self, slot: int) -> None:
+        super().__init__(slot)
+        self.pages: list[int] = []
+
+
+class PagedArena(KVArena):
+    """A `KVArena` whose `buffer [num_layers, 2, 1, num_kv_heads, num_pages * page, row_width]` all slots share."""
+
+    pages: PageTable
+
+    def __init__(
+        self,
+        shape: CacheShape,
+        num_slots: int,
+        max_length: int,
+        num_pages: int,
+        staging: Staging | None = None,
+        page: int = GPU_PAGE,
+    ) -> None:
+        """Slots for sequences of at most `max_length` positions, which take pages as they grow."""
+        self.num_pages, self.page, self.pool = num_pages, page, PagePool(num_pages)
+        super().__init__(shape, num_slots, max_length, staging)
+        size = (num_slots, pages_of(self.longest_job, page))
+        self.pages = PageTable(torch.zeros(size, dtype=torch.int32, device=shape.device), page)
+
+    @property
+    def pool_size(self) -> PoolSize:
+        return PoolSize(self.num_pages, self.page)
+
+    @property
+    def num_free_pages(self) -> int:
+        return self.pool.num_free
+
+    def _allocate(self) -> torch.Tensor:
+        shape = self.shape
+        size = (shape.num_layers, 2, 1, shape.num_kv_heads, self.num_pages * self.page, shape.row_width)
+        return torch.empty(size, dtype=shape.row_dtype, device=shape.device)
+
+    def _lease(self, slot: int) -> PageLease:
+        lease = PageLease(slot)
+        weakref.finalize(lease, self.pool.give_back, lease.pages)
+        return lease
+
+    def _cache(self, lease: SlotLease, max_length: int) -> PagedKVCache:
+        assert isinstance(lease, PageLease)
+        return PagedKVCache(self, lease, max_length, self._staging)
+
+
+class PagedKVCache(ArenaKVCache):
+    """A `FullKVCache` in pages of a pool; views made by `prefix` and `replayed` have the same ones.
+
+    A page may be another sequence's as well where both are behind it: nobody writes there any more.
+    """
+
+    _lease: PageLease
+    _arena: PagedArena
+
+    def __init__(self, arena: PagedArena, lease: PageLease, max_length: int, staging: Staging | None) -> None:
+        self._max_length, self._page, self._is_view = max_length, arena.page, False
+        super().__init__(arena, lease, max_length, arena.buffer[:, :, 0], staging)
+
+    @property
+    def pages(self) -> list[int]:  # type: ignore[override]
+        return self._lease.pages
+
+    @property
+    def page_table(self) -> PageTable:
+        return self._arena.pages.of(self.slot)
+
+    def reserve(self, end: int) -> None:
+        num_missing = -(-min(end, self._capacity) // self._page) - len(self.pages)
+        if num_missing > 0:
+            self._append(self._arena.pool.take(num_missing))
+
+    def stored(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A copy of the layer, in order, as far as there are pages."""
+        return self.stored_between(index, slice(0, min(self._capacity, len(self.pages) * self._page)))
+
+    def stored_between(self, layer: int, positions: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = self._joined(self._buffer[layer], positions)
+        return keys, values
+
+    def rows_between(self, positions: slice) -> torch.Tensor:
+        return self._joined(self._buffer, positions)
+
+    def write(
+        self, layer: int, first_entry: int, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        end = first_entry + key.shape[1]
+        self.reserve(end)
+        for number, own in self._pieces(first_entry, end):
+            for part, rows in enumerate((key, value)):
+                self._buffer[layer, part, :, own] = self.shape.kept(rows[:, number])
+        return self.layer(layer)
+
+    def commit(self, path: list[int]) -> None:
+        self.reserve(self.length + 2 + max(path, default=-1))
+        if self._arena.move_rows is not None:
+            self._arena.move_rows(self.slot, self.length, path, self._place)
+        elif path:
+            sources = self._place(self.length + 1 + np.array(path))
+            targets = self._place(self.length + 1 + np.arange(len(path)))
+            self._buffer[..., targets, :] = self._buffer[..., sources, :]
+        self.advance(1 + len(path))
+
+    def load(self, kv: NDArray[Any]) -> None:
+        self.reserve(self.length + kv.shape[1])
+        super().load(kv)
+
+    def copy_from(self, source: CacheSource, end: int) -> None:
+        """Have whole pages of a source together with it, and copy what lies in front of them and behind."""
+        if not isinstance(source, PagedKVCache):
+            super().copy_from(source, end)
+            return
+        known = len(self.pages)
+        if known * self._page == self.length:
+            shared = source.pages[known : end // self._page]
+            self._arena.pool.share(shared)
+            self._append(shared)
+            self.length += len(shared) * self._page
+        self.reserve(end)
+        for number, own in self._pieces(self.length, end):
+            theirs = slice(self.length + number.start, self.length + number.stop)
+            self._buffer[..., own, :] = source.rows_between(theirs)
+        self.length = self.num_copied = end
+
+    def prefix(self, length: int) -> FullKVCache:
+        view = copy.copy(self)
+        view._is_view = True
+        view.roll_back(length)
+        return view
+
+    def clear(self) -> None:
+        self.reserve(self._capacity)
+        for _, rows in self._parts(0, self._capacity):
+            rows.zero_()
+
+    def roll_back(self, length: int) -> None:
+        """Forget all positions from `length` on, and give back pages that none is left in."""
+        super().roll_back(length)
+        if not self._is_view:
+            self._arena.pool.give_back(self.pages, -(-length // self._page))
+            self._own_last(length % self._page)
+
+    def _own_last(self, num_entries: int) -> None:
+        """Where the last page is others' as well, take one with copies of its first entries: the next ones come there.
+
+        Nothing is to be done for a page that is full.
+        """
+        pool = self._arena.pool
+        if num_entries == 0 or not pool.is_shared(self.pages[-1]):
+            return
+        kept = self.rows_between(slice((len(self.pages) - 1) * self._page, self.length))
+        pool.give_back(self.pages, len(self.pages) - 1)
+        self.reserve(self.length)
+        [(_, own)] = self._pieces(self.length - num_entries, self.length)
+        self._buffer[..., own, :] = kept
+
+    def _append(self, pages: list[int]) -> None:
+        known = len(self.pages)
+        self.pages.extend(pages)
+        row = self._arena.pages.numbers[self.slot]
+        if len(pages) == 1:
+            row[known].fill_(pages[0])  # a launch, nobody waits for a copy
+        elif pages:
+            row[known : len(self.pages)] = torch.tensor(pages, dtype=torch.int32, device=row.device)
+
+    def _place(self, entries: NDArray[Any]) -> NDArray[Any]:
+        return in_pages(entries, self.pages, self._page)
+
+    def _pieces(self, start: int, end: int) -> Iterator[tuple[slice, slice]]:
+        """Yield entries `[start, end)` page by page: which of them, and where they lie."""
+        place = start
+        while place < end:
+            stop = min(end, (place // self._page + 1) * self._page)
+            first = self.pages[place // self._page] * self._page + place % self._page
+            yield slice(place - start, stop - start), slice(first, first + stop - place)
+            place = stop
+
+    def _parts(self, start: int, end: int) -> Iterator[tuple[slice, torch.Tensor]]:
+        bits = self._bits()
+        if start == end:
+            yield slice(0, 0), bits[..., :0, :]
+        for number, own in self._pieces(start, end):
+            yield number, bits[..., own, :]
+
+    def _joined(self, rows: torch.Tensor, positions: slice) -> torch.Tensor:
+        """Entries of a pool's `rows [..., num_entries, row_width]`, in order."""
+        parts = [rows[..., own, :] for _, own in self._pieces(positions.start, positions.stop)]
+        return torch.cat(parts, dim=-2) if parts else rows[..., :0, :]
+
+    def _grow(self, length: int) -> None:
+        self.reserve(length)
+        super()._grow(length)
+
+    @property
+    def _capacity(self) -> int:
+        return self._max_length + MAX_TREE_NODES
