@@ -14,6 +14,8 @@ from typing import Literal
 StepKind = Literal["plain", "tree", "chain"]
 NUM_KEPT = 15  # steps of each kind, of which the median counts
 FEWEST = 3  # steps of a kind that tell anything
+ENOUGH = 9  # plain steps: of fewer all may have been slow by chance, and drafts seem to pay for hundreds of steps
+MOST_BESIDE = 9  # times the expected seconds: on a machine that became busy all steps take twice as long as expected
 DOUBTED = 3  # steps that are forgotten at once
 SETTLED = 2  # steps of a kind before one that counts: what another kind left in the processor's caches takes its time
 LOOK_EVERY, LOOK_SOON = 96, 10  # steps with drafts between looks at plain ones; until there are enough of these
@@ -39,12 +41,12 @@ class StepClock:
         """True if the coming step should have no drafts, to see what it takes."""
         if self._kind == "plain":
             return self.num_plain_due > 0
-        return self._num_drafted >= (LOOK_EVERY if self._is_known("plain") else LOOK_SOON)
+        return self._num_drafted >= (LOOK_EVERY if len(self._beside.get("plain", ())) >= ENOUGH else LOOK_SOON)
 
     @property
     def num_plain_due(self) -> int:
         """Plain steps that should follow the one that was begun, to see what one takes."""
-        return max(0, SETTLED + (1 if self._is_known("plain") else FEWEST) - self._num_alike)
+        return max(0, SETTLED + FEWEST - self._num_alike)
 
     def beside(self, kind: StepKind, otherwise: float) -> float:
         """The seconds of a step beside those expected, below 0 where it is done sooner.
@@ -84,7 +86,7 @@ class StepClock:
             self._open = self._open[0], self._open[1] + seconds
 
     def end(self) -> None:
-        """End the step. What took over twice as long as it should was no step alone: it counts as twice, no more."""
+        """End the step. What took ten times as long as it should was no step alone: it counts as ten times, no more."""
         if self._open is not None and self._kind is not None and self._num_alike > SETTLED:
             begun, expected = self._open
             self._keep(self._kind, time.perf_counter() - begun, expected)
@@ -101,7 +103,7 @@ class StepClock:
 
     def _keep(self, kind: StepKind, seconds: float, expected_seconds: float) -> None:
         kept = self._beside.setdefault(kind, deque(maxlen=NUM_KEPT))
-        kept.append(min(seconds - expected_seconds, expected_seconds))
+        kept.append(min(seconds - expected_seconds, MOST_BESIDE * expected_seconds))
 
     def _is_known(self, kind: StepKind) -> bool:
         return len(self._beside.get(kind, ())) >= FEWEST

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 
 import pytest
 
 from swiftbatch.worker.drafters.step_clock import (
     DOUBTED,
+    ENOUGH,
     FEWEST,
     LOOK_EVERY,
     LOOK_SOON,
@@ -113,9 +115,10 @@ def test_steps_without_drafts_come_now_and_then_where_all_draft(clock: StepClock
     for _ in range(4 * LOOK_EVERY):
         kinds.append(clock.is_plain_due)
         clock.begin(1.0, "plain" if kinds[-1] else "tree")
-    plain = [number for number, is_plain in enumerate(kinds) if is_plain]
-    first = list(range(LOOK_SOON, LOOK_SOON + SETTLED + FEWEST))  # enough at once
-    assert plain[: len(first)] == first
-    second = first[-1] + 1 + LOOK_EVERY
-    assert plain[len(first) : len(first) + SETTLED + 1] == list(range(second, second + SETTLED + 1))
-    assert len(plain) == len(first) + 3 * (SETTLED + 1)
+    begins = [n for n, is_plain in enumerate(kinds) if is_plain and not kinds[n - 1]]
+    assert all(all(kinds[n : n + SETTLED + FEWEST]) for n in begins)
+    waits = [after - before - SETTLED - FEWEST for before, after in pairwise((-SETTLED - FEWEST, *begins))]
+    soon = ENOUGH // FEWEST  # few are no measure: all may have been slow
+    assert waits[:soon] == [LOOK_SOON] * soon
+    assert set(waits[soon:]) == {LOOK_EVERY}
+    assert sum(kinds) == len(begins) * (SETTLED + FEWEST)
