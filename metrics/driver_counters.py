@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from swiftbatch.metrics.counters import EngineCounters
 from swiftbatch.metrics.metric import exported, metrics_of
+from swiftbatch.metrics.worker_counters import EngineCounters
 
 OUTGROWN = "memory_full"  # the reason of a preemption by a worker whose caches have outgrown its memory
 PREEMPTION_REASONS = (

@@ -15,18 +15,18 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from swiftbatch.metrics.counters import TOTALS, WORKER_METRICS
 from swiftbatch.metrics.driver_counters import DRIVER_METRICS
 from swiftbatch.metrics.metric import Histogram, Summary
 from swiftbatch.metrics.server_counters import SERVER_METRICS
+from swiftbatch.metrics.worker_counters import TOTALS, WORKER_METRICS
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric as Family
 
-    from swiftbatch.metrics.counters import EngineCounters
     from swiftbatch.metrics.driver_counters import DriverCounters
     from swiftbatch.metrics.metric import Metric, Value
     from swiftbatch.metrics.server_counters import ServerCounters
+    from swiftbatch.metrics.worker_counters import EngineCounters
 
 PREFIX = "swiftbatch_"
 TOTALS_PREFIX = "swiftbatch_run_"  # a name of their own: a sum over workers and driver must count nothing twice

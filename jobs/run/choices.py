@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import Any
 
 from swiftbatch.jobs.job import JobRecord
-from swiftbatch.jobs.run.output_line import line_id
+from swiftbatch.jobs.run.line_parts import line_id
 
 MAX_MESSAGES = 3
 CHOICES_FAILED = "choices_failed"  # the error code of a line whose choices ended with several codes

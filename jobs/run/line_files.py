@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from swiftbatch.jobs.json_lines import dump_line, sealed, unsealed
-from swiftbatch.jobs.run.output_line import parse_line
+from swiftbatch.jobs.run.line_parts import parse_line
 from swiftbatch.jobs.run.run_files import NUM_READ_AHEAD, NUM_READERS
 from swiftbatch.jobs.storage.store import Store
 

@@ -10,7 +10,7 @@ from tempfile import TemporaryFile
 from typing import IO, Any, BinaryIO
 
 from swiftbatch.jobs.json_lines import dump_line
-from swiftbatch.jobs.run.output_line import plain, texts_of
+from swiftbatch.jobs.run.line_parts import plain, texts_of
 from swiftbatch.jobs.storage.store import Store, StoreError
 
 NUM_ROWS_PER_GROUP = 64
@@ -25,7 +25,7 @@ FIXED_COLUMNS = {*TEXT_COLUMNS, *COUNT_COLUMNS}
 
 
 def write_output(store: Store, lines: Iterable[dict[str, Any]], check: Callable[[], None]) -> None:
-    """Write both files from output lines in the form of `jobs.run.results`. Raises `StoreError`.
+    """Write both files from output lines in the form of `jobs.run.output_line`. Raises `StoreError`.
 
     `check` is called when both are put together, and nothing is written yet.
     """

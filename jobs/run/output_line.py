@@ -1,157 +1,99 @@
-"""The parts of an output line that its readers rely on, see `jobs.run.results` for the whole of it."""
+"""Output lines in the form of OpenAI Batch."""
 
 from __future__ import annotations
 
-import json
+import hashlib
 import math
-from typing import Any, Self
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+import numpy as np
+from numpy.typing import NDArray
 
-from swiftbatch.jobs.identity import Identity
-from swiftbatch.jobs.input.reasons import reasons
-
-LINE_ID = "batch_req_"  # and the job's id
-MAX_DIGITS = 18  # fits 64 bits, as the columns of a table do
-
-
-class _Part(BaseModel):
-    model_config = ConfigDict(strict=True)
+from swiftbatch.jobs.job import JobRecord
+from swiftbatch.jobs.run.job_index import JobEntry
+from swiftbatch.jobs.run.line_parts import line_id
 
 
-class _Message(_Part):
+@dataclass(frozen=True)
+class Reasoning:
+    """A model's thought in an output: its text and its tokens, without markers, and the output's text without it."""
+
+    text: str
     content: str
-    reasoning_content: str | None = None
+    num_tokens: int
 
 
-class _Choice(_Part):
-    finish_reason: str
-    text: str | None = None
-    message: _Message | None = None
-    logprobs: dict[str, Any] | None = None
+def success_line(
+    record: JobRecord,
+    run_id: str,
+    text: str,
+    finish_reason: str,
+    *,
+    model: str,
+    system_fingerprint: str,
+    token_ids: NDArray[np.uint32],
+    metrics: Mapping[str, Any],
+    logprobs: Mapping[str, Any] | None = None,
+    reasoning: Reasoning | None = None,
+) -> dict[str, Any]:
+    """The output line of a finished job; `token_ids` [num_completion_tokens] are the generated tokens.
 
-    @model_validator(mode="after")
-    def _has_text(self) -> Self:
-        given = self.model_fields_set & {"text", "message"}
-        if not given or any(getattr(self, name) is None for name in given):
-            raise ValueError("found a choice without a text")
-        return self
-
-
-class _Usage(_Part):
-    prompt_tokens: int = Field(ge=0)
-    completion_tokens: int = Field(ge=0)
-
-
-class _Body(_Part):
-    choices: list[_Choice] = Field(min_length=1)
-    usage: _Usage
-    metrics: dict[str, Any]
-    created: int = 0
-    system_fingerprint: str | None = None  # None in older runs
-
-
-class _Response(_Part):
-    body: _Body
-
-
-class _Error(_Part):
-    code: str
-    message: str
-
-
-class _Line(_Part):
-    model_config = ConfigDict(extra="forbid")  # all that it has goes into the output
-
-    id: str | None = None
-    custom_id: str
-    response: _Response | None
-    error: _Error | None
-
-    @model_validator(mode="after")
-    def _has_one_of_them(self) -> Self:
-        if (self.response is None) == (self.error is None):
-            raise ValueError("found both or none of response and error, expected one")
-        return self
-
-    def refuse_other(self, job_id: str, fingerprint: str | None) -> None:
-        """Raise ValueError for the line of another job or run; what it does not say, as older ones, is not compared."""
-        said = None if self.response is None else self.response.body.system_fingerprint
-        wanted = fingerprint or said or ""
-        found_id, found_fingerprint = job_id if self.id is None else self.id.removeprefix(LINE_ID), said or wanted
-        if (found_id, found_fingerprint) == (job_id, wanted):
-            return  # as of a million results
-        expected = Identity(job_id=job_id, fingerprint=wanted)
-        found = Identity(job_id=found_id, fingerprint=found_fingerprint)
-        if (problem := expected.difference(found)) is not None:
-            raise ValueError(problem)
-
-
-def line_id(job_id: str) -> str:
-    return f"{LINE_ID}{job_id}"
-
-
-def num_completion_tokens(line: dict[str, Any]) -> int:
-    """Generated tokens of a finished job, from its output line."""
-    return int(line["response"]["body"]["usage"]["completion_tokens"])
-
-
-def texts_of(choice: dict[str, Any]) -> dict[str, str | None]:
-    """The texts of a choice, as columns of a table. Log-probabilities are JSON, in the form of chats or of completions.
-
-    None stands for what the choice does not have; choices of older runs lack fields that came later.
+    `system_fingerprint` is that of the run's manifest.
+    `logprobs` are what the choice has of that name, where the job asks for them.
+    A metric that is not finite becomes null: JSON has no NaN. `usage` follows from the record and `token_ids`.
+    `reasoning` is None for a model that does not think; a chat has it apart from what it says.
     """
-    message = choice.get("message") or {"content": choice.get("text")}
-    reasoning, logprobs = message.get("reasoning_content"), choice.get("logprobs")
-    return {
-        "text": plain(message["content"]),
-        "reasoning_content": None if reasoning is None else plain(reasoning),
-        "finish_reason": plain(choice["finish_reason"]),
-        "logprobs": None if logprobs is None else json.dumps(logprobs),
+    is_chat = record.job.messages is not None
+    num_completion_tokens = len(token_ids)
+    choice = {
+        "index": record.job.choice_index,
+        **({"message": _message(text, reasoning)} if is_chat else {"text": text}),
+        **({} if logprobs is None else {"logprobs": logprobs}),
+        "finish_reason": finish_reason,
+        "token_ids_sha256": tokens_sha256(token_ids),
     }
+    usage: dict[str, Any] = {
+        "prompt_tokens": record.num_prompt_tokens,
+        "completion_tokens": num_completion_tokens,
+        "total_tokens": record.num_prompt_tokens + num_completion_tokens,
+    }
+    if reasoning is not None:
+        usage["completion_tokens_details"] = {"reasoning_tokens": reasoning.num_tokens}
+    body = {
+        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{record.job_id}",
+        "object": "chat.completion" if is_chat else "text_completion",
+        "created": int(time.time()),
+        "model": model,
+        "system_fingerprint": system_fingerprint,
+        "choices": [choice],
+        "usage": usage,
+        "metrics": {name: _finite(value) for name, value in metrics.items()},
+    }
+    return _line(record, {"status_code": 200, "request_id": run_id, "body": body}, None)
 
 
-def plain(text: str) -> str:
-    """Lone surrogates have no place in a table: an error may name a file whose name is not UTF-8."""
-    return text.encode(errors="backslashreplace").decode()
+def _message(text: str, reasoning: Reasoning | None) -> dict[str, str]:
+    if reasoning is None:
+        return {"role": "assistant", "content": text}
+    return {"role": "assistant", "reasoning_content": reasoning.text, "content": reasoning.content}
 
 
-def parse_line(data: bytes, job_id: str, fingerprint: str | None) -> dict[str, Any]:
-    """A job's output line as it was written. Raises ValueError, in one line, for anything else.
-
-    `fingerprint` is the run's, None where nobody knows it.
-    """
-    if not data:
-        raise ValueError("found an empty file")
-    if not data.strip(b"\0"):  # a power cut may leave a file with its length alone
-        raise ValueError("found zero bytes alone")
-    try:
-        text = data.decode()
-        line: dict[str, Any] = _DECODER.decode(text)
-        found = _Line.model_validate(line)
-    except ValidationError as error:
-        raise ValueError(" ".join(reasons(error, _Line).split())) from None
-    except UnicodeDecodeError:
-        raise ValueError("found no UTF-8 text") from None
-    except RecursionError:
-        raise ValueError("found JSON that is nested too deeply") from None
-    except ValueError as error:
-        raise ValueError(f"found no JSON: {error}") from None
-    found.refuse_other(job_id, fingerprint)
-    return line
+def tokens_sha256(token_ids: NDArray[np.uint32]) -> str:
+    """The SHA-256, in hexadecimal, of tokens [num_tokens] as a result names it: of 4 bytes each, little-endian."""
+    return hashlib.sha256(np.asarray(token_ids, dtype="<u4").tobytes()).hexdigest()
 
 
-def _number(text: str) -> float:
-    if not math.isfinite(value := float(text)):
-        raise ValueError(f"found {text}, expected a number")
-    return value
+def error_line(job: JobRecord | JobEntry, code: str, message: str) -> dict[str, Any]:
+    """The output line of a job that did not finish; `code` is a word such as "cancelled", `message` one sentence."""
+    return _line(job, None, {"code": code, "message": message})
 
 
-def _whole_number(text: str) -> int:
-    if len(text) > MAX_DIGITS:
-        raise ValueError(f"found a number of {len(text)} digits, expected at most {MAX_DIGITS}")
-    return int(text)
+def _line(job: JobRecord | JobEntry, response: dict[str, Any] | None, error: dict[str, Any] | None) -> dict[str, Any]:
+    return {"id": line_id(job.job_id), "custom_id": job.custom_id, "response": response, "error": error}
 
 
-# `loads` would make one for each line
-_DECODER = json.JSONDecoder(parse_constant=_number, parse_float=_number, parse_int=_whole_number)
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 
 from swiftbatch.jobs.frozen import Strict
 from swiftbatch.jobs.json_lines import dump_line, sealed, unsealed
-from swiftbatch.jobs.run.output_line import LINE_ID, num_completion_tokens, parse_line
+from swiftbatch.jobs.run.line_parts import LINE_ID, num_completion_tokens, parse_line
 
 SEGMENTS = "results/segments"
 SUFFIX = ".seg"

@@ -18,8 +18,8 @@ from swiftbatch.jobs.run import job_table
 from swiftbatch.jobs.run.choices import joined
 from swiftbatch.jobs.run.job_table import lineages, newest_with
 from swiftbatch.jobs.run.line_files import LineFiles, LinePlace, read_lines
+from swiftbatch.jobs.run.line_parts import num_completion_tokens
 from swiftbatch.jobs.run.output import write_output
-from swiftbatch.jobs.run.output_line import num_completion_tokens
 from swiftbatch.jobs.run.result_files import ResultFiles
 from swiftbatch.jobs.run.result_segments import SEGMENTS, SealedResult
 from swiftbatch.jobs.run.run_files import RunError, pretty, read_model, read_parsed
@@ -268,7 +268,7 @@ class Run:
                 yield EndedJob(row, line["error"]["code"], 0)
 
     def joined_lines(self) -> Iterator[dict[str, Any]]:
-        """The output lines so far, one for each input line, in input order; see `jobs.run.results`.
+        """The output lines so far, one for each input line, in input order; see `jobs.run.output_line`.
 
         A job without a result that has superseded one with a result still has that one's line.
         """

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.json_lines import dump_line
+from swiftbatch.jobs.run.line_parts import texts_of
 from swiftbatch.jobs.run.output import row_groups
-from swiftbatch.jobs.run.output_line import texts_of
 from swiftbatch.jobs.shards.plans import Failure
 from swiftbatch.jobs.shards.settings import ShardFormat
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import BinaryIO, NamedTuple, Self
 
 from swiftbatch.jobs.run.job_table import newest_with
+from swiftbatch.jobs.run.line_parts import plain
 from swiftbatch.jobs.run.output import temporary_file
-from swiftbatch.jobs.run.output_line import plain
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.shards.plans import MAX_BYTES, Failure, Plan, PlannedLine, Plans, SizedLine, packed
 from swiftbatch.jobs.shards.settings import ShardSettings, shard_settings

@@ -23,7 +23,7 @@ def report(run_uri: str, output: str) -> None:
     from swiftbatch.metrics.report.facts import gather
     from swiftbatch.metrics.report.page import render
     from swiftbatch.scheduler.display.summary import damage_lines, printable
-    from swiftbatch.scheduler.driver.heartbeat import current_progress
+    from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
     from swiftbatch.scheduler.driver.takeover import claims
 
     run = Run.open(run_uri)

@@ -23,7 +23,7 @@ def status(run_uri: str, as_json: bool, is_watching: bool) -> None:
     """
     from swiftbatch.jobs.run.run import Run
     from swiftbatch.scheduler.display.summary import damage_lines
-    from swiftbatch.scheduler.driver.heartbeat import current_progress
+    from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
 
     run = Run.open(run_uri)
     if is_watching:

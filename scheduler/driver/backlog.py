@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.run.job_index import JobEntry, JobIndex
+from swiftbatch.jobs.run.output_line import error_line
 from swiftbatch.jobs.run.priorities import priorities_of
-from swiftbatch.jobs.run.results import error_line
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.shared_prompts import SharedPrompt, shared_prompts
 from swiftbatch.scheduler.driver.job_queue import JobQueue

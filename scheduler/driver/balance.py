@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 
 from swiftbatch.jobs.run.job_index import JobEntry
-from swiftbatch.scheduler.driver.fleet import Fleet, Worker
 from swiftbatch.scheduler.driver.job_queue import JobQueue
+from swiftbatch.scheduler.driver.worker_fleet import Fleet, Worker
 
 SLACK = 1.1  # a longest job that ends so much later than it could is worth moving others for
 

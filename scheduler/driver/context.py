@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.metrics.driver_counters import DriverCounters
 from swiftbatch.scheduler.display.display import Display
-from swiftbatch.scheduler.driver.fleet import Fleet
 from swiftbatch.scheduler.driver.job_queue import JobQueue
 from swiftbatch.scheduler.driver.speed import monotonic
+from swiftbatch.scheduler.driver.worker_fleet import Fleet
 from swiftbatch.scheduler.limits import Limits, Spending
 
 

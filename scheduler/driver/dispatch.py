@@ -17,8 +17,8 @@ from swiftbatch.jobs.run.job_index import JobEntry
 from swiftbatch.scheduler.display.job_events import JobStarted
 from swiftbatch.scheduler.driver.balance import Balance
 from swiftbatch.scheduler.driver.context import DriverContext
-from swiftbatch.scheduler.driver.fleet import Worker
 from swiftbatch.scheduler.driver.slots import Slots
+from swiftbatch.scheduler.driver.worker_fleet import Worker
 from swiftbatch.worker.session.work import Assignment
 
 NUM_CLAIMERS = 32

@@ -19,10 +19,10 @@ from swiftbatch.scheduler.display.events import DriverStarted, RunStopping, Work
 from swiftbatch.scheduler.driver.context import DriverContext
 from swiftbatch.scheduler.driver.dispatch import Dispatcher
 from swiftbatch.scheduler.driver.driver_metrics import Census
-from swiftbatch.scheduler.driver.fleet import Event, Lost
 from swiftbatch.scheduler.driver.hold import Hold
 from swiftbatch.scheduler.driver.settlement import Intake, Settlement
 from swiftbatch.scheduler.driver.sharding import Sharding
+from swiftbatch.scheduler.driver.worker_fleet import Event, Lost
 
 WAIT_SECONDS = 0.2
 DRAIN_SLACK_SECONDS = 1.0  # for a drained worker's report to arrive

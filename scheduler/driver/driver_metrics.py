@@ -16,7 +16,7 @@ from swiftbatch.metrics.exporter import DriverCollector, Labels, registry_of
 from swiftbatch.scheduler.cluster.actors import WorkerInfo
 from swiftbatch.scheduler.display.events import MetricsServed
 from swiftbatch.scheduler.driver.context import DriverContext
-from swiftbatch.scheduler.driver.fleet import Fleet, Worker
+from swiftbatch.scheduler.driver.worker_fleet import Fleet, Worker
 from swiftbatch.worker.config import EngineConfig
 
 

@@ -17,7 +17,7 @@ from swiftbatch.jobs.run.run import Run, RunError
 from swiftbatch.jobs.run.run_records import Progress, RunState
 from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.scheduler.driver.backlog import count_jobs
-from swiftbatch.scheduler.driver.heartbeat import AT_REST, beat_seconds, stopped
+from swiftbatch.scheduler.driver.driver_heartbeat import AT_REST, beat_seconds, stopped
 from swiftbatch.scheduler.driver.speed import monotonic
 from swiftbatch.scheduler.driver.takeover import Epoch
 

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.run.job_index import JobEntry
-from swiftbatch.jobs.run.output_line import num_completion_tokens
-from swiftbatch.jobs.run.results import error_line
+from swiftbatch.jobs.run.line_parts import num_completion_tokens
+from swiftbatch.jobs.run.output_line import error_line
 from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.metrics.driver_counters import OUTGROWN
 from swiftbatch.scheduler.cluster.remote import STORE_FAILED
@@ -18,7 +18,7 @@ from swiftbatch.scheduler.display.events import WorkerLost, WorkerReady, WorkerS
 from swiftbatch.scheduler.display.job_events import JobCancelled, JobFinished, JobGivenUp, JobPutBack
 from swiftbatch.scheduler.driver.backlog import CANCELLED, write_cancelled
 from swiftbatch.scheduler.driver.context import DriverContext
-from swiftbatch.scheduler.driver.fleet import Event, Lost, Reported, Started, Worker
+from swiftbatch.scheduler.driver.worker_fleet import Event, Lost, Reported, Started, Worker
 from swiftbatch.worker.session.work import WorkReport
 
 CANCELLED_AT_ONCE = 10_000  # jobs in memory: a whole run may be cancelled

@@ -8,7 +8,7 @@ from swiftbatch.worker.caches.memory.pages import PAGE, Growth, most_pages
 from swiftbatch.worker.kernels.sizes import MOST_SLOTS
 
 if TYPE_CHECKING:
-    from swiftbatch.scheduler.driver.fleet import Fleet, Worker
+    from swiftbatch.scheduler.driver.worker_fleet import Fleet, Worker
 
 MEMORY_SHARE = 0.8  # of what is free, for caches; drafts and checkpoints on their way need some, too
 

@@ -13,7 +13,7 @@ from swiftbatch.jobs.checkpoints.token_log import TokenLog
 from swiftbatch.jobs.identity import DamagedFileError, Identity
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.logprobs import TokenLogprobs
-from swiftbatch.jobs.run.results import tokens_sha256
+from swiftbatch.jobs.run.output_line import tokens_sha256
 from swiftbatch.metrics.report.attempts import parsed_history
 from swiftbatch.scheduler.driver.hold import Hold
 from swiftbatch.worker.caches.room import KVRoom, KVRoomError

@@ -24,10 +24,10 @@ from swiftbatch.scheduler.driver.backlog import count_jobs, load_queue
 from swiftbatch.scheduler.driver.context import DriverContext
 from swiftbatch.scheduler.driver.driver import Driver, DriverError
 from swiftbatch.scheduler.driver.driver_metrics import served_metrics
-from swiftbatch.scheduler.driver.fleet import Fleet
 from swiftbatch.scheduler.driver.hold import Hold
 from swiftbatch.scheduler.driver.job_queue import JobQueue
 from swiftbatch.scheduler.driver.sharding import finish_shards
+from swiftbatch.scheduler.driver.worker_fleet import Fleet
 from swiftbatch.scheduler.limits import Spending
 from swiftbatch.scheduler.process.interruption import held
 from swiftbatch.scheduler.runs.manifest import computation_of, with_absolute_folders

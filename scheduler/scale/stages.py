@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from swiftbatch.jobs.job import JobRecord
+from swiftbatch.jobs.run.output_line import success_line
 from swiftbatch.jobs.run.result_segments import SealedResult
-from swiftbatch.jobs.run.results import success_line
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.metrics.driver_counters import DriverCounters
 from swiftbatch.scheduler.cluster.actors import WorkerSpec
@@ -22,8 +22,8 @@ from swiftbatch.scheduler.display.display import open_display
 from swiftbatch.scheduler.driver.backlog import load_queue
 from swiftbatch.scheduler.driver.context import DriverContext
 from swiftbatch.scheduler.driver.driver import Driver
-from swiftbatch.scheduler.driver.fleet import Fleet
 from swiftbatch.scheduler.driver.hold import Hold
+from swiftbatch.scheduler.driver.worker_fleet import Fleet
 from swiftbatch.scheduler.limits import Limits, Spending
 from swiftbatch.scheduler.runs.cancellation import cancel_jobs
 from swiftbatch.scheduler.runs.settings import Settings

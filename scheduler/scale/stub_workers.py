@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Any
 
-from swiftbatch.metrics.counters import EngineCounters
+from swiftbatch.metrics.worker_counters import EngineCounters
 from swiftbatch.scheduler.cluster.actors import WorkerInfo, WorkerSpec
 from swiftbatch.scheduler.cluster.bootstrap import Code
 from swiftbatch.worker.session.work import JobProgress, Orders, WorkReport
@@ -99,7 +99,7 @@ class StubWorker:
 
 
 class StubCalls:
-    """The way to stub workers, as `scheduler.driver.fleet.Calls` has it. `at_turn` is called whenever one is due."""
+    """The way to stub workers, see `scheduler.driver.worker_fleet.Calls`. `at_turn` is called whenever one is due."""
 
     def __init__(self, clock: SimulatedClock) -> None:
         self.clock = clock

@@ -11,7 +11,7 @@ from swiftbatch.jobs.run.run import MANIFEST, REJECTS, Run
 from swiftbatch.jobs.run.run_files import RunError
 from swiftbatch.jobs.run.run_records import Progress
 from swiftbatch.jobs.storage.store import Store
-from swiftbatch.scheduler.driver.heartbeat import beat_seconds, current_progress
+from swiftbatch.scheduler.driver.driver_heartbeat import beat_seconds, current_progress
 from swiftbatch.scheduler.serve.batch_records import Counts, LineProblem, State
 from swiftbatch.scheduler.serve.batches import Batch
 

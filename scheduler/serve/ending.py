@@ -14,8 +14,8 @@ from typing import Any, Literal
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.input.reader import Reject
 from swiftbatch.jobs.json_lines import dump_line
+from swiftbatch.jobs.run.line_parts import num_completion_tokens
 from swiftbatch.jobs.run.output import temporary_file
-from swiftbatch.jobs.run.output_line import num_completion_tokens
 from swiftbatch.jobs.run.run import MANIFEST, Run
 from swiftbatch.jobs.run.run_files import DamagedError, read_model
 from swiftbatch.jobs.run.run_records import RunManifest

@@ -10,7 +10,7 @@ import numpy as np
 from swiftbatch.jobs.checkpoints.checkpoint_store import AttemptRecord, ResumeRecord
 from swiftbatch.jobs.checkpoints.timeline import Timeline
 from swiftbatch.jobs.job import Job, JobRecord
-from swiftbatch.jobs.run.results import success_line
+from swiftbatch.jobs.run.output_line import success_line
 from swiftbatch.jobs.run.run import Progress, Run
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.metrics.report.facts import RunFacts, gather

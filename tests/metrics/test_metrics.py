@@ -13,10 +13,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from swiftbatch.metrics import endpoint
-from swiftbatch.metrics.counters import EngineCounters
 from swiftbatch.metrics.driver_counters import DriverCounters
 from swiftbatch.metrics.endpoint import MetricsError, serve
 from swiftbatch.metrics.exporter import DriverCollector, EngineCollector, Labels, registry_of
+from swiftbatch.metrics.worker_counters import EngineCounters
 
 LABELS = Labels(model_name="embedded", drafter="suffix", worker="w0")
 

@@ -14,14 +14,14 @@ from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.retries import NO_RETRIES
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.metrics import discovery
-from swiftbatch.metrics.counters import EngineCounters
 from swiftbatch.metrics.driver_counters import DriverCounters
 from swiftbatch.metrics.endpoint import own_host
 from swiftbatch.metrics.exporter import DriverCollector, EngineCollector, Labels
+from swiftbatch.metrics.worker_counters import EngineCounters
 from swiftbatch.scheduler.cluster.actors import WorkerInfo, WorkerSpec
 from swiftbatch.scheduler.cluster.cluster import Cluster
 from swiftbatch.scheduler.driver.driver_metrics import Census, served_metrics
-from swiftbatch.scheduler.driver.fleet import Fleet, Worker
+from swiftbatch.scheduler.driver.worker_fleet import Fleet, Worker
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.session.work import Orders
 from tests.jobs.run.run_parts import MANIFEST

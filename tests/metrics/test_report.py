@@ -13,7 +13,7 @@ from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.input.reader import Reject
 from swiftbatch.jobs.job import Job, JobRecord
 from swiftbatch.jobs.repetition import RepetitionDetection
-from swiftbatch.jobs.run.results import Reasoning, error_line, success_line
+from swiftbatch.jobs.run.output_line import Reasoning, error_line, success_line
 from swiftbatch.jobs.run.run import Run, WorkerStatus
 from swiftbatch.jobs.run.run_records import DriverClaim
 from swiftbatch.jobs.sampling import SamplingParams

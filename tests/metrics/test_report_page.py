@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.input.reader import Reject
-from swiftbatch.jobs.run.results import error_line
+from swiftbatch.jobs.run.output_line import error_line
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.cli import main
 from tests.metrics.report_parts import BEGIN, attempt, finish, new_run, page_of, preempted_run, record, timeline

@@ -21,7 +21,7 @@ from swiftbatch.jobs.job import MAX_SLUG
 from swiftbatch.jobs.run.result_segments import SealedResult
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.store import Store
-from swiftbatch.scheduler.driver.heartbeat import BEAT_SECONDS_OBJECT_STORE
+from swiftbatch.scheduler.driver.driver_heartbeat import BEAT_SECONDS_OBJECT_STORE
 from swiftbatch.scheduler.driver.takeover import Epoch
 from swiftbatch.worker.caches.room import bytes_per_position
 from swiftbatch.worker.config import CheckpointSettings

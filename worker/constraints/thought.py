@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
-from swiftbatch.jobs.run.results import Reasoning
+from swiftbatch.jobs.run.output_line import Reasoning
 
 if TYPE_CHECKING:
     from swiftbatch.worker.drawing.sequence import Sequence

@@ -82,7 +82,7 @@ class Drafter(Learner, ABC):
 
     @property
     def draft_kind(self) -> str:
-        """The kind of its last proposal, of `metrics.counters.DRAFT_KINDS`, where that is not empty."""
+        """The kind of its last proposal, of `metrics.worker_counters.DRAFT_KINDS`, where that is not empty."""
         return "tree"
 
     @property

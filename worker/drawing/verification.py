@@ -29,7 +29,7 @@ class Verification:
     top_ids: np.ndarray | None  # [num_rows, TOP_K] int64, the target's best candidates after each row
     top_logprobs: np.ndarray | None  # [num_rows, TOP_K] float32, of the unprocessed logits
     hidden: torch.Tensor | None = None  # [1 + num_accepted, hidden] final states of the root and the accepted path
-    draft_kind: str = "tree"  # of `metrics.counters.DRAFT_KINDS`
+    draft_kind: str = "tree"  # of `metrics.worker_counters.DRAFT_KINDS`
     numbers: list[int] | None = None  # of the tree's nodes in the proposed tree; None: that one itself was verified
     num_left_out: int = 0  # nodes of that tree
 

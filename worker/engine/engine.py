@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from swiftbatch.jobs.run.option_values import LogprobsMode
-from swiftbatch.metrics.counters import EngineCounters, timed
+from swiftbatch.metrics.worker_counters import EngineCounters, timed
 from swiftbatch.worker.caches.full import MAX_TREE_NODES, FullKVCache
 from swiftbatch.worker.caches.room import KVRoomError
 from swiftbatch.worker.constraints.constrained_tree import NOTHING_LEFT, ConstrainedTree, Constraints

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from swiftbatch.metrics.counters import EngineCounters
+from swiftbatch.metrics.worker_counters import EngineCounters
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.drafters.base import Drafter, ReadRows
 from swiftbatch.worker.drawing.drawing import Drawing

@@ -13,7 +13,7 @@ from typing import Any
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import AttemptRecord, ResumeRecord
 from swiftbatch.jobs.checkpoints.timeline import TimelineRecorder
-from swiftbatch.metrics.counters import DRAFT_KINDS
+from swiftbatch.metrics.worker_counters import DRAFT_KINDS
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.caches.memory.pages import pages_of
 from swiftbatch.worker.constraints.thought import Thinking

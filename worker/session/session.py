@@ -15,14 +15,14 @@ from swiftbatch.jobs.checkpoints.checkpoint_store import AttemptRecord, Checkpoi
 from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
 from swiftbatch.jobs.checkpoints.token_log import TokenLog
 from swiftbatch.jobs.logprobs import shown_logprobs
+from swiftbatch.jobs.run.output_line import success_line
 from swiftbatch.jobs.run.result_segments import SealedResult
-from swiftbatch.jobs.run.results import success_line
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.retries import Retries
 from swiftbatch.jobs.storage.store import StoreError
-from swiftbatch.metrics.counters import EngineCounters
 from swiftbatch.metrics.endpoint import serve
 from swiftbatch.metrics.exporter import EngineCollector, Labels, registry_of
+from swiftbatch.metrics.worker_counters import EngineCounters
 from swiftbatch.worker.caches.memory.memory_plan import SlotsWanted
 from swiftbatch.worker.caches.room import TOO_LONG, PagesError, TooLongError, check_folder
 from swiftbatch.worker.config import EngineConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from swiftbatch.jobs.job import JobRecord
-from swiftbatch.metrics.counters import EngineCounters
+from swiftbatch.metrics.worker_counters import EngineCounters
 
 
 @dataclass(frozen=True)

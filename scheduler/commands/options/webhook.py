@@ -67,7 +67,7 @@ def _opened(mode: OutputMode, receiver: Receiver | None, with_jobs: bool) -> Ite
         if receiver is None:
             yield display
             return
-        from swiftbatch.scheduler.webhooks.posting import posting
+        from swiftbatch.scheduler.webhooks.webhook_delivery import posting
 
         with posting(display, receiver, with_jobs) as posting_display:
             yield posting_display

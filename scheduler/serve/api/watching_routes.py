@@ -16,7 +16,7 @@ from swiftbatch.jobs.run.run_files import RunError
 from swiftbatch.jobs.run.run_records import Progress
 from swiftbatch.metrics.report.facts import gather
 from swiftbatch.metrics.report.page import render
-from swiftbatch.scheduler.driver.heartbeat import current_progress
+from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
 from swiftbatch.scheduler.driver.takeover import claims
 from swiftbatch.scheduler.serve.api.access import Owner, Served
 from swiftbatch.scheduler.serve.api.objects import Object, batch_object

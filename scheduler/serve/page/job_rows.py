@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Any
 
 from swiftbatch.jobs.run.job_index import JobName
-from swiftbatch.jobs.run.output_line import num_completion_tokens
+from swiftbatch.jobs.run.line_parts import num_completion_tokens
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_files import NUM_READERS
 from swiftbatch.jobs.run.run_records import Progress

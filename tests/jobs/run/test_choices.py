@@ -14,7 +14,7 @@ from pyarrow import parquet
 
 from swiftbatch.jobs.input.lines import JobLine
 from swiftbatch.jobs.job import JobRecord
-from swiftbatch.jobs.run.results import Reasoning, error_line, success_line
+from swiftbatch.jobs.run.output_line import Reasoning, error_line, success_line
 from swiftbatch.jobs.run.run import Run
 from tests.jobs.run.run_parts import MANIFEST, make_record, write_result
 

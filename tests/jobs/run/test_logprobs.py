@@ -13,7 +13,7 @@ from swiftbatch.jobs.chat import Message
 from swiftbatch.jobs.job import Job, JobRecord
 from swiftbatch.jobs.json_lines import dump_line
 from swiftbatch.jobs.logprobs import NO_TOKEN, UNLIKELY, TokenLogprobs, shown_logprobs
-from swiftbatch.jobs.run.results import success_line
+from swiftbatch.jobs.run.output_line import success_line
 from swiftbatch.jobs.sampling import SamplingParams
 
 END = "</s>"

@@ -11,7 +11,7 @@ import pytest
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.json_lines import unsealed
 from swiftbatch.jobs.run import result_segments
-from swiftbatch.jobs.run.output_line import LINE_ID, line_id
+from swiftbatch.jobs.run.line_parts import LINE_ID, line_id
 from swiftbatch.jobs.run.result_segments import SEGMENTS, SealedResult, encode_segment
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.local_folder import LocalFolder

@@ -12,7 +12,7 @@ from typing import Any
 from pyarrow import parquet
 
 from swiftbatch.jobs.job import Job, JobRecord
-from swiftbatch.jobs.run.results import error_line
+from swiftbatch.jobs.run.output_line import error_line
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.jobs.shards.settings import ShardSettings, ask_for_shards

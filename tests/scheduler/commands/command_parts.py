@@ -10,7 +10,7 @@ import click
 import numpy as np
 from click.testing import CliRunner, Result
 
-from swiftbatch.jobs.run.results import success_line
+from swiftbatch.jobs.run.output_line import success_line
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.cli import main
 from tests.jobs.run.run_parts import write_result

@@ -6,7 +6,7 @@ import json
 import time
 
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.scheduler.driver.heartbeat import current_progress
+from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
 from tests.scheduler.commands.command_parts import finish, invoke, refusal
 
 

@@ -11,10 +11,10 @@ import pytest
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.job import JobRecord
-from swiftbatch.jobs.run.results import success_line
+from swiftbatch.jobs.run.output_line import success_line
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.driver.backlog import load_queue
-from swiftbatch.scheduler.driver.heartbeat import current_progress
+from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.model.text import TextCodec
 from tests.jobs.run.run_parts import write_result

@@ -18,7 +18,7 @@ import pytest
 from click.testing import CliRunner, Result
 from pyarrow import parquet
 
-from swiftbatch.jobs.run.results import success_line
+from swiftbatch.jobs.run.output_line import success_line
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.cli import main

@@ -9,7 +9,7 @@ import time
 
 from swiftbatch.jobs.run.run import Run, WorkerStatus
 from swiftbatch.scheduler.driver.backlog import count_jobs
-from swiftbatch.scheduler.driver.heartbeat import current_progress
+from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
 from tests.scheduler.commands.command_parts import finish, invoke
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.checkpoints.token_log import Rewind
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.scheduler.driver.heartbeat import current_progress
+from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
 from swiftbatch.scheduler.runs.watching import TAKEN_BACK, follow_text
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.model.text import TextCodec

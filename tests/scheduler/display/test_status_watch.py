@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from swiftbatch.jobs.run.run import Progress, Run
 from swiftbatch.scheduler.cli import main
-from swiftbatch.scheduler.driver.heartbeat import current_progress
+from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
 from swiftbatch.scheduler.runs import watching as watch_display
 from swiftbatch.scheduler.runs.watching import watch
 from tests.scheduler.display.terminal_parts import Terminal

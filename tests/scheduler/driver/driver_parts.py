@@ -20,9 +20,9 @@ from swiftbatch.scheduler.display.events import Event
 from swiftbatch.scheduler.driver.backlog import load_queue
 from swiftbatch.scheduler.driver.context import DriverContext
 from swiftbatch.scheduler.driver.driver import Driver
-from swiftbatch.scheduler.driver.fleet import Fleet
 from swiftbatch.scheduler.driver.hold import Hold
 from swiftbatch.scheduler.driver.job_queue import JobQueue
+from swiftbatch.scheduler.driver.worker_fleet import Fleet
 from swiftbatch.scheduler.limits import Limits, Spending
 from swiftbatch.worker.config import EngineConfig
 from tests import ROOT

@@ -14,17 +14,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from swiftbatch.jobs.run.results import success_line
+from swiftbatch.jobs.run.output_line import success_line
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.metrics.driver_counters import DriverCounters
 from swiftbatch.scheduler.cluster.actors import WorkerInfo
 from swiftbatch.scheduler.driver import dispatch
 from swiftbatch.scheduler.driver.backlog import load_queue
 from swiftbatch.scheduler.driver.dispatch import Dispatcher
-from swiftbatch.scheduler.driver.fleet import Reported, Worker
 from swiftbatch.scheduler.driver.settlement import Intake, Settlement
 from swiftbatch.scheduler.driver.slots import MEMORY_SHARE
 from swiftbatch.scheduler.driver.speed import Speed, StepPace
+from swiftbatch.scheduler.driver.worker_fleet import Reported, Worker
 from swiftbatch.worker.caches.memory.pages import PAGE
 from swiftbatch.worker.session.running_job import num_pages_in_use, without_room
 from swiftbatch.worker.session.work import Assignment, JobProgress, Orders, WorkReport

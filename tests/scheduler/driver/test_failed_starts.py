@@ -9,7 +9,7 @@ from ray.exceptions import RayTaskError
 
 from swiftbatch.jobs.backoff import Backoff
 from swiftbatch.scheduler.cluster import remote
-from swiftbatch.scheduler.driver import fleet
+from swiftbatch.scheduler.driver import worker_fleet
 from swiftbatch.scheduler.driver.driver import DriverError
 from swiftbatch.worker.caches.room import KVRoomError
 from tests.scheduler.driver.dispatch_parts import with_driver
@@ -31,7 +31,7 @@ def test_a_start_for_which_memory_may_come_free_is_tried_more_often(
         raise remote.WorkerLostError(*remote._explain(RayTaskError("start", "", error)))
 
     monkeypatch.setattr(remote, "answer", fail)
-    monkeypatch.setattr(fleet, "RESTARTS", Backoff(0.0, 0.0))
+    monkeypatch.setattr(worker_fleet, "RESTARTS", Backoff(0.0, 0.0))
     with pytest.raises(DriverError, match=rf"no worker starts, {num_tries} tries: .*no"):
         driver.run()
     assert len(answers) == num_tries

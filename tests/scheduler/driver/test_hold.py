@@ -14,7 +14,7 @@ import pytest
 
 from swiftbatch.jobs.input.reader import Reject
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.scheduler.driver.heartbeat import current_progress
+from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
 from swiftbatch.scheduler.driver.hold import Hold
 from swiftbatch.scheduler.driver.takeover import Epoch, RunTakenError
 from swiftbatch.scheduler.runs import submission

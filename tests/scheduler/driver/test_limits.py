@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from swiftbatch.jobs.run.results import tokens_sha256
+from swiftbatch.jobs.run.output_line import tokens_sha256
 from swiftbatch.jobs.run.run import Progress, Run
 from swiftbatch.scheduler.cluster import remote
 from swiftbatch.scheduler.cluster.cluster import Cluster
-from swiftbatch.scheduler.driver.heartbeat import current_progress
+from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
 from swiftbatch.scheduler.limits import Limits
 from tests.scheduler.driver.driver_parts import (
     RecordingDisplay,

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from swiftbatch.jobs.run.results import tokens_sha256
+from swiftbatch.jobs.run.output_line import tokens_sha256
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.cluster.cluster import Cluster
 from swiftbatch.scheduler.driver.backlog import load_queue

@@ -21,7 +21,7 @@ from swiftbatch.metrics.driver_counters import DRIVER_METRICS, DriverCounters
 from swiftbatch.scheduler.cluster import remote
 from swiftbatch.scheduler.cluster.actors import WorkerSpec
 from swiftbatch.scheduler.cluster.cluster import Cluster
-from swiftbatch.scheduler.driver.fleet import Fleet
+from swiftbatch.scheduler.driver.worker_fleet import Fleet
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.session.work import Orders
 from tests.scheduler.driver.driver_parts import (

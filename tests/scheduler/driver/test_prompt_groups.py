@@ -15,8 +15,8 @@ from swiftbatch.jobs.shared_prompts import SharedPrompt, prompt_keys
 from swiftbatch.scheduler.cluster.actors import WorkerInfo
 from swiftbatch.scheduler.driver.backlog import load_queue
 from swiftbatch.scheduler.driver.dispatch import Dispatcher
-from swiftbatch.scheduler.driver.fleet import Worker
 from swiftbatch.scheduler.driver.job_queue import JobQueue
+from swiftbatch.scheduler.driver.worker_fleet import Worker
 from swiftbatch.worker.session.work import Orders
 from tests.jobs.run.run_parts import MANIFEST, make_record
 from tests.scheduler.driver.driver_parts import make_context

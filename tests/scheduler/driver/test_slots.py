@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from swiftbatch.scheduler.cluster.actors import WorkerInfo
-from swiftbatch.scheduler.driver.fleet import Worker
 from swiftbatch.scheduler.driver.slots import MEMORY_SHARE, Slots
+from swiftbatch.scheduler.driver.worker_fleet import Worker
 from swiftbatch.worker.caches.memory.pages import PAGE, Growth, PoolSize, most_pages
 from swiftbatch.worker.kernels.sizes import MOST_SLOTS
 

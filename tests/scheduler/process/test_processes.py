@@ -13,7 +13,7 @@ import pytest
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import ProcessKey
 from swiftbatch.jobs.storage.store import Store
-from swiftbatch.scheduler.driver.heartbeat import process_liveness
+from swiftbatch.scheduler.driver.driver_heartbeat import process_liveness
 from swiftbatch.scheduler.driver.takeover import Epoch, RunTakenError, refuse_if_taken
 from swiftbatch.scheduler.process.identity import is_gone, own_key
 from tests import ROOT

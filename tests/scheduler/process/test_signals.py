@@ -16,7 +16,7 @@ import pytest
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.run.run import Progress, Run, RunError
-from swiftbatch.scheduler.driver.heartbeat import current_progress
+from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
 from tests.scheduler.commands.nightly_parts import held_elsewhere
 from tests.scheduler.display.terminal_parts import Terminal
 from tests.scheduler.driver.driver_parts import make_run

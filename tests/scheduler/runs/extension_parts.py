@@ -10,7 +10,7 @@ import numpy as np
 from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
 from swiftbatch.jobs.checkpoints.token_log import TokenLog
 from swiftbatch.jobs.job import JobRecord
-from swiftbatch.jobs.run.results import success_line
+from swiftbatch.jobs.run.output_line import success_line
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.driver.hold import Hold
 from swiftbatch.scheduler.runs.extension import Extension, extend_jobs

@@ -19,7 +19,7 @@ from swiftbatch.scheduler.cluster.watch import ClusterLostError
 from swiftbatch.scheduler.commands.launch_options import make_settings
 from swiftbatch.scheduler.display.events import FewGpus, SlowOnGpu
 from swiftbatch.scheduler.driver.driver import DriverError
-from swiftbatch.scheduler.driver.heartbeat import current_progress
+from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
 from swiftbatch.scheduler.runs import launch
 from swiftbatch.scheduler.runs.settings import Settings
 from swiftbatch.worker.config import EngineConfig

@@ -19,7 +19,7 @@ from fastapi.testclient import TestClient
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.input.reader import Reject
 from swiftbatch.jobs.job import JobRecord
-from swiftbatch.jobs.run.results import error_line
+from swiftbatch.jobs.run.output_line import error_line
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.serve.api.app import make_app

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from swiftbatch.worker.exactness.row_agreement import Agreement, compare
+from swiftbatch.worker.exactness.transformers_agreement import Agreement, compare
 from swiftbatch.worker.model.compute_path import path_on
 from swiftbatch.worker.model.dense_kinds import KINDS as DENSE_KINDS
 from swiftbatch.worker.model.digests import Digests

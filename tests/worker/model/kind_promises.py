@@ -9,7 +9,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.exactness.row_agreement import compare
+from swiftbatch.worker.exactness.transformers_agreement import compare
 from swiftbatch.worker.model.causal_lm import load_causal_lm
 from swiftbatch.worker.model.files import DRAFT_FOLDER, PARTS_FOLDER, locate_model
 from swiftbatch.worker.papers.griffin.griffin_weights import save_griffin

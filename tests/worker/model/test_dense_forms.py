@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig
 
 from swiftbatch.worker.exactness.probe import probe_rows
-from swiftbatch.worker.exactness.row_agreement import _our_logits
+from swiftbatch.worker.exactness.transformers_agreement import _our_logits
 from swiftbatch.worker.kernels.angles import angles
 from swiftbatch.worker.kernels.forms import Activation
 from swiftbatch.worker.model.causal_lm import load_causal_lm

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.caches.memory.model_sizes import read_sizes
-from swiftbatch.worker.exactness import row_agreement as agreement
+from swiftbatch.worker.exactness import transformers_agreement as agreement
 from swiftbatch.worker.exactness.probe import probe_rows
-from swiftbatch.worker.exactness.row_agreement import compare
+from swiftbatch.worker.exactness.transformers_agreement import compare
 from swiftbatch.worker.model import layer_needs
 from swiftbatch.worker.model.digests import Digests
 from swiftbatch.worker.model.files import ModelFiles, locate_model

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from swiftbatch.worker.exactness.probe import probe_rows
-from swiftbatch.worker.exactness.row_agreement import compare
+from swiftbatch.worker.exactness.transformers_agreement import compare
 from swiftbatch.worker.kernels.instruction_sets import NO_KERNELS, OVERRIDE
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.model.span import FULL

@@ -16,7 +16,7 @@ from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.drawing.sequence import Sequence as Job
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.engine.prefixes import SHORTEST
-from swiftbatch.worker.exactness.row_agreement import compare
+from swiftbatch.worker.exactness.transformers_agreement import compare
 from swiftbatch.worker.inspection.inspection import inspect_model
 from swiftbatch.worker.kernels.angles import angles
 from swiftbatch.worker.model.causal_lm import load_causal_lm

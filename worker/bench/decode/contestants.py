@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
-from swiftbatch.metrics.counters import EngineCounters
+from swiftbatch.metrics.worker_counters import EngineCounters
 from swiftbatch.worker.bench.bench_engine import BenchEngine, BenchError, OwnPositions
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.drafters.base import Drafter

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from swiftbatch.metrics.counters import timed
+from swiftbatch.metrics.worker_counters import timed
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.caches.partial import PartialCache, PartialCacheFactory
 from swiftbatch.worker.caches.room import KVRoomError

@@ -8,7 +8,7 @@ from swiftbatch.worker.exactness.first_run.findings import Finding, Row, differi
 from swiftbatch.worker.exactness.first_run.parts import Parts
 from swiftbatch.worker.exactness.first_run.second_process import ROOM, digest_elsewhere, work_digest
 from swiftbatch.worker.exactness.probe import MAX_LENGTH, NUM_CACHES, probe_rows
-from swiftbatch.worker.exactness.row_agreement import compare
+from swiftbatch.worker.exactness.transformers_agreement import compare
 from swiftbatch.worker.kernels.cuda.graph import Graph, Repeated, Work
 from swiftbatch.worker.kernels.sizes import TILE_ROWS
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from swiftbatch.metrics.counters import timed
+from swiftbatch.metrics.worker_counters import timed
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.drafters.base import Drafter, DraftRequest
 from swiftbatch.worker.drafters.budget import LookRhythm

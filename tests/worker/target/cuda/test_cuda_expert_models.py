@@ -12,7 +12,7 @@ from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.caches.memory.model_sizes import read_sizes
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
-from swiftbatch.worker.exactness.row_agreement import compare
+from swiftbatch.worker.exactness.transformers_agreement import compare
 from swiftbatch.worker.kernels.cuda.stacked import stacked_weights
 from swiftbatch.worker.kernels.packed import PackedMatrix
 from swiftbatch.worker.model.dense import dense_weights

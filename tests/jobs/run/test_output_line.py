@@ -11,7 +11,7 @@ import numpy as np
 
 from swiftbatch.jobs.job import Job, JobRecord
 from swiftbatch.jobs.json_lines import dump_line
-from swiftbatch.jobs.run.results import Reasoning, error_line, success_line
+from swiftbatch.jobs.run.output_line import Reasoning, error_line, success_line
 from swiftbatch.jobs.sampling import SamplingParams
 
 SAMPLING = SamplingParams(max_tokens=5, seed=1)

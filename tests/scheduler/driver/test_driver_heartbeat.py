@@ -11,22 +11,22 @@ import pytest
 from swiftbatch.jobs.input.reader import Reject
 from swiftbatch.jobs.run.job_index import JobEntry
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.metrics.counters import EngineCounters
 from swiftbatch.metrics.driver_counters import DriverCounters
+from swiftbatch.metrics.worker_counters import EngineCounters
 from swiftbatch.scheduler.cluster.actors import WorkerSpec
 from swiftbatch.scheduler.cluster.cluster import Cluster
-from swiftbatch.scheduler.driver.driver_metrics import Census
-from swiftbatch.scheduler.driver.fleet import Fleet, Worker
-from swiftbatch.scheduler.driver.heartbeat import (
+from swiftbatch.scheduler.driver.driver_heartbeat import (
     AT_REST,
     BEAT_SECONDS,
     BEAT_SECONDS_OBJECT_STORE,
     STALE_SECONDS,
     current_progress,
 )
+from swiftbatch.scheduler.driver.driver_metrics import Census
 from swiftbatch.scheduler.driver.hold import Hold
 from swiftbatch.scheduler.driver.job_queue import JobQueue
 from swiftbatch.scheduler.driver.speed import Speed
+from swiftbatch.scheduler.driver.worker_fleet import Fleet, Worker
 from swiftbatch.worker.config import EngineConfig
 from tests.scheduler.driver.driver_parts import make_context, make_run
 from tests.simulated_clock import SimulatedClock
