@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from swiftbatch.worker.caches.memory.pages import GPU_PAGE
 from swiftbatch.worker.caches.summary import CHUNK_SIZE
 from swiftbatch.worker.drawing.cuda import (
     best_tokens as choice,
@@ -47,7 +48,9 @@ TYPES = {
     "arriving_ptr": INTS,
 }
 UNLIKELY_LOGPROB = {"UNLIKELY": UNLIKELY}
-MOVING_TYPES = {"arena_ptr": "*i16", "source_ptr": "*i16", "out_ptr": "*i16", "moves_ptr": INTS, "entries_ptr": INTS}
+MOVING_TYPES = {"arena_ptr": "*i16", "source_ptr": "*i16", "out_ptr": "*i16"} | dict.fromkeys(
+    ("moves_ptr", "entries_ptr", "pages_ptr"), INTS
+)
 WIDE = {"arena_ptr": INTS, "source_ptr": INTS, "out_ptr": INTS}  # of float32
 
 
@@ -58,8 +61,8 @@ def every_launch() -> list[Launch]:
     width = {"WIDTH": 128}  # a head's, and that of 128,256 tokens in blocks
     sorted_block = {"BLOCK": draw.SORTED_BLOCK}
     moved = width | {"HEAD_DIM": 128}
-    gathered = moved | {"NUM_ROWS": move_rows.NUM_ROWS}
-    averaged = moved | {"CHUNK_WIDTH": CHUNK_SIZE}
+    gathered = moved | {"NUM_ROWS": move_rows.NUM_ROWS, "IS_CODED": False, "PAGE": GPU_PAGE}
+    averaged = moved | {"CHUNK_WIDTH": CHUNK_SIZE, "PAGE": GPU_PAGE}
     return [
         Launch(scores.penalise_blocks, TYPES, block, draw.NUM_WARPS),
         Launch(choice.best_of_blocks, TYPES, block | width | {"IS_CUT": False}, draw.NUM_WARPS),
@@ -78,12 +81,14 @@ def every_launch() -> list[Launch]:
         Launch(
             move_rows.copy_rows,
             MOVING_TYPES,
-            gathered | {"IS_CHOSEN": False, "entries_ptr": None},
+            gathered | {"IS_CHOSEN": False, "entries_ptr": None, "PAGE": 0},
             move_rows.COPY_WARPS,
         ),
         Launch(move_rows.copy_rows, MOVING_TYPES | WIDE, gathered | {"IS_CHOSEN": True}, move_rows.COPY_WARPS),
-        Launch(means.average_chunk, {"source_ptr": BF16, "out_ptr": BF16}, averaged, means.NUM_WARPS),
-        Launch(means.average_chunk, {"source_ptr": FLOATS, "out_ptr": FLOATS}, averaged, means.NUM_WARPS),
+        Launch(means.average_chunk, MOVING_TYPES | {"source_ptr": BF16, "out_ptr": BF16}, averaged, means.NUM_WARPS),
+        Launch(
+            means.average_chunk, MOVING_TYPES | {"source_ptr": FLOATS, "out_ptr": FLOATS}, averaged, means.NUM_WARPS
+        ),
     ]
 
 
