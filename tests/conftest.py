@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import secrets
+from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,7 +62,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "cluster" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.ray)
+    leave_out_all_but_a_sample(items)
     items[:] = in_order(items)
+
+
+def leave_out_all_but_a_sample(items: list[pytest.Item]) -> None:
+    """Mark cases of a test with `sample(n)` as slow, all but the first of each `n`."""
+    num_seen: Counter[str] = Counter()
+    for item in items:
+        if (marker := item.get_closest_marker("sample")) and not item.get_closest_marker("slow"):
+            name = item.nodeid.partition("[")[0]
+            if num_seen[name] % marker.args[0]:
+                item.add_marker(pytest.mark.slow)
+            num_seen[name] += 1
 
 
 def in_order(items: list[pytest.Item]) -> list[pytest.Item]:

@@ -151,6 +151,7 @@ def plain(target: TargetModel, codec: TextCodec) -> Plain:
     return Plain(target, codec, num_tokens=NUM_TOKENS)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("engine_name", "setting"), [pytest.param(*entry, marks=marks_of(*entry)) for entry in ALL])
 def test_every_engine_gives_plain_decoding_s_tokens_in_a_batch(plain: Plain, engine_name: str, setting: str) -> None:
     assert decode(plain.target, engine_name, plain.sequences(setting)) == plain.outputs(setting)

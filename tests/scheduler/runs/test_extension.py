@@ -55,6 +55,7 @@ def run(tmp_path: Path) -> Run:
     return run
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("engine", "keep_state"),
     [

@@ -145,6 +145,7 @@ def test_plain_decoding_drafts_nothing(make_options: Callable[..., LongBenchOpti
     assert record.total.speedup == pytest.approx(1.0, rel=0.02)
 
 
+@pytest.mark.slow
 def test_beta_is_the_part_of_alpha_that_reused_ngrams_brought(
     tiny_model: Path, tmp_path: Path, tiny_target: TargetModel, make_options: Callable[..., LongBenchOptions]
 ) -> None:

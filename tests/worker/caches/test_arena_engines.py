@@ -70,6 +70,7 @@ def generate(target: TargetModel, engine_name: str) -> list[list[int]]:
     return outputs
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("engine_name", "loads"),
     [

@@ -191,6 +191,7 @@ def in_pinned_memory(sizes: CacheShape, folder: Path) -> FullKVCache:
     return OffloadedArena(sizes, 1, MAX_LENGTH, STREAMS["offloaded arena"](sizes.device)).new_cache(MAX_LENGTH)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kept", [in_a_file, in_pinned_memory])
 @pytest.mark.parametrize("num_layers", [1, 2, 3, 4])
 @pytest.mark.parametrize("seed", range(4))

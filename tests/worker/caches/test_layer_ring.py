@@ -30,6 +30,7 @@ def same_rows(pair: Pair) -> bool:
     return pair.ours.length == length and bool((pair.ours.kv(0, length) == pair.theirs.kv(0, length)).all())
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("num_layers", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("seed", range(3))
 def test_any_use_finds_the_rows_of_a_cache_on_the_device(

@@ -80,6 +80,7 @@ def plain(target: TargetModel) -> dict[str, list[int]]:
     return outputs
 
 
+@pytest.mark.sample(2)
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("sampler", "cache", "draft_rounds"),
@@ -230,6 +231,7 @@ def test_unfit_state_is_refused_and_changes_nothing(target: TargetModel, damage:
     assert all(np.array_equal(before[name], array) for name, array in drafter.state(sequence).items())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("temperature", "penalty"),
     [(0.4, 1.2), (1.2, 1.0), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((0.4, 1.0), (1.2, 1.2)))],

@@ -41,6 +41,7 @@ def held_against_each_alone(target: TargetModel, engine_name: str, num_tokens: i
     assert engine.counters.num_copied_tokens == NUM_SHARED + NUM_SHARED + 90
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("engine_name", ENGINES)
 def test_every_engine_gives_a_copied_prompt_the_bits_and_tokens_of_one_read_alone(
     target: TargetModel, engine_name: str

@@ -113,6 +113,7 @@ def run(target: TargetModel, engine_name: str, sequences: list[Sequence]) -> lis
     return [(each.output_ids.tolist(), each.rewinds, each.finish_reason) for each in found]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("setting", "engine_name"),
     [

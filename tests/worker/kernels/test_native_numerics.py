@@ -158,6 +158,7 @@ def num_elsewhere(shape: Shape) -> int:
     return 3 if shape.experts is not None and shape.dtype == BF16 else 0
 
 
+@pytest.mark.sample(2)
 @needs_kernels
 @pytest.mark.parametrize("shape", [*SHAPES, *LATENTS], ids=str)
 def test_the_reference_says_the_same(shape: Shape) -> None:
@@ -169,6 +170,7 @@ def test_the_reference_says_the_same(shape: Shape) -> None:
             assert num_far(mine, its, shape) <= num_elsewhere(shape)
 
 
+@pytest.mark.sample(2)
 @needs_kernels
 @pytest.mark.parametrize("shape", [*SHAPES, *LATENTS], ids=str)
 def test_the_reference_says_the_same_behind_partial_caches(shape: Shape) -> None:

@@ -91,6 +91,7 @@ def check_all(team: Team, matrix: PackedMatrix, row_counts: tuple[int, ...] = (*
         assert torch.equal(packed, plain), num_rows
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", [BF16, FLOAT32], ids=["bf16", "float32"])
 @pytest.mark.parametrize("code", CODES)
 @pytest.mark.parametrize("variant", VARIANTS)

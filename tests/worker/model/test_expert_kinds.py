@@ -54,6 +54,7 @@ def with_parts(folders: dict[str, Path]) -> dict[str, Path]:
     return folders
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_and_greedy_texts_are_those_of_transformers(name: str, folders: dict[str, Path]) -> None:
     check_texts_are_those_of_transformers(loaded(folders[name], "float32"))
@@ -72,6 +73,7 @@ def test_a_forward_is_that_of_transformers_whatever_its_caches_round(
     assert "its 8-bit keys and values shift logits by 0." in found.summary()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "dtype"), [*((name, "bfloat16") for name in CONFIGS), *((name, "float32") for name in DECODED)]
 )

@@ -46,6 +46,7 @@ def _quiet_transformers(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR, logger="transformers")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", SUPPORTED_KINDS)
 def test_every_kind_says_row_by_row_what_transformers_says(kind: str) -> None:
     target = tiny_target(kind)

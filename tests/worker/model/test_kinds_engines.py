@@ -90,6 +90,7 @@ def marks_of(kind: Kind, engine_name: str) -> list[pytest.MarkDecorator]:
     return [] if is_tried else [pytest.mark.slow]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("kind", "engine_name"),
     [

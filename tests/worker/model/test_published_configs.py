@@ -698,6 +698,7 @@ OTHER_FORMS |= {  # as their classes name the keys
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.long
 @pytest.mark.parametrize("name", OTHER_FORMS)
 def test_dense_decoders_by_other_names_say_in_our_kernels_what_transformers_says(name: str, tmp_path: Path) -> None:

@@ -106,6 +106,7 @@ def only(folder: Path, pattern: str) -> Path:
     return path
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("stranger", "kind"),
     [

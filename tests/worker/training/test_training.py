@@ -131,6 +131,7 @@ def test_a_text_begins_with_the_token_that_training_puts_in_front(data: Path, tm
     assert prompt[0] == chat[0] == first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(  # steps: six in windows, twice two texts of three
     "stopped_at", [12, *(pytest.param(step, marks=pytest.mark.slow) for step in (5, 6, 10, 11, 13, 18))]
 )

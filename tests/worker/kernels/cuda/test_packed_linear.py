@@ -32,6 +32,7 @@ def products(matrix: PackedMatrix, bias: Tensor | None, out: torch.dtype) -> tup
     return found, expected
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("code", CODES)
 @pytest.mark.parametrize(("columns", "depth", "group"), SIZES)
 @pytest.mark.parametrize("has_offsets", [False, True], ids=["scaled", "shifted"])

@@ -28,6 +28,7 @@ def logits_of(model: Path, dtype: str) -> torch.Tensor:
     return target.logits(target.read(target.new_cache(64), TOKEN_IDS))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [

@@ -77,6 +77,7 @@ def make_options(folder: Path, tiny_model: Path) -> Callable[..., GriffinAblatio
     return make
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "table", [pytest.param(table, marks=[] if table == "5" else [pytest.mark.slow]) for table in "2345678"]
 )

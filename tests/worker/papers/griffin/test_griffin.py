@@ -61,6 +61,7 @@ def regressed(forwards: GriffinForwards, row: int) -> torch.Tensor:
     return forwards._contexts["a"].room.features.rows([regressed_place(row)])[0]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.long
 @pytest.mark.parametrize("length", LENGTHS)
 def test_candidates_and_features_of_a_draft_are_those_of_its_definition(

@@ -92,6 +92,7 @@ def test_the_command_writes_weights_log_and_plot_and_does_nothing_again(
     assert f"no {FILES.log} tells how its {FILES.product} was trained" in unknown.output
 
 
+@pytest.mark.slow
 def test_training_makes_drafts_better_at_every_depth(tiny_model: Path, books: Path, tmp_path: Path) -> None:
     recipe = replace(FAST, num_steps=35, base_learning_rate=1e-5, texts=replace(TEXTS, num_own_texts=0))
     said = train(tiny_model, books, tmp_path / "griffin", recipe)
@@ -106,6 +107,7 @@ def test_training_makes_drafts_better_at_every_depth(tiny_model: Path, books: Pa
     assert any(line.startswith("after training, test books: the target's token by forward ") for line in said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stopped_at", [5, 6])
 def test_a_killed_training_goes_on_to_the_same_bits_and_logs_each_step_once(
     tiny_model: Path, books: Path, shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped_at: int
@@ -143,6 +145,7 @@ def test_a_killed_training_goes_on_to_the_same_bits_and_logs_each_step_once(
     assert not (tmp_path / "killed" / FILES.state).exists()
 
 
+@pytest.mark.slow
 def test_the_seed_and_the_mask_count(tiny_model: Path, books: Path, shared: Path, tmp_path: Path) -> None:
     (books / "test.jsonl").unlink()
     recipes = {

@@ -166,6 +166,7 @@ def test_diversity_is_shown_at_the_end_with_its_average() -> None:
     assert ["k", "=", "5", "1.41", "1.42", "1.40"] in printed("fig4")
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_an_ablation_runs_all_arms_on_the_same_text(model: Path, text: Path, tmp_path: Path) -> None:
     path = tmp_path / "table.json"

@@ -177,6 +177,7 @@ def test_rows_show_the_paper_s_measures() -> None:
     assert ["retrieval", "w/o", "hierarchy", "0.6", "100.00x", "(0.900)", "0.090", "-"] in lines
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("table", ["1", *(pytest.param(each, marks=pytest.mark.slow) for each in ("3", "4", "6a"))])
 def test_a_run_shows_what_its_json_holds(table: str, tiny_model: Path, text: Path, tmp_path: Path) -> None:
     path, image = tmp_path / "table.json", tmp_path / "figure.png"

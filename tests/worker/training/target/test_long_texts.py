@@ -111,6 +111,7 @@ def test_segments_are_read_as_the_whole_text_is() -> None:
     assert (torch.cat(found) - whole).norm() < 0.5 * ROUNDING * whole.norm()
 
 
+@pytest.mark.slow
 def test_every_text_begins_anew_and_counts_its_windows_too(monkeypatch: pytest.MonkeyPatch) -> None:
     batches: list[Tensor] = []
     monkeypatch.setattr(stages, "add_batch_gradients", lambda model, batch: batches.append(batch.token_ids) or 0.0)
