@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from decimal import Decimal
 from typing import IO, Any
 
-from swiftbatch.jobs.input.columns import FIELDS, Columns, with_text_id
+from swiftbatch.jobs.input.column_option import FIELDS, Columns, with_text_id
 from swiftbatch.jobs.input.input_file import InputFileError
 from swiftbatch.jobs.input.lines import LineError, parse_json
 from swiftbatch.jobs.input.reasons import shown

@@ -13,7 +13,7 @@ from itertools import islice
 from tempfile import TemporaryFile
 from typing import IO, Any
 
-from swiftbatch.jobs.input.columns import Columns
+from swiftbatch.jobs.input.column_option import Columns
 from swiftbatch.jobs.input.input_file import (
     NUM_BYTES,
     ONE_A_LINE,

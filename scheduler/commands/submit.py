@@ -33,7 +33,7 @@ from swiftbatch.worker.drafters.catalogue import ENGINES
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from swiftbatch.jobs.input.columns import Columns
+    from swiftbatch.jobs.input.column_option import Columns
     from swiftbatch.jobs.input.reader import Reject
     from swiftbatch.jobs.shards.settings import ShardSettings
     from swiftbatch.scheduler.display.display import Display
@@ -65,7 +65,7 @@ def _markers(_ctx: click.Context, _param: click.Parameter, value: tuple[str, str
 
 
 def _columns(_ctx: click.Context, _param: click.Parameter, value: tuple[str, ...]) -> Columns:
-    from swiftbatch.jobs.input.columns import ColumnError, Columns
+    from swiftbatch.jobs.input.column_option import ColumnError, Columns
 
     try:
         return Columns.parse(value)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swiftbatch.jobs.errors import UserError
-from swiftbatch.jobs.input.columns import Columns
+from swiftbatch.jobs.input.column_option import Columns
 from swiftbatch.jobs.input.reader import JobReader, Reject
 from swiftbatch.jobs.job import JobUrl
 from swiftbatch.jobs.repetition import loop_guard

@@ -24,7 +24,7 @@ from swiftbatch.worker.model.formats.contract import ITEM_BITS, StoredTensor
 from swiftbatch.worker.model.formats.layout import heads_in
 from swiftbatch.worker.model.gguf.links import link_names
 from swiftbatch.worker.model.text_view import text_name, text_view
-from swiftbatch.worker.quantization.nearest import Rounding, rounding_of
+from swiftbatch.worker.quantization.group_rounding import Rounding, rounding_of
 
 OF_LAYERS = re.compile(r"^model\.layers\.\d+\..*\.weight$")
 ROUTERS = re.compile(r"\.(?:gate|router|router\.layer|shared_expert_gate|block_sparse_moe\.gate|wg)\.weight$")

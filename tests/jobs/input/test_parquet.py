@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from swiftbatch.jobs.input.columns import Columns
+from swiftbatch.jobs.input.column_option import Columns
 from swiftbatch.jobs.input.input_file import InputFileError
 from swiftbatch.jobs.input.lines import JobLine
 from swiftbatch.jobs.input.parquet_rows import parquet_rows

@@ -18,7 +18,7 @@ from swiftbatch.worker.model.formats.contract import StoredTensor
 from swiftbatch.worker.model.tensors import read_tensors
 from swiftbatch.worker.model.text import TextCodec
 from swiftbatch.worker.quantization import quantizing, text_loss
-from swiftbatch.worker.quantization.nearest import FORMATS, FloatRounding, rounding_of
+from swiftbatch.worker.quantization.group_rounding import FORMATS, FloatRounding, rounding_of
 from swiftbatch.worker.quantization.quantizing import quantize_model, write_tensors
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.model.formats.twins import LLAMA, llama_tensors, load, logits_of, written
