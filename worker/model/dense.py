@@ -193,12 +193,12 @@ def _linears(
     name, roles = part
     weight, stored = tensors[f"{prefix}{name}.weight"], tensors.get(f"{prefix}{name}.bias")
     bias = None if stored is None else plain(stored)
+    widths = [rows[role] for role in roles if len(roles) > 1 or role in ("gate", "up")]
+    if widths and any(each.shape[0] != sum(widths) for each in (weight, bias) if each is not None):
+        raise ValueError(f"found rows of {name} that are not those of {roles}")
     if len(roles) == 1:
         yield roles[0], linear_from(weight, bias)
         return
-    widths = [rows[role] for role in roles]
-    if any(each.shape[0] != sum(widths) for each in (weight, bias) if each is not None):
-        raise ValueError(f"found rows of {name} that are not those of {roles}")
     biases = [None] * len(roles) if bias is None else bias.split(widths)
     yield from zip(roles, map(linear_from, weight.split(widths), biases), strict=True)
 

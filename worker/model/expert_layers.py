@@ -18,12 +18,12 @@ Experts = tuple[Sequence[AnyLinear], Sequence[AnyLinear], Sequence[AnyLinear]]  
 
 
 def expert_weights(tensors: Tensors, prefix: str, config: ExpertConfig, dtype: torch.dtype) -> ExpertWeights:
-    """The experts of the layer whose tensors begin so."""
+    """The experts of the layer whose tensors begin so. Raises ValueError for others than those of the config."""
     names, is_fused = config.names, config.is_fused(set(tensors), prefix)
     gates, ups, downs = (_fused if is_fused else _one_by_one)(tensors, prefix, config)
     shared_gate = None if not config.shared_width else _floats(tensors, prefix, names.shared_gate)
     choice_bias = _floats(tensors, prefix, names.choice_bias)
-    return ExpertWeights(
+    found = ExpertWeights(
         config.routing,
         _router(tensors, prefix, config, dtype),
         gates,
@@ -35,6 +35,9 @@ def expert_weights(tensors: Tensors, prefix: str, config: ExpertConfig, dtype: t
         gate_slope=config.gate_slope,
         latent=_latent(tensors, prefix, config),
     )
+    if (widths := (found.intermediate, found.latent_width)) != (expected := (config.width, config.latent_width)):
+        raise ValueError(f"found experts of widths {widths}, expected {expected}")
+    return found
 
 
 def _latent(tensors: Tensors, prefix: str, config: ExpertConfig) -> tuple[AnyLinear, AnyLinear] | None:

@@ -21,7 +21,12 @@ def latent_linears(linears: Mapping[str, AnyLinear], latent: LatentConfig) -> di
     of_queries = [*range(sizes.still_dim), *(sizes.still_dim + each for each in latent.turned_order)]
     of_key = [*range(sizes.rank), *(sizes.rank + each for each in latent.turned_order)]
     query, key = (linears[role].weight for role in ("query", "key"))
-    up = plain(linears[UP].weight).unflatten(0, (-1, sizes.still_dim + sizes.value_dim))
+    if key.shape[0] != sizes.entry_dim:
+        raise ValueError(f"found {key.shape[0]} rows of latent vectors, expected {sizes.entry_dim}")
+    up, width = plain(linears[UP].weight), sizes.still_dim + sizes.value_dim
+    if up.shape[0] != len(heads) * width:
+        raise ValueError(f"found {up.shape[0]} rows of keys and values, expected {len(heads)} heads of {width}")
+    up = up.unflatten(0, (len(heads), width))
     keys, values = up.split([sizes.still_dim, sizes.value_dim], dim=1)  # [num_heads, -, rank]
     return {role: linear for role, linear in linears.items() if role != UP} | {
         "query": linear_from(of_rows(query, [head + each for head in heads for each in of_queries])),

@@ -76,6 +76,8 @@ class _Observer:
         layer = getattr(module, "layer_idx", None)
         if not isinstance(layer, int) or layer in self.layers:
             raise UnsupportedError("its layers share or hide their attention")
+        if query.shape[1] % key.shape[1]:
+            raise UnsupportedError(f"it has {query.shape[1]} heads of queries for {key.shape[1]} of keys")
         span = self._span(id(attention_mask))
         has_model_dtype = {query.dtype, key.dtype, value.dtype} == {self._dtype}
         self.layers[layer] = LayerNeeds(key.shape[1], key.shape[3], value.shape[3], span, has_model_dtype)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from swiftbatch.worker.kernels.decoder_weights import AnyLinear, linear_from
+from swiftbatch.worker.kernels.mixer_sizes import MixerForm
 from swiftbatch.worker.kernels.mixer_weights import MixerWeights
 from swiftbatch.worker.kernels.packed import PackedMatrix, Weight, plain
 from swiftbatch.worker.model.mixer_forms import MixerConfig
@@ -33,6 +34,8 @@ def _linears(tensors: Mapping[str, Weight], prefix: str, mixer: MixerConfig) -> 
             yield roles[0], linear_from(weight, None if bias is None else plain(bias))
             continue
         widths = [columns[role] for role in roles]
+        if any(each.shape[0] != sum(widths) for each in (weight, bias) if each is not None):
+            raise ValueError(f"found rows of {name} that are not those of {roles}")
         biases = [None] * len(roles) if bias is None else plain(bias).split(widths)
         yield from zip(roles, map(linear_from, weight.split(widths), biases), strict=True)
 
@@ -54,9 +57,20 @@ def _scales(parts: tuple[float, ...], mixer: MixerConfig) -> Tensor:
 
 
 def _number(role: str, numbers: Tensor, mixer: MixerConfig) -> Tensor:
-    """Float32 numbers as the kernels take them: taps by their places, norms of heads for each head."""
+    """Float32 numbers as the kernels take them: taps by their places, norms of heads for each head.
+
+    Raises ValueError for others than are stored, of these two.
+    """
+    sizes = mixer.sizes
     if role == "taps":
+        _refuse_shape(role, numbers, (sizes.num_channels, 1, sizes.conv_width), (sizes.num_channels, sizes.conv_width))
         return numbers.flatten(1).T.contiguous()
-    if role == "norm" and len(numbers) < mixer.sizes.width:
-        return numbers.repeat(mixer.sizes.width // len(numbers))
+    if role == "norm" and sizes.form == MixerForm.DELTA_NET:
+        _refuse_shape(role, numbers, (sizes.norm_width,))
+        return numbers.repeat(sizes.width // sizes.norm_width)
     return numbers
+
+
+def _refuse_shape(role: str, numbers: Tensor, *expected: tuple[int, ...]) -> None:
+    if tuple(numbers.shape) not in expected:
+        raise ValueError(f"found {role} of a mixer as {list(numbers.shape)}, expected {list(expected[0])}")

@@ -111,5 +111,5 @@ def _native(
     """Make forwards; None for weights that do not fit together, of which `transformers` tells more."""
     try:
         return NativeForwards(weights, eos_token_ids, variant, kv_dtype)
-    except ValueError:
+    except (ValueError, IndexError):
         return None

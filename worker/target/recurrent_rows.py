@@ -38,6 +38,7 @@ def take_over_recurrent_layers(model: Any, variant: str | None = None) -> Recurr
 
     States that the kernels know run in those of an instruction set.
     """
+    _number_caches(model)
     nets = list(recurrent_layers(model).values())
     if not nets:
         return None
@@ -46,10 +47,15 @@ def take_over_recurrent_layers(model: Any, variant: str | None = None) -> Recurr
     team = shared_team(load_library(variant), torch.get_num_threads()) if variant and runs_in_kernels(shape) else None
     for number, (net, mixer) in enumerate(zip(nets, mixers, strict=True)):
         net.forward = functools.partial(_forward, mixer, team, number, net.forward)
-    attending = [part for layer in decoder_of(model).layers if (part := attention_of(layer)) is not None]
-    for number, attention in enumerate(attending):
-        attention.layer_idx = number  # of the layers that have keys and values
     return shape
+
+
+def _number_caches(model: Any) -> None:
+    """Let layers that attend use the caches of layers that do, in order: others may have a state, or products alone."""
+    layers = getattr(decoder_of(model), "layers", ())
+    attending = [part for layer in layers if (part := attention_of(layer)) is not None]
+    for number, attention in enumerate(attending):
+        attention.layer_idx = number
 
 
 def runs_in_kernels(shape: RecurrentShape) -> bool:
