@@ -212,7 +212,10 @@ class PagedKVCache(ArenaKVCache):
             rows.zero_()
 
     def roll_back(self, length: int) -> None:
-        """Forget all positions from `length` on, and give back pages that none is left in."""
+        """Forget all positions from `length` on, and give back pages that none is left in.
+
+        Where the last page has to be copied and none is free for that, forget its positions as well.
+        """
         super().roll_back(length)
         if not self._is_view:
             self._arena.pool.give_back(self.pages, -(-length // self._page))
@@ -228,7 +231,11 @@ class PagedKVCache(ArenaKVCache):
             return
         kept = self.rows_between(slice((len(self.pages) - 1) * self._page, self.length))
         pool.give_back(self.pages, len(self.pages) - 1)
-        self.reserve(self.length)
+        try:
+            self.reserve(self.length)
+        except PagesError:
+            super().roll_back(self.length - num_entries)
+            return
         [(_, own)] = self._pieces(self.length - num_entries, self.length)
         self._buffer[..., own, :] = kept
 

@@ -131,6 +131,19 @@ def test_who_goes_back_into_a_page_of_several_writes_into_one_of_its_own(arena: 
     assert (back.kv(0, 100) == before).all()
 
 
+def test_who_goes_back_into_a_page_of_several_and_finds_none_free_forgets_all_of_it(arena: PagedArena) -> None:
+    source, other = cache_of(arena, 200), arena.new_cache(LENGTH)
+    other.copy_from(source, 2 * PAGE)
+    kept = source.kv(0, 200)
+    arena.pool.take(arena.pool.num_free)
+    other.roll_back(100)
+    assert (other.length, other.pages) == (PAGE, source.pages[:1])
+    assert (other.kv(0, PAGE) == kept[:, :PAGE]).all()
+    assert (source.kv(0, 200) == kept).all()
+    other.roll_back(0)
+    assert arena.pool.num_free == 0, "the source has them all"
+
+
 def test_what_comes_from_elsewhere_is_loaded_and_what_does_not_fit_refused(arena: PagedArena) -> None:
     theirs = FullKVCache(arena.shape, LENGTH)
     write(theirs, arena.shape, 300)

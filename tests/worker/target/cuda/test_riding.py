@@ -132,6 +132,20 @@ def test_a_beginning_that_two_jobs_share_rides_once_and_the_other_slot_has_its_b
     assert (engine.counters.num_read_tokens, engine.counters.num_copied_tokens) == (2 + 69 + 6, 69)
 
 
+def test_who_waited_for_a_shared_beginning_copies_it_before_it_rides(in_torch: TargetModel) -> None:
+    """The first has read it in front of a step whose forward has rows left: the second needs none for it."""
+    jobs = (("bb", 100, 2, 1), ("ccc", 110, 2, 1))
+    expected = [alone(in_torch, fields) for fields in jobs]
+    engine = Engine(in_torch, Guesser(2))
+    slots = [engine.start(job(*fields)) for fields in jobs]
+    while any(slot.sequence.finish_reason is None for slot in slots):
+        engine.step()
+    assert (engine.counters.num_read_tokens, engine.counters.num_copied_tokens) == (99 + 10, 99)
+    for slot, (tokens, kv) in zip(slots, expected, strict=True):
+        assert slot.sequence.output_ids.tolist() == tokens
+        assert np.array_equal(slot.cache.kv(0, slot.cache.length), kv)
+
+
 def test_prompts_fill_the_rows_of_a_step_and_nobody_waits(in_torch: TargetModel, forwarded: Forwarded) -> None:
     engine = Engine(in_torch, Guesser(7))
     decoding, first, second = job("a", 1, 40), job("b", 75, 3), job("c", 100, 3, first=1)
