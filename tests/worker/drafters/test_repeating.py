@@ -55,6 +55,14 @@ def test_a_repeat_that_overlaps_itself_goes_on() -> None:
     assert RepeatedText(sequence, RepeatShares()).chain(sequence, 7) == (PHRASE[:3] * 3)[:7]
 
 
+@pytest.mark.parametrize("before", [[], [40, 41]])
+def test_the_end_of_a_prompt_is_a_place_to_repeat_from(before: list[int]) -> None:
+    prompt = [*before, *PHRASE[:NGRAM]]
+    sequence, text = grown([*prompt, 30, 31, 32, *PHRASE[:NGRAM]], RepeatShares(), len(prompt))
+    assert text.num_matched >= NGRAM
+    assert text.chain(sequence, 3) == [30, 31, 32]
+
+
 @pytest.mark.parametrize("length", [1, NGRAM, 2 * NGRAM - 1])
 def test_a_text_without_repeats_promises_its_next_token_alone(length: int) -> None:
     text = RepeatedText(sequence_of(list(range(length))), RepeatShares())

@@ -61,9 +61,11 @@ class RepeatedText:
         self.num_matched = 0  # tokens that the end agrees with; 0: it repeats nothing
         self._source = 0  # the place that the next token would be repeated from
         self._index(sequence.token_ids)
-        if len(sequence) > NGRAM:
+        if len(sequence) >= NGRAM:
             ngram = sequence.token_ids[-NGRAM:].tolist()
-            self._begin(sequence.token_ids, ngram, int(self._places[self._bucket(ngram)]))
+            bucket = self._bucket(ngram)
+            self._begin(sequence.token_ids, ngram, int(self._places[bucket]))
+            self._places[bucket] = len(sequence)
 
     @property
     def num_told_apart(self) -> int:
