@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.json_lines import unsealed
-from swiftbatch.jobs.run import result_segments
+from swiftbatch.jobs.run import result_files, result_segments
 from swiftbatch.jobs.run.line_parts import LINE_ID, line_id
 from swiftbatch.jobs.run.result_segments import SEGMENTS, SealedResult, encode_segment
 from swiftbatch.jobs.run.run import Run
@@ -159,3 +161,23 @@ def test_a_second_whole_result_of_a_job_makes_up_for_a_damaged_one(tmp_path: Pat
     opened = Run.open(made.store.uri)
     assert load_queue(opened, 5).unfinished() == []
     assert len(list(opened.joined_lines())) == 5
+
+
+def test_two_segments_of_a_bucket_that_are_copied_at_once_are_both_read(
+    s3_uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, records = make_run(s3_uri)
+    keep, both_are_kept = result_files._Copies._keep, Barrier(2, timeout=60)
+
+    def keep_and_wait(self: result_files._Copies, data: bytes) -> int:
+        start = keep(self, data)
+        both_are_kept.wait()
+        return start
+
+    monkeypatch.setattr(result_files._Copies, "_keep", keep_and_wait)
+    results = result_files.ResultFiles(made.store, {}, made.manifest.fingerprint)
+    assert len(results.sizes()) == 4
+    places = [results.place(records[number].job_id) for number in (0, 2)]
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(results.data, places))
+    assert found == [sealed(records[number]).line for number in (0, 2)]
