@@ -13,7 +13,7 @@ from itertools import chain
 from secrets import token_hex
 from tempfile import TemporaryFile
 from threading import Lock
-from typing import Any
+from typing import IO, Any
 from weakref import finalize
 
 from swiftbatch.jobs.run.line_files import DAMAGED, NO_FILE, LineFiles, LinePlace, parsed_line, read_lines
@@ -184,6 +184,7 @@ class _Copies:
         self._store = store
         self._copying: defaultdict[str, Lock] = defaultdict(Lock)  # by path
         self._starts: dict[str, int] = {}
+        self._file: IO[bytes] | None = None  # of all of them
         self._writing = Lock()
 
     def part(self, place: LinePlace) -> bytes | None:
@@ -194,11 +195,12 @@ class _Copies:
                 if data is None:
                     return None
                 self._starts[place.path] = self._keep(data)
+        assert self._file is not None
         return os.pread(self._file.fileno(), place.length or 0, self._starts[place.path] + place.start)
 
     def _keep(self, data: bytes) -> int:
         with self._writing, told_of_room():
-            if not self._starts:
+            if self._file is None:  # no copy may have its place in `_starts` yet
                 self._file = TemporaryFile()  # noqa: SIM115, it goes with this object
                 finalize(self, self._file.close)
             start = self._file.seek(0, os.SEEK_END)

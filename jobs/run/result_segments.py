@@ -16,9 +16,12 @@ import json
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+
+from pydantic import Field, ValidationError
 
 from swiftbatch.jobs.frozen import Strict
+from swiftbatch.jobs.input.reasons import reasons
 from swiftbatch.jobs.json_lines import dump_line, sealed, unsealed
 from swiftbatch.jobs.run.line_parts import LINE_ID, num_completion_tokens, parse_line
 
@@ -28,6 +31,9 @@ TAIL_BYTES = 2**17  # has the last line, and the index of a thousand results
 
 ReadPart = Callable[[int, int], bytes]
 """Reads so many bytes of a segment from a place on."""
+
+Part = TypeVar("Part", bound=Strict)
+Number = Annotated[int, Field(ge=0, lt=2**63)]  # as an array keeps it
 
 
 class SealedResult(NamedTuple):
@@ -73,8 +79,12 @@ class SegmentIndex:
 class _LastLine(Strict):
     version: Literal[1] = 1
     fingerprint: str  # the run's
-    index_start: int
+    index_start: Number
     index_sha256: str
+
+
+class _Index(Strict):
+    index: list[tuple[str, Number, Number, Number]]  # as `ResultEntry`
 
 
 def encode_segment(results: Iterable[SealedResult], fingerprint: str) -> bytes:
@@ -104,14 +114,21 @@ def read_index(read: ReadPart, size: int, fingerprint: str | None) -> SegmentInd
     index = tail[-missing:end] if missing <= 0 else read(last.index_start, missing) + tail[:end]
     if hashlib.sha256(index).hexdigest() != last.index_sha256:
         raise ValueError("found an index that does not match its checksum")
-    return SegmentIndex.of(json.loads(index)["index"])
+    return SegmentIndex.of(ResultEntry(*row) for row in _parsed(_Index, index).index)
 
 
 def _last_line(data: bytes) -> _LastLine:
     text = unsealed(data)
     if text is None:
         raise ValueError("found no last line that says where its index is")
-    return _LastLine.model_validate_json(text)
+    return _parsed(_LastLine, text)
+
+
+def _parsed(model: type[Part], text: bytes) -> Part:
+    try:
+        return model.model_validate_json(text)
+    except ValidationError as error:
+        raise ValueError(reasons(error, model)) from None
 
 
 def found_lines(data: bytes, fingerprint: str | None) -> Iterator[ResultEntry]:

@@ -106,7 +106,7 @@ def damage_lines(run: Run) -> list[str]:
         return f"job {printable(names.get(job_id, job_id))} runs again with: {resume}"
 
     return [
-        f"{path} in {place} is damaged, {printable(problem)}: {remedies.get(path) or remedy(path)}"
+        f"{printable(path)} in {place} is damaged, {printable(problem)}: {remedies.get(path) or remedy(path)}"
         for path, problem in sorted(run.damaged.items())
     ]
 
