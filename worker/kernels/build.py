@@ -143,6 +143,14 @@ def is_whole(library: Path) -> bool:
     return any(_fits_mark(library) for _ in range(2))  # twice: another one may have come between mark and library
 
 
+def is_of_this_source(library: Path) -> bool:
+    """Tell whether a library was made of the source that lies beside it: another one takes other arguments."""
+    try:
+        return _mark(library).read_text(encoding="ascii").partition(" ")[0] == source_digest()
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
 def _fits_mark(library: Path) -> bool:
     try:
         return _digest(library) in _mark(library).read_text(encoding="ascii").split()[1:]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.run.option_values import KVDtype
 from swiftbatch.worker.kernels import build
-from swiftbatch.worker.kernels.build import is_whole, library_path, variants
+from swiftbatch.worker.kernels.build import is_of_this_source, is_whole, library_path, variants
 from swiftbatch.worker.kernels.kv_dtypes import with_kv
 
 if TYPE_CHECKING:
@@ -168,6 +168,8 @@ def open_library(path: Path) -> ctypes.CDLL:
     """A library with its functions as they are called. Raises KernelError."""
     if not is_whole(path):  # the loader of a damaged one would end the process
         raise KernelError(f"kernels do not load: {path} is not as it was compiled; install swiftbatch anew")
+    if not is_of_this_source(path):  # it takes other arguments, and would end the process as well
+        raise KernelError(f"kernels do not load: {path} was compiled of another source; install swiftbatch anew")
     try:
         library = ctypes.CDLL(str(path))
         for name, (result, arguments) in SIGNATURES.items():

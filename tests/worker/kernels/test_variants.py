@@ -144,6 +144,17 @@ def test_a_library_that_is_not_as_it_was_compiled_is_refused(size: int, tmp_path
         open_library(tmp_path / path.name)
 
 
+@needs_kernels
+def test_a_library_of_another_source_is_refused(tmp_path: Path) -> None:
+    """Its functions take other arguments: a checkout that was brought up to date without `make` ended every worker."""
+    path = build.library_path(VARIANTS[0])
+    shutil.copy(path, tmp_path)
+    older = f"{'0' * 64} {path.with_suffix('.sha256').read_text().split()[1]}"
+    (tmp_path / path.name).with_suffix(".sha256").write_text(older)
+    with pytest.raises(KernelError, match="was compiled of another source; install swiftbatch anew"):
+        open_library(tmp_path / path.name)
+
+
 def test_a_compiler_that_fails_is_one_line_for_each_variant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "LIBRARIES", tmp_path / "lib")
     monkeypatch.setenv("CC", "false")
