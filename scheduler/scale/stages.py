@@ -32,7 +32,7 @@ from swiftbatch.scheduler.scale.scale_options import JOBS_FILE, RUN, ScaleOption
 from swiftbatch.scheduler.scale.stub_workers import SimulatedClock, StubCalls
 from swiftbatch.worker.bench.peak_memory import peak_bytes, reset_peak
 from swiftbatch.worker.config import EngineConfig
-from swiftbatch.worker.session.sealing import MOST_RESULTS
+from swiftbatch.worker.session.result_sealing import MOST_RESULTS
 
 MAX_ATTEMPTS = 5
 PATIENCE = 1e9  # seconds: no stub worker is ever given up

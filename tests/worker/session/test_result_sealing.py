@@ -13,8 +13,8 @@ from swiftbatch.jobs.run.result_segments import SEGMENTS, SealedResult
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.retries import Retries
 from swiftbatch.jobs.storage.store import Store, StoreError
-from swiftbatch.worker.session import sealing
-from swiftbatch.worker.session.sealing import Sealing, SealingRule
+from swiftbatch.worker.session import result_sealing
+from swiftbatch.worker.session.result_sealing import Sealing, SealingRule
 from tests.jobs.run.run_parts import FINISHED, MANIFEST
 from tests.jobs.storage.fault_proxy import FaultProxy
 
@@ -54,8 +54,8 @@ def test_results_are_written_once_they_are_old_long_many_or_large(
     run: Run, due: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rule = SealingRule(0.0 if due == "old" else 1e9, FINISHED["response"]["body"]["usage"]["completion_tokens"])
-    monkeypatch.setattr(sealing, "MOST_RESULTS", 2 if due == "many" else 1000)
-    monkeypatch.setattr(sealing, "MOST_BYTES", 10 if due == "large" else 2**20)
+    monkeypatch.setattr(result_sealing, "MOST_RESULTS", 2 if due == "many" else 1000)
+    monkeypatch.setattr(result_sealing, "MOST_BYTES", 10 if due == "large" else 2**20)
     results = Sealing(run, "w1", rule if due in ("old", "long") else NEVER)
     for job_id in "ab":
         results.add(result(job_id), is_kept=False)
