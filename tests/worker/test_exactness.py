@@ -173,6 +173,7 @@ def interrupted(plain: Plain, setting: str, nums_tokens: tuple[int, ...]) -> lis
     return sequences
 
 
+@pytest.mark.sample(2)
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("engine_name", "setting"),

@@ -73,6 +73,7 @@ def sequence_with(params: dict[str, Any]) -> Sequence:
     return sequence
 
 
+@pytest.mark.sample(2)
 @WAYS
 def test_a_sampler_draws_behind_whatever_has_come_to_its_sequence(drawing: Drawing, params: dict[str, Any]) -> None:
     sequence = sequence_with(params)
@@ -85,6 +86,7 @@ def test_a_sampler_draws_behind_whatever_has_come_to_its_sequence(drawing: Drawi
         sequence.extend([drawn[0], 7])
 
 
+@pytest.mark.sample(2)
 @WAYS
 def test_forks_of_forks_leave_a_sampler_as_it_was(drawing: Drawing, params: dict[str, Any]) -> None:
     sequence = sequence_with(params)

@@ -51,6 +51,7 @@ def emulated(library: Path, shape: Shape, num_threads: int, monkeypatch: pytest.
     return NativeDecoder(random_weights(shape), num_threads, "emulated")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("num_rows", [1, 16, 17, 32, 33, 50, 64])
 def test_every_number_of_rows_adds_up(library: Path, num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = list(range(num_rows))

@@ -117,6 +117,7 @@ def decoded(decoder: NativeDecoder | ReferenceDecoder, num_kv_heads: int, head_d
     return torch.cat(logits)
 
 
+@pytest.mark.sample(2)
 @needs_kernels
 @pytest.mark.parametrize("dtype", [BF16, FLOAT32], ids=["bf16", "float32"])
 @pytest.mark.parametrize("kind", KINDS)

@@ -70,6 +70,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", FORMS)
 def test_logits_and_greedy_texts_are_those_of_transformers(kind: str, folders: dict[str, Path]) -> None:
     check_texts_are_those_of_transformers(loaded(folders[kind], "float32"))

@@ -157,6 +157,7 @@ def decoder_of(arena: Arena) -> CudaDecoder:
     return CudaDecoder(weights, arena.buffer, 6000, NUM_SPLITS, triton_linear, attention=FlashAttention)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("shape", [SHAPES[1], Shape(head_dim=96, group=3, has_head_norm=True)], ids=str)
 def test_a_whole_decoder_is_as_the_reference_and_shows_the_same_queries(shape: Shape) -> None:
     arena, _ = written(shape, (5, 64, 300), (), seed=8)

@@ -67,6 +67,7 @@ def test_the_best_keys_are_chosen_and_no_other(head_dim: int, dtype: torch.dtype
         assert NUM_BEST - 2 <= len(expected) <= NUM_BEST
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("head_dim", "dtype", "deviation"),
     [
