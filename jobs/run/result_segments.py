@@ -59,7 +59,7 @@ class ResultEntry(NamedTuple):
 
 @dataclass(frozen=True)
 class SegmentIndex:
-    """What is in a segment, in few bytes; three `numbers` each are a `ResultEntry` without its job."""
+    """The index of a segment in few bytes: three `numbers` a job, which are its `ResultEntry` without the id."""
 
     job_ids: list[str]
     numbers: array[int]

@@ -72,7 +72,7 @@ def _repeated(scalar: Any, like: Any) -> Any:
 
 
 def cast(self: Any, tensor: Any, kind: Any, *rounding: Any, **more: Any) -> Any:
-    """What is of the kind already stays as it is."""
+    """Return a tensor that has the dtype already as it is, and cast any other one."""
     return tensor if tensor.dtype is kind else _cast(self, tensor, kind, *rounding, **more)
 
 

@@ -136,7 +136,7 @@ class ArenaKVCache(FullKVCache):
         return self._buffer
 
     def rows_between(self, positions: slice) -> torch.Tensor:
-        """Of `rows` those of consecutive positions, in order."""
+        """The part of `rows` at consecutive positions, in order."""
         return self.rows[..., positions, :]
 
     @property

@@ -147,7 +147,7 @@ class FullKVCache:
         return self._buffer[index, 0], self._buffer[index, -1]
 
     def stored_between(self, layer: int, positions: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of `stored` the keys and values of some consecutive positions."""
+        """The stored keys and values of some consecutive positions."""
         keys, values = self.stored(layer)
         return keys[:, positions], values[:, positions]
 

@@ -222,9 +222,9 @@ class PagedKVCache(ArenaKVCache):
             self._own_last(length % self._page)
 
     def _own_last(self, num_entries: int) -> None:
-        """Where the last page is others' as well, take one with copies of its first entries: the next ones come there.
+        """Replace a last page that others share by one of its own, with copies of its entries, to write into.
 
-        Nothing is to be done for a page that is full.
+        A full page stays shared: nothing more is written to it.
         """
         pool = self._arena.pool
         if num_entries == 0 or not pool.is_shared(self.pages[-1]):

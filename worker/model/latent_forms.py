@@ -18,7 +18,7 @@ QUERY_OF_ROWS = {"query": "self_attn.q_proj"}
 
 @dataclass(frozen=True)
 class LatentForm:
-    """What kinds with latent attention differ in."""
+    """The differences between kinds with latent attention."""
 
     interleaving_key: str | None = None  # says whether neighbours are turned, as they are without it
 
@@ -44,7 +44,7 @@ class LatentConfig:
 
     @property
     def turned_order(self) -> list[int]:
-        """Where the kernels' turned dimensions stand in the stored ones: they turn pairs half of them apart."""
+        """The places of the kernels' turned dimensions among the stored ones. Kernels turn pairs half of them apart."""
         turned = range(self.sizes.turned_dim)
         return [*turned[::2], *turned[1::2]] if self.is_interleaved else [*turned]
 
@@ -69,7 +69,7 @@ def read_latent(config: Mapping[str, Any], form: LatentForm) -> LatentConfig:
 
 
 def _stretch(config: Mapping[str, Any]) -> float:
-    """How much longer queries and keys are, where YaRN stretches positions (Peng et al. 2023)."""
+    """The factor by which queries and keys are longer where YaRN stretches positions (Peng et al. 2023)."""
     angles = config.get("rope_scaling") or config.get("rope_parameters") or {}
     by, factor = angles.get("mscale_all_dim") or 0.0, angles.get("factor") or 1.0
     is_plain = (angles.get("rope_type") or angles.get("type") or "default") == "default"

@@ -139,7 +139,7 @@ def _refuse_other_types(metadata: Mapping[str, Any]) -> None:
 
 
 def num_experts_in(tensor: TensorHead) -> int:
-    """How many matrices a tensor of experts holds. Raises GGUFError for one that holds none."""
+    """Count the matrices of a tensor of experts. Raises GGUFError for a tensor without three dimensions."""
     if len(tensor.shape) != 3:
         raise GGUFError(f"its tensor {tensor.name} has the shape {list(tensor.shape)}, expected three dimensions")
     return tensor.shape[0]
