@@ -87,7 +87,7 @@ class Dispatcher:
 
     def hand_out(self, now: float) -> None:
         """Start a call on every idle worker that has something to do."""
-        idle = [worker for worker in self._fleet.workers if worker.is_idle]
+        idle = list(self._fleet.idle)
         staying = [worker for worker in idle if worker.state != "draining"]
         for worker in idle:
             if worker.state == "draining":

@@ -15,11 +15,11 @@ from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.metrics.driver_counters import OUTGROWN
 from swiftbatch.scheduler.cluster.remote import STORE_FAILED
 from swiftbatch.scheduler.display.events import WorkerLost, WorkerReady, WorkerStopping
-from swiftbatch.scheduler.display.job_events import JobCancelled, JobFinished, JobGivenUp, JobPutBack
+from swiftbatch.scheduler.display.job_events import JobCancelled, JobFinished, JobGivenUp, JobPutBack, JobStarted
 from swiftbatch.scheduler.driver.backlog import CANCELLED, write_cancelled
 from swiftbatch.scheduler.driver.context import DriverContext
 from swiftbatch.scheduler.driver.worker_fleet import Event, Lost, Reported, Started, Worker
-from swiftbatch.worker.session.work import WorkReport
+from swiftbatch.worker.session.work import Begun, WorkReport
 
 CANCELLED_AT_ONCE = 10_000  # jobs in memory: a whole run may be cancelled
 
@@ -48,6 +48,17 @@ class Settlement:
             text = f"given up after {num_attempts} attempts; the last one: {message}"
             self._give_up(job_id, "attempts_failed", text)
 
+    def begin(self, worker: Worker, begun: Begun) -> None:
+        """Note that a worker has begun with a job of its reserve."""
+        if entry := self._queue.begin(begun.job_id):
+            num_tokens = self._queue.num_reported_tokens(begun.job_id)
+            self._display.note(JobStarted(entry.name, worker.id, begun.attempt, num_tokens))
+
+    def take_back(self, job_id: str) -> None:
+        """Queue a job again that a worker had in its reserve, and has not begun: nothing has happened to it."""
+        if not self._has_ended(job_id):
+            self._queue.release(job_id)
+
     def refuse(self, job_id: str, code: str, message: str) -> None:
         """Give a job up at once: every attempt would end so; `code` and `message` as in `error_line`."""
         if not self._has_ended(job_id):
@@ -68,11 +79,14 @@ class Settlement:
         is_whole_run, requested = self._run.cancel_requests()
         wanted = self._queue.unfinished() if is_whole_run else [e.job_id for e in self._queue.entries(requested)]
         self._cancelling = set(wanted)
-        self._cancel(self._cancelling.difference(entry.job_id for entry, _ in self._queue.running()))
+        self._cancel(self._cancelling - self._queue.handed_out())
 
     def cancel_held(self, worker: Worker) -> None:
         """Cancel those of a worker's jobs that are to be cancelled, and have it drop them."""
-        cancelled = self._cancelling.intersection(entry.job_id for entry in self._queue.held_by(worker.id))
+        if not self._cancelling:
+            return
+        entries = [*self._queue.held_by(worker.id), *self._queue.reserve_of(worker.id)]
+        cancelled = self._cancelling.intersection(entry.job_id for entry in entries)
         self._cancel(cancelled)
         worker.cancel(cancelled)
 
@@ -148,12 +162,7 @@ class Intake:
         if report.counters is not None:
             self._counters.take_in(worker.id, report.counters)
         self._spent.num_tokens += report.num_generated_tokens
-        for progress in (*report.progress, *report.released, *report.outgrown):
-            self._queue.progress(progress.job_id, progress.num_generated_tokens)
-        for progress in report.ended:
-            self._queue.end(progress.job_id, progress.num_generated_tokens)
-        for progress in report.finished:
-            self._settlement.finish(progress.job_id, progress.num_generated_tokens)
+        self._take_progress(worker, report)
         left = [progress.job_id for progress in (*report.released, *report.outgrown)]
         self._settlement.take_results([*left, *(job_id for job_id, *_ in (*report.failed, *report.refused))])
         for job_id, message in report.failed:
@@ -161,6 +170,8 @@ class Intake:
         for job_id, code, message in report.refused:
             self._settlement.refuse(job_id, code, message)
         self._take_back_outgrown(worker, report)
+        for job_id in report.unbegun:
+            self._settlement.take_back(job_id)
         reason = worker.drain_reason or ("worker_terminated" if report.is_draining else "migrated")
         for progress in report.released:
             self._settlement.release(progress.job_id, reason)
@@ -169,14 +180,25 @@ class Intake:
         else:
             self._settlement.cancel_held(worker)
 
+    def _take_progress(self, worker: Worker, report: WorkReport) -> None:
+        """Note how far a worker's jobs are, those first that it began by itself."""
+        for begun in report.begun:
+            self._settlement.begin(worker, begun)
+        for progress in (*report.progress, *report.released, *report.outgrown):
+            self._queue.progress(progress.job_id, progress.num_generated_tokens)
+        for progress in report.ended:
+            self._queue.end(progress.job_id, progress.num_generated_tokens)
+        for progress in report.finished:
+            self._settlement.finish(progress.job_id, progress.num_generated_tokens)
+
     def _take_back_outgrown(self, worker: Worker, report: WorkReport) -> None:
         """Queue jobs again that a worker's memory did not hold, and note how many it holds."""
         for progress in report.outgrown:
             self._settlement.release(progress.job_id, OUTGROWN)
-        num_held = len(self._queue.held_by(worker.id))
+        num_held = self._queue.num_held_by(worker.id)
         if report.outgrown:
             worker.num_fitting = num_held
-        elif worker.num_fitting is not None and num_held < worker.num_fitting:
+        elif worker.num_fitting is not None and (report.ended or num_held < worker.num_fitting):
             worker.num_fitting = None
 
     def _take_leave(self, worker: Worker, reason: str) -> None:

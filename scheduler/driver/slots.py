@@ -52,5 +52,5 @@ class Slots:
             return worker.info.pool_size.num_pages
         if worker.info.num_slots is not None:
             return None
-        nodes = [each.info.node_id if each.info else worker.info.node_id for each in self._fleet.workers]
-        return int(MEMORY_SHARE * worker.info.num_free_positions / nodes.count(worker.info.node_id)) // PAGE
+        num_sharing = self._fleet.num_sharing(worker.info.node_id)
+        return int(MEMORY_SHARE * worker.info.num_free_positions / num_sharing) // PAGE
