@@ -106,8 +106,7 @@ class Driver:
             self._context.display.note(WorkerStopping(worker.id, "node_drained"))
             self._fleet.begin_drain(worker, "node_drained", min(self._context.grace_seconds, seconds))
         self._fleet.fill(min(self._context.num_workers, self._queue.num_to_run), now)
-        self._dispatcher.order_relief(now)
-        self._dispatcher.order_move(now)
+        self._dispatcher.spread(now)
         self._dispatcher.hand_out(now)
         events = self._fleet.wait(WAIT_SECONDS, now)
         for event in events:

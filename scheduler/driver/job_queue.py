@@ -140,6 +140,11 @@ class JobQueue:
         forecast = self._forecast()
         return [_growth(self._running[job_id], forecast) for job_id in self._held.get(worker_id, ())]
 
+    def mean_length(self, worker_id: str) -> float:
+        """The tokens that the jobs running on a worker are expected to end with, on average; 0.0 without any."""
+        held = self._held.get(worker_id, ())
+        return sum(map(self.num_expected_tokens, held)) / max(1, len(held))
+
     def num_expected_tokens(self, job_id: str) -> int:
         """The tokens that a job is expected to end with."""
         job = self._known(job_id)

@@ -25,7 +25,6 @@ class UnfinishedJob:
     not_before: float = 0.0
     seniority: int | None = None  # its number among all jobs that workers were given; None before its first attempt
     worker_id: str = ""  # the worker that has it, or had it last
-    attempt: int = 0  # the number of its newest one, once it is handed out
     is_suspect: bool = False  # it may have ended a worker that had it in reserve, and no report will say so
     has_ended: bool = False  # on that worker, which has yet to write its result
     ticket: int | None = None  # its newest place among the waiting; None while it runs and when it has ended

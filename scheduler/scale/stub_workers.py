@@ -15,7 +15,7 @@ from typing import Any
 from swiftbatch.metrics.worker_counters import EngineCounters
 from swiftbatch.scheduler.cluster.actors import WorkerInfo, WorkerSpec
 from swiftbatch.scheduler.cluster.bootstrap import Code
-from swiftbatch.worker.session.work import Assignment, Begun, JobProgress, Orders, WorkReport
+from swiftbatch.worker.session.work import Assignment, JobProgress, Orders, WorkReport
 
 TOKENS_PER_SECOND = 200.0  # of each job
 COUNTERS_SECONDS = 2.0  # between two reports with counters, as of real workers
@@ -115,15 +115,15 @@ class StubWorker:
         self.calls.job_seconds += job_seconds
         return self.calls.after(end - now, report)
 
-    def _run(self, now: float, deadline: float, *, goes_on: bool) -> tuple[float, list[StubJob], tuple[Begun, ...]]:
+    def _run(self, now: float, deadline: float, *, goes_on: bool) -> tuple[float, list[StubJob], tuple[str, ...]]:
         """Let jobs end and begin as a worker does until its slice is over; returns when that is."""
-        ended, begun, most_jobs = list[StubJob](), list[Begun](), len(self._jobs)
+        ended, begun, most_jobs = list[StubJob](), list[str](), len(self._jobs)
         while self._jobs and (job := min(self._jobs.values(), key=lambda job: job.end)).end <= deadline:
             now = max(now, job.end)
             ended.append(self._jobs.pop(job.job_id))
             if self._reserve:
                 assignment = self._reserve.pop(next(iter(self._reserve)))
-                begun.append(Begun(assignment.record.job_id, assignment.attempt))
+                begun.append(assignment.record.job_id)
                 self._begin(assignment, now)
             if not goes_on and 2 * len(self._jobs) <= most_jobs:
                 return now, ended, tuple(begun)

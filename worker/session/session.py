@@ -45,7 +45,7 @@ from swiftbatch.worker.session.result_sealing import Sealing, SealingRule
 from swiftbatch.worker.session.resume import Resumer
 from swiftbatch.worker.session.running_job import RunningJob, num_pages_in_use, without_room
 from swiftbatch.worker.session.same_model import located_model, refuse_changed_meanwhile
-from swiftbatch.worker.session.work import Assignment, Begun, JobProgress, Orders, WorkReport
+from swiftbatch.worker.session.work import Assignment, JobProgress, Orders, WorkReport
 from swiftbatch.worker.session.work_slice import WorkSlice
 from swiftbatch.worker.target.loading import resolve_device
 from swiftbatch.worker.target.step_costs import step_costs_of
@@ -137,7 +137,7 @@ class WorkerSession:
         """Begin with jobs of the reserve where others have left, and take one step with all."""
         self._make_room()
         while (assignment := self._reserve.next(self._running.values(), self._room())) is not None:
-            self._slice.begun.append(Begun(assignment.record.job_id, assignment.attempt))
+            self._slice.begun.append(assignment.record.job_id)
             self._take_in(assignment)
         if self._running:
             self._slice.count_step(len(self._running))

@@ -44,14 +44,6 @@ class JobProgress:
 
 
 @dataclass(frozen=True)
-class Begun:
-    """A job of the reserve that the worker has begun; the attempt is its assignment's."""
-
-    job_id: str
-    attempt: int
-
-
-@dataclass(frozen=True)
 class WorkReport:
     """A worker's report of one slice of work."""
 
@@ -65,6 +57,6 @@ class WorkReport:
     refused: tuple[tuple[str, str, str], ...] = ()  # (job_id, error code, message): every attempt would end so
     outgrown: tuple[JobProgress, ...] = ()  # handed back with a whole checkpoint, since the memory ran out
     ended: tuple[JobProgress, ...] = ()  # in this slice; they take no room, and finish once their results are there
-    begun: tuple[Begun, ...] = ()  # of the reserve; `progress`, `ended` and all others tell what became of them
-    unbegun: tuple[str, ...] = ()  # handed back from the reserve, as ordered or because the worker drains
+    begun: tuple[str, ...] = ()  # job ids of the reserve; what became of them stands in the other fields, too
+    unbegun: tuple[str, ...] = ()  # job ids handed back from the reserve, as ordered or because the worker drains
     num_jobs: float = 0.0  # that ran at a time, on average over the slice's steps

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from swiftbatch.metrics.worker_counters import EngineCounters
-from swiftbatch.worker.session.work import Begun, JobProgress, WorkReport
+from swiftbatch.worker.session.work import JobProgress, WorkReport
 
 
 @dataclass
@@ -18,7 +18,7 @@ class WorkSlice:
     released: list[JobProgress] = field(default_factory=list)
     outgrown: list[JobProgress] = field(default_factory=list)
     ended: list[JobProgress] = field(default_factory=list)
-    begun: list[Begun] = field(default_factory=list)
+    begun: list[str] = field(default_factory=list)
     unbegun: list[str] = field(default_factory=list)
     num_steps: int = 0
     num_job_steps: int = 0  # a step of five jobs counts five

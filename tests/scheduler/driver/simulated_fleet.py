@@ -27,7 +27,7 @@ from swiftbatch.scheduler.driver.worker_fleet import Reported, Worker
 from swiftbatch.worker.caches.memory.pages import PAGE
 from swiftbatch.worker.session.reserve import Reserve, Room
 from swiftbatch.worker.session.running_job import num_pages_in_use, without_room
-from swiftbatch.worker.session.work import Assignment, Begun, JobProgress, Orders, WorkReport
+from swiftbatch.worker.session.work import Assignment, JobProgress, Orders, WorkReport
 from swiftbatch.worker.session.work_slice import WorkSlice
 from tests.jobs.run.run_parts import write_older_result
 from tests.scheduler.driver.driver_parts import make_context, make_run
@@ -110,12 +110,12 @@ class SimulatedWorker:
         progress = [job.progress for job in self.jobs.values()]
         return found.report(progress, found.ended, num_generated, is_draining=False, counters=None)
 
-    def _refill(self, num_pages: int | None, tokens: dict[str, int]) -> list[Begun]:
+    def _refill(self, num_pages: int | None, tokens: dict[str, int]) -> list[str]:
         jobs: Any = self.jobs.values()
         begun = []
         while (each := self.reserve.next(jobs, Room(num_pages, 0, None))) is not None:
             self._begin(each, tokens)
-            begun.append(Begun(each.record.job_id, each.attempt))
+            begun.append(each.record.job_id)
         return begun
 
     def _begin(self, assignment: Assignment, tokens: dict[str, int]) -> None:
@@ -193,8 +193,7 @@ class SimulatedRun:
 
     def _to_the_end(self) -> float:
         while self.queue.num_unfinished:
-            self._dispatcher.order_relief(self.now)
-            self._dispatcher.order_move(self.now)
+            self._dispatcher.spread(self.now)
             self._dispatcher.hand_out(self.now)
             calls, self._calls = self._calls, []
             assert calls, "jobs wait, and nobody has any"

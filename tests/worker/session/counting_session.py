@@ -27,7 +27,7 @@ from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.model.files import OtherModelError
 from swiftbatch.worker.session.reserve import Reserve, Room
 from swiftbatch.worker.session.result_sealing import Sealing, SealingRule
-from swiftbatch.worker.session.work import Assignment, Begun, JobProgress, Orders, WorkReport
+from swiftbatch.worker.session.work import Assignment, JobProgress, Orders, WorkReport
 
 TOKENS_PER_SLICE = 10
 
@@ -77,7 +77,7 @@ class CountingSession:
         failed = [failure for assignment in orders.assignments if (failure := self._take_in(assignment))]
         begun = []
         while (assignment := self._next()) is not None:
-            begun.append(Begun(assignment.record.job_id, assignment.attempt))
+            begun.append(assignment.record.job_id)
             failed += [failure] if (failure := self._take_in(assignment)) else []
         time.sleep(0.05)
         num_generated = sum(self._advance(job) for job in self._running.values())
