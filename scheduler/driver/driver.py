@@ -18,8 +18,8 @@ from swiftbatch.scheduler.display.end_events import LimitReached
 from swiftbatch.scheduler.display.events import DriverStarted, RunStopping, WorkerStopping
 from swiftbatch.scheduler.driver.context import DriverContext
 from swiftbatch.scheduler.driver.dispatch import Dispatcher
-from swiftbatch.scheduler.driver.driver_metrics import Census
 from swiftbatch.scheduler.driver.hold import Hold
+from swiftbatch.scheduler.driver.run_progress import Census
 from swiftbatch.scheduler.driver.settlement import Intake, Settlement
 from swiftbatch.scheduler.driver.sharding import Sharding
 from swiftbatch.scheduler.driver.worker_fleet import Event, Lost

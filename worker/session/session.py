@@ -16,8 +16,8 @@ from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
 from swiftbatch.jobs.checkpoints.token_log import TokenLog
 from swiftbatch.jobs.logprobs import shown_logprobs
 from swiftbatch.jobs.run.output_line import success_line
-from swiftbatch.jobs.run.result_segments import SealedResult
 from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.segment_format import SealedResult
 from swiftbatch.jobs.storage.retries import Retries
 from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.metrics.endpoint import serve

@@ -19,8 +19,8 @@ import numpy as np
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.run.output_line import success_line
-from swiftbatch.jobs.run.result_segments import SealedResult
 from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.segment_format import SealedResult
 from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.model.files import OtherModelError
