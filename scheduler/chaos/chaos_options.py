@@ -36,6 +36,7 @@ class ChaosOptions:
     checkpoint_tokens: int
     run_uri: str  # both runs are made below it
     address: str | None = None  # of the user's cluster; None for one of our own
+    num_nodes: int | None = None  # of our own, with a network each; None for nodes without
 
     @property
     def num_run_tokens(self) -> int:
@@ -52,6 +53,9 @@ class ChaosOptions:
 
     def resume_args(self, run_uri: str, address: str) -> list[str]:
         return ["resume", run_uri, *self._launch_args(address)]
+
+    def takeover_args(self, run_uri: str, address: str) -> list[str]:
+        return [*self.resume_args(run_uri, address), "--takeover"]
 
     def _launch_args(self, address: str) -> list[str]:
         max_attempts = self.num_kills + 1  # every kill may hit the same job, which is no fault of its own
