@@ -22,11 +22,12 @@ from swiftbatch.scheduler.chaos.chaos_options import ChaosError
 from swiftbatch.scheduler.chaos.kills import Kind, PlannedKill, Way
 from swiftbatch.scheduler.chaos.troubles import NoTroubles, Troubles
 from swiftbatch.scheduler.driver.driver_heartbeat import liveness
+from swiftbatch.scheduler.driver.takeover import claims
 
 ENDED_WELL = (0, 1)  # 1: some jobs have no result, which the comparison tells
 GAVE_UP = 2  # it can't go on; what it has written is there
 POLL_SECONDS = 0.1
-WAKES_SECONDS = 5.0  # within which a stopped driver goes on after another was started
+WAKES_SECONDS = 3.0  # within which a stopped driver goes on after another has claimed its run
 NOTICES_SECONDS = 120.0  # within which one of two drivers must have stopped, on a busy machine
 DEEDS: Mapping[Kind, str] = {
     "worker": "killed worker",
@@ -199,13 +200,15 @@ class DisturbedRun:
         return f"process {pid}"
 
     def _rival_driver(self, _workers: Sequence[object]) -> str:
-        """Stop the driver until it counts as silent, and have it go on at about the time that another takes over."""
+        """Stop the driver until it counts as silent, and have it go on soon after another has taken the run over."""
         first = self._driver
         first.signal(signal.SIGSTOP)
         while liveness(run := Run.open(self._run_uri), run.progress()) == "alive":
             self._wait(POLL_SECONDS)
         second = self._commands.take_over(self._run_uri)
         try:
+            while not second.has_ended and claims(run)[-1].pid != second.pid:
+                self._wait(POLL_SECONDS)
             self._wait(self._random.uniform(0, WAKES_SECONDS))
             first.signal(signal.SIGCONT)
             self._driver = self._one_of(first, second)
