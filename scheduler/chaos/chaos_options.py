@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from swiftbatch.jobs.errors import UserError
+from swiftbatch.jobs.storage.retries import Retries
 from swiftbatch.scheduler.demo.prompts import PROMPTS
 
 WORKER_TIMEOUT = 10  # seconds: a stopped worker is to be noticed soon
+STORE_RETRIES = Retries(120.0)  # where chaos itself reads what a run has written: the store may have a bad day, too
 PROMPT_TEXTS = tuple(PROMPTS.values())
 SAMPLING: tuple[dict[str, Any], ...] = (  # in turn; all that a resumed job must have right again
     {"temperature": 0.8, "min_p": 0.05, "repetition_penalty": 1.1},

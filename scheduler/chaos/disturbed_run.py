@@ -18,7 +18,7 @@ from typing import Protocol
 from swiftbatch.jobs.processes import module_command
 from swiftbatch.jobs.run.run import Run, RunError
 from swiftbatch.jobs.run.run_records import Progress
-from swiftbatch.scheduler.chaos.chaos_options import ChaosError
+from swiftbatch.scheduler.chaos.chaos_options import STORE_RETRIES, ChaosError
 from swiftbatch.scheduler.chaos.kills import Kind, PlannedKill, Way
 from swiftbatch.scheduler.chaos.troubles import NoTroubles, Troubles
 from swiftbatch.scheduler.driver.driver_heartbeat import liveness
@@ -188,10 +188,14 @@ class DisturbedRun:
     def _progress(self) -> Progress | None:
         """The newest beat of the driver that runs now."""
         try:
-            progress = Run.open(self._run_uri).progress()
+            progress = self._open().progress()
         except RunError:  # not made yet
             return None
         return progress if progress is not None and progress.driver_pid == self._driver.pid else None
+
+    def _open(self) -> Run:
+        """Open the run, with patience: its store may have a bad day, too. Raises RunError."""
+        return Run.open(self._run_uri, STORE_RETRIES)
 
     def _end_driver(self, end: Callable[[DisturbedDriver], None], _workers: Sequence[object]) -> str:
         pid = self._driver.pid
@@ -203,7 +207,8 @@ class DisturbedRun:
         """Stop the driver until it counts as silent, and have it go on soon after another has taken the run over."""
         first = self._driver
         first.signal(signal.SIGSTOP)
-        while liveness(run := Run.open(self._run_uri), run.progress()) == "alive":
+        run = self._open()
+        while liveness(run, run.progress()) == "alive":
             self._wait(POLL_SECONDS)
         second = self._commands.take_over(self._run_uri)
         try:

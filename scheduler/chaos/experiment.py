@@ -14,7 +14,7 @@ from random import Random
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.jobs.storage.uris import local_path
-from swiftbatch.scheduler.chaos.chaos_options import ChaosError, ChaosOptions, write_jobs
+from swiftbatch.scheduler.chaos.chaos_options import STORE_RETRIES, ChaosError, ChaosOptions, write_jobs
 from swiftbatch.scheduler.chaos.chaos_report import ChaosReport, RunOutput, compare
 from swiftbatch.scheduler.chaos.disturbed_run import ENDED_WELL, DisturbedDriver, DisturbedRun, Kill
 from swiftbatch.scheduler.chaos.hosts import namespace_hosts
@@ -44,7 +44,9 @@ def run_chaos(options: ChaosOptions, show: Show) -> ChaosReport:
         experiment = Experiment(options, arena, folder, show)
         undisturbed_seconds = experiment.run_undisturbed()
         disturbed_seconds, kills = experiment.run_disturbed(random)
-    undisturbed, disturbed = (RunOutput(Run.open(uri)) for uri in (experiment.undisturbed, experiment.disturbed))
+    undisturbed, disturbed = (
+        RunOutput(Run.open(uri, STORE_RETRIES)) for uri in (experiment.undisturbed, experiment.disturbed)
+    )
     return ChaosReport(
         seed=options.seed,
         jobs=compare(experiment.custom_ids, undisturbed, disturbed),

@@ -30,11 +30,10 @@ START_SECONDS = 60.0
 STOP_SECONDS = 5.0
 STARTED = b"Ray runtime started"
 HEAD_OPTIONS = ("--include-dashboard=false", "--no-monitor")
-FAST_HEALTH_CHECKS = {  # a dead raylet is found in one or two seconds instead of thirteen
+HEALTH_CHECKS = {
     "RAY_health_check_initial_delay_ms": "500",
     "RAY_health_check_period_ms": "500",
     "RAY_health_check_timeout_ms": "1000",
-    "RAY_health_check_failure_threshold": "2",
 }
 
 
@@ -86,7 +85,7 @@ class LocalCluster:
         self._port = _free_port()
         self.head_host = hosts.add()
         self.address = f"{self.head_host.address}:{self._port}"
-        self.environment = cluster_environment()
+        self.environment = cluster_environment(hosts.num_failed_checks)
         self.head: Node | None = None
         self.raylets: list[Node] = []
 
@@ -165,11 +164,13 @@ def local_cluster(num_cpus: int, num_raylets: int = NUM_RAYLETS, hosts: Hosts | 
             cluster.stop()
 
 
-def cluster_environment() -> dict[str, str]:
+def cluster_environment(num_failed_checks: int) -> dict[str, str]:
+    """The environment of all processes of a cluster, which gives a node up after so many checks of its health."""
     environment = {name: value for name, value in environment_of_code().items() if name != "RAY_ADDRESS"}
     secret = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     settings = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
-    return environment | FAST_HEALTH_CHECKS | secret | settings
+    settings["RAY_health_check_failure_threshold"] = str(num_failed_checks)
+    return environment | HEALTH_CHECKS | secret | settings
 
 
 def _free_port() -> int:

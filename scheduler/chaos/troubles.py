@@ -21,7 +21,7 @@ from swiftbatch.scheduler.cluster.watch import SILENT_SECONDS
 LONGEST_SECONDS = 2.5 * WORKER_TIMEOUT  # some are over before anybody notices, others when the jobs are elsewhere
 LONGEST_HEAD_SECONDS = 1.5 * SILENT_SECONDS  # the driver gives some up
 NOTICE_SECONDS = 10.0  # between a node's notice and its end
-AFTERWARDS_SECONDS = 60.0  # within which a driver may say that it gave up
+AFTERWARDS_SECONDS = 60.0  # within which a driver may still give up for it
 
 
 class NoTroubles:
@@ -40,8 +40,14 @@ class NoTroubles:
 class Troubles:
     """What a cluster of namespaces suffers just now, and where its next driver runs: beside the head, or apart."""
 
-    def __init__(self, cluster: LocalCluster, hosts: NamespaceHosts, random: Random) -> None:
-        self._cluster, self._hosts, self._random = cluster, hosts, random
+    def __init__(
+        self,
+        cluster: LocalCluster,
+        hosts: NamespaceHosts,
+        random: Random,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._cluster, self._hosts, self._random, self._clock = cluster, hosts, random, clock
         self._due: list[tuple[float, Callable[[], object]]] = []  # each trouble's end
         self._troubled: set[Node | Host] = set()
         self._is_head_troubled_until = 0.0
@@ -58,7 +64,7 @@ class Troubles:
 
     def tend(self) -> None:
         """End what is due, and replace nodes that have ended."""
-        now = time.monotonic()
+        now = self._clock()
         over = [entry for entry in self._due if entry[0] <= now]
         self._due = [entry for entry in self._due if entry[0] > now]
         for _, end in over:
@@ -67,7 +73,7 @@ class Troubles:
 
     def may_end_a_driver(self) -> bool:
         """Return whether the head was out of the driver's reach a moment ago: it then stops, and is started again."""
-        return time.monotonic() < self._is_head_troubled_until + AFTERWARDS_SECONDS
+        return self._clock() < self._is_head_troubled_until + AFTERWARDS_SECONDS
 
     def driver_prefix(self) -> tuple[str, ...]:
         """The words in front of the next driver's command: not where the last one runs, if the other host is there."""
@@ -128,7 +134,7 @@ class Troubles:
         return f"{host.address} for {seconds:.0f} s"
 
     def _may_end_a_driver_for(self, seconds: float) -> None:
-        self._is_head_troubled_until = max(self._is_head_troubled_until, time.monotonic() + seconds)
+        self._is_head_troubled_until = max(self._is_head_troubled_until, self._clock() + seconds)
 
     def _begin(self, longest: float, end: Callable[[], object], troubled: Node | Host) -> float:
         """Have a trouble end within `longest` seconds; returns in how many."""
@@ -139,7 +145,7 @@ class Troubles:
             self._troubled.discard(troubled)
 
         self._troubled.add(troubled)
-        self._due.append((time.monotonic() + seconds, end_it))
+        self._due.append((self._clock() + seconds, end_it))
         return seconds
 
     def _choose(self, workers: Sequence[WorkerStatus]) -> Node | None:
