@@ -73,6 +73,7 @@ class Driver:
                 self._census.take(self._clock())  # counts the workers' time while they are there
                 self._context.display.note(LimitReached(self.reached_limit) if self.reached_limit else RunStopping())
                 self._drain_all("driver_stopped")
+            self._context.attempts.end()
             state = self._write_output()
         except ClusterLostError:
             self._drain_all(
@@ -84,7 +85,7 @@ class Driver:
             self._hold.go_on_through(run)
             raise
         finally:
-            self._dispatcher.stop()
+            self._context.attempts.stop()
             self._fleet.stop()
             self._sharding.stop()
             with contextlib.suppress(StoreError, RunError):  # the error that brought us here matters more
@@ -101,6 +102,7 @@ class Driver:
         now = self._clock()
         if self._hold.is_due(now):  # first of all: it fails where the run is no longer ours
             self._beat("running")
+            self._context.attempts.keep()
             with self._hold.beating():  # there may be a hundred thousand of them
                 self._settlement.take_cancel_requests()
             self._sharding.look(self._queue.counts()["finished"], self._queue.num_generated_tokens)
