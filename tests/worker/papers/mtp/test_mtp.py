@@ -20,6 +20,8 @@ from swiftbatch.worker.papers.mtp.mtp_forwards import MTPForwards
 from swiftbatch.worker.papers.mtp.predictor_weights import load_predictor
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.drafters.drafter_parts import free_rows
+from tests.worker.model.formats.examples import EXAMPLES
+from tests.worker.model.formats.twins import make_twins
 from tests.worker.papers.mtp.mtp_parts import CHECKPOINTS, loaded, publish_with_layer
 
 TEXT = [(7 * number * number + 3 * number) % 60 for number in range(80)]
@@ -101,6 +103,23 @@ def test_a_full_cache_keeps_the_first_and_the_newest_rows_at_their_positions(
     assert 64 <= newest <= 128
     expected = torch.cat([everything[:, :, :64], everything[:, :, -newest:]], dim=2)
     assert torch.allclose(kept, expected, atol=1e-5)
+
+
+def test_a_quantized_layer_says_what_the_numbers_say_that_it_stands_for(tmp_path: Path) -> None:
+    publish_with_layer("MiMo", tmp_path)
+    config, tensors = CHECKPOINTS["MiMo"][0], load_file(tmp_path / "model.safetensors")
+    said = []
+    for folder in make_twins(EXAMPLES["fp8 in blocks of 128"], tmp_path / "twins", config, tensors):
+        target = loaded(folder)
+        forwards = MTPForwards(load_predictor(None, target), target, 4)
+        sequence = Sequence("a", TEXT, SamplingParams(max_tokens=9, temperature=0.0), target.vocab_size, target.device)
+        forwards.start(sequence, target.new_cache(100))
+        forwards.take("a", 0, torch.randn(len(TEXT) - 1, 128, generator=torch.Generator().manual_seed(1)))
+        said.append((forwards.follow([sequence]), forwards._tracks["a"].feature))
+    assert said[0][0] == said[1][0]
+    assert said[0][1] is not None
+    assert said[1][1] is not None
+    assert torch.equal(said[0][1], said[1][1])
 
 
 @pytest.mark.parametrize("name", ["MiMo", "Qwen3.5"])
