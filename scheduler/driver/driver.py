@@ -6,6 +6,7 @@ Everything the driver knows is in the run folder as well: it may die at any mome
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 
 from swiftbatch.jobs.errors import ModelError, UserError
@@ -18,14 +19,15 @@ from swiftbatch.scheduler.display.end_events import LimitReached
 from swiftbatch.scheduler.display.events import DriverStarted, RunStopping, WorkerStopping
 from swiftbatch.scheduler.driver.context import DriverContext
 from swiftbatch.scheduler.driver.dispatch import Dispatcher
-from swiftbatch.scheduler.driver.driver_metrics import Census
 from swiftbatch.scheduler.driver.hold import Hold
+from swiftbatch.scheduler.driver.run_progress import Census
 from swiftbatch.scheduler.driver.settlement import Intake, Settlement
 from swiftbatch.scheduler.driver.sharding import Sharding
 from swiftbatch.scheduler.driver.worker_fleet import Event, Lost
 
 WAIT_SECONDS = 0.2
 DRAIN_SLACK_SECONDS = 1.0  # for a drained worker's report to arrive
+LOST_CLUSTER_SECONDS = 20.0  # Ray ends a process that has not heard of its head for 60 s, half of which have passed
 MAX_FAILED_STARTS = 3
 MAX_STARTS_WITHOUT_MEMORY = 6  # in about a minute: a worker that was killed gives a GPU's memory back late
 
@@ -74,7 +76,9 @@ class Driver:
             self._context.attempts.end()
             state = self._write_output()
         except ClusterLostError:
-            self._drain_all("cluster_lost")  # workers are called directly, not through the cluster's head
+            self._drain_all(
+                "cluster_lost", LOST_CLUSTER_SECONDS
+            )  # workers are called directly, not through the cluster's head
             raise
         except StoreError:
             run = Run(Store(self._run.store.uri), self._run.manifest)  # it was tried again for long enough
@@ -116,11 +120,12 @@ class Driver:
         if not events and len(self._fleet.idle) == len(self._fleet.workers):
             time.sleep(WAIT_SECONDS)  # every job left waits for its next attempt
 
-    def _drain_all(self, reason: str) -> None:
+    def _drain_all(self, reason: str, longest: float = math.inf) -> None:
         """Have all workers write their checkpoints and hand their jobs back, in the grace period."""
+        seconds = min(self._context.grace_seconds, longest)
         for worker in self._fleet.workers:
-            self._fleet.begin_drain(worker, reason, self._context.grace_seconds)
-        last = self._clock() + self._context.grace_seconds + DRAIN_SLACK_SECONDS
+            self._fleet.begin_drain(worker, reason, seconds)
+        last = self._clock() + seconds + DRAIN_SLACK_SECONDS
         while self._queue.handed_out() and (now := self._clock()) < last:
             self._dispatcher.hand_out(now)
             for event in self._fleet.wait(WAIT_SECONDS, now):

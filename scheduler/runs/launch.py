@@ -24,9 +24,9 @@ from swiftbatch.scheduler.driver.attempts import Attempts
 from swiftbatch.scheduler.driver.backlog import count_jobs, load_queue
 from swiftbatch.scheduler.driver.context import DriverContext
 from swiftbatch.scheduler.driver.driver import Driver, DriverError
-from swiftbatch.scheduler.driver.driver_metrics import served_metrics
 from swiftbatch.scheduler.driver.hold import Hold
 from swiftbatch.scheduler.driver.job_queue import JobQueue
+from swiftbatch.scheduler.driver.run_progress import served_metrics
 from swiftbatch.scheduler.driver.sharding import finish_shards
 from swiftbatch.scheduler.driver.worker_fleet import Fleet
 from swiftbatch.scheduler.limits import Spending

@@ -13,8 +13,8 @@ import numpy as np
 
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.run.output_line import success_line
-from swiftbatch.jobs.run.result_segments import SealedResult
 from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.segment_format import SealedResult
 from swiftbatch.metrics.driver_counters import DriverCounters
 from swiftbatch.scheduler.cluster.actors import WorkerSpec
 from swiftbatch.scheduler.cluster.cluster import Cluster

@@ -18,8 +18,8 @@ from swiftbatch.jobs.checkpoints.token_log import TokenLog, encode_log
 from swiftbatch.jobs.checkpoints.writer import CheckpointWriter
 from swiftbatch.jobs.identity import Identity
 from swiftbatch.jobs.job import MAX_SLUG
-from swiftbatch.jobs.run.result_segments import SealedResult
 from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.segment_format import SealedResult
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.driver.driver_heartbeat import BEAT_SECONDS_OBJECT_STORE
 from swiftbatch.scheduler.driver.takeover import Epoch

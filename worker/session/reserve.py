@@ -6,27 +6,24 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from swiftbatch.worker.caches.memory.pages import Growth, most_pages
-from swiftbatch.worker.session.running_job import RunningJob
+from swiftbatch.worker.session.running_job import JobSizes, RunningJob
 from swiftbatch.worker.session.work import Assignment, Orders
 
 
 class Room(NamedTuple):
-    """The memory of a worker for caches: `num_pages` of `page` positions, None where that is no question.
-
-    `num_beside` are the positions that the states of a job's layers take room of.
-    """
+    """The memory of a worker for caches: so many pages, None where that is no question."""
 
     num_pages: int | None
-    num_beside: int
-    page: int | None
+    sizes: JobSizes = JobSizes()
 
     def has_room(self, jobs: Collection[RunningJob], assignment: Assignment) -> bool:
         """Tell whether a job may be expected to fit beside others for a while; alone it always does."""
         if self.num_pages is None or not jobs:
             return True
         record, num_tokens = assignment.record, assignment.num_reported_tokens
-        new = self._growth(record.num_prompt_tokens, num_tokens, assignment.num_expected_tokens)
-        return most_pages([*map(self._growth_of, jobs), new], self.page) <= self.num_pages
+        growths = [self._growth_of(job) for job in jobs]
+        growths.append(self._growth(record.num_prompt_tokens, num_tokens, assignment.num_expected_tokens))
+        return most_pages(growths, self.sizes.page, self.sizes.held) <= self.num_pages
 
     def _growth_of(self, job: RunningJob) -> Growth:
         sequence = job.sequence
@@ -34,7 +31,7 @@ class Room(NamedTuple):
         return self._growth(sequence.num_prompt_tokens, sequence.num_generated_tokens, num_expected)
 
     def _growth(self, num_prompt_tokens: int, num_tokens: int, num_expected: int) -> Growth:
-        num_before = num_prompt_tokens + self.num_beside
+        num_before = num_prompt_tokens + self.sizes.num_beside
         return Growth(num_before + num_tokens, num_before + max(num_tokens, num_expected))
 
 

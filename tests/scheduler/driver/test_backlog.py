@@ -12,8 +12,8 @@ import pytest
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.run.output_line import error_line, success_line
-from swiftbatch.jobs.run.result_segments import SEGMENTS
 from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.segment_format import SEGMENTS
 from swiftbatch.jobs.storage.local_folder import LocalFolder
 from swiftbatch.scheduler.driver.backlog import count_jobs, load_queue, write_cancelled
 from tests.jobs.checkpoints.checkpoint_parts import claim

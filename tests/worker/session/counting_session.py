@@ -20,8 +20,8 @@ import numpy as np
 from swiftbatch.jobs.checkpoints.checkpoint_store import AttemptStart, CheckpointStore
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.run.output_line import success_line
-from swiftbatch.jobs.run.result_segments import SealedResult
 from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.segment_format import SealedResult
 from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.model.files import OtherModelError
@@ -56,6 +56,7 @@ class CountingSession:
     numerics = "counting"
     num_free_positions = 1_000_000
     num_state_positions = 0
+    held_positions = None
     num_slots = pool_size = None
 
     def __init__(self, config: EngineConfig, run_uri: str, worker_id: str, metrics_port: int | None = None) -> None:
@@ -120,7 +121,7 @@ class CountingSession:
 
     def _next(self) -> Assignment | None:
         jobs: Any = self._running.values()
-        return self._reserve.next(jobs, Room(None, 0, None))
+        return self._reserve.next(jobs, Room(None))
 
     def _take_in(self, assignment: Assignment) -> tuple[str, str] | None:
         record = assignment.record

@@ -9,8 +9,8 @@ import pytest
 from tenacity import wait_random_exponential
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
-from swiftbatch.jobs.run.result_segments import SEGMENTS, SealedResult
 from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.segment_format import SEGMENTS, SealedResult
 from swiftbatch.jobs.storage.retries import Retries
 from swiftbatch.jobs.storage.store import Store, StoreError
 from swiftbatch.worker.session import result_sealing
