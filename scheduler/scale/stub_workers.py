@@ -78,6 +78,7 @@ class StubWorker:
     calls: StubCalls
     _jobs: dict[str, StubJob] = field(default_factory=dict)
     _reserve: dict[str, Assignment] = field(default_factory=dict)
+    _num_slots: int = 1
     _counters: EngineCounters = field(default_factory=EngineCounters)
     _counted: float = 0.0  # when the counters were last reported
 
@@ -93,6 +94,7 @@ class StubWorker:
         for job_id in orders.cancelled:
             self._jobs.pop(job_id, None)
             self._reserve.pop(job_id, None)
+        self._num_slots = orders.num_slots or 1
         self._reserve |= {each.record.job_id: each for each in orders.reserve}
         for assignment in orders.assignments:
             self._begin(assignment, now)
@@ -117,17 +119,22 @@ class StubWorker:
 
     def _run(self, now: float, deadline: float, *, goes_on: bool) -> tuple[float, list[StubJob], tuple[str, ...]]:
         """Let jobs end and begin as a worker does until its slice is over; returns when that is."""
-        ended, begun, most_jobs = list[StubJob](), list[str](), len(self._jobs)
+        ended, begun = list[StubJob](), list[str]()
+        self._refill(now, begun)
+        most_jobs = len(self._jobs)
         while self._jobs and (job := min(self._jobs.values(), key=lambda job: job.end)).end <= deadline:
             now = max(now, job.end)
             ended.append(self._jobs.pop(job.job_id))
-            if self._reserve:
-                assignment = self._reserve.pop(next(iter(self._reserve)))
-                begun.append(assignment.record.job_id)
-                self._begin(assignment, now)
+            self._refill(now, begun)
             if not goes_on and 2 * len(self._jobs) <= most_jobs:
                 return now, ended, tuple(begun)
         return deadline if self._jobs else now, ended, tuple(begun)
+
+    def _refill(self, now: float, begun: list[str]) -> None:
+        while self._reserve and len(self._jobs) < self._num_slots:
+            assignment = self._reserve.pop(next(iter(self._reserve)))
+            begun.append(assignment.record.job_id)
+            self._begin(assignment, now)
 
     def _begin(self, assignment: Assignment, now: float) -> None:
         record = assignment.record

@@ -86,8 +86,6 @@ class SimulatedWorker:
     tokens: dict[str, int] = field(default_factory=dict)  # of jobs that it had, as checkpoints have them
     most_pages: int = 0  # in use at any time
     seconds_left: float = 0.0  # of a step that the last slice began
-    num_steps: int = 0
-    num_job_steps: int = 0  # a step of five jobs counts five
 
     def work(self, orders: Orders, tokens: dict[str, int]) -> WorkReport:
         found, unbegun = WorkSlice(), self.reserve.follow(orders)
@@ -96,17 +94,16 @@ class SimulatedWorker:
         found.released += [self.jobs.pop(job_id).progress for job_id in leaving]
         for each in orders.assignments:
             self._begin(each, tokens)
+        found.begun += self._refill(orders.num_pages, tokens)
         num_generated, self.seconds_left = 0, self.seconds_left + SLICE
         while self.jobs and self.seconds_left >= (seconds := self.step.seconds(len(self.jobs))):
             self.seconds_left -= seconds
             found.outgrown += self._make_room(orders.num_pages, tokens)
-            found.begun += self._refill(orders.num_pages, tokens)
             found.count_step(len(self.jobs))
             num_generated += len(self.jobs)
             found.ended += self._advance()
+            found.begun += self._refill(orders.num_pages, tokens)
         found.unbegun += unbegun
-        self.num_steps += found.num_steps
-        self.num_job_steps += found.num_job_steps
         progress = [job.progress for job in self.jobs.values()]
         return found.report(progress, found.ended, num_generated, is_draining=False, counters=None)
 
