@@ -116,8 +116,10 @@ class Dispatcher:
 
     def _is_spared(self, worker: Worker) -> bool:
         """Tell whether a worker should get no more beside the job that ends last."""
-        last = self._last if self._queue.num_waiting else None
-        return last is not None and last.worker is worker and not self._balance.may_have_more(last)
+        last = self._last
+        if last is None or last.worker is not worker or not self._queue.num_waiting:
+            return False
+        return self._queue.num_held_by(worker.id) > 0 and not self._balance.may_have_more(last)
 
     def _next_for(self, worker: Worker, num_left: int, now: float) -> JobEntry | None:
         """Take a job for a worker that has so many tokens left to draw, if it should have one more."""
