@@ -23,6 +23,9 @@ from swiftbatch.worker.caches.memory.pages import Growth
 
 RETRIES = Backoff(first=0.5, longest=60.0)
 NUM_GROUPS = 8  # of prompts, those that a worker had last: it may still have keys and values of them
+FIRST_ORDER = 16  # jobs that have ended before the order of others follows from their lengths
+NUM_ORDERS = 16  # parts of the jobs that wait: one ends before the rest is put in order anew
+MOVES_SHARE = 8  # of the running jobs one in so many has moved on before a forecast is made anew
 PROGRESS_SHARE = 0.01  # an attempt that adds less than this share of max_tokens has made no progress
 
 
@@ -56,7 +59,10 @@ class JobQueue:
         self._groups: dict[str, deque[int]] = defaultdict(lambda: deque(maxlen=NUM_GROUPS))  # of prompts, by worker
         self._waiting = WaitingJobs(self._untouched)
         self._lengths, self._seniorities = lengths or Lengths(), count()
-        self._known_forecast: Forecast | None = None  # None once jobs have moved on
+        self._known_forecast: Forecast | None = None
+        self._num_moves = 0  # of jobs that have moved on since then
+        self._num_unexpected = 0  # tokens that running jobs may draw yet and are not expected to
+        self._next_order = FIRST_ORDER  # so many ended jobs
 
     def add(
         self, entry: JobEntry, num_generated_tokens: int = 0, priority: int = 0, prompt: SharedPrompt = NOT_SHARED
@@ -77,6 +83,7 @@ class JobQueue:
         """
         if self._has_loner(worker_id):
             return None
+        self._order_anew()
         held, groups, forecast = self._held[worker_id], self._groups[worker_id], self._forecast()
         job = self._waiting.first(bool(held), now, groups, lambda job: has_room(_growth(job, forecast)))
         if job is None:
@@ -90,6 +97,7 @@ class JobQueue:
         if job.entry.job_id not in self._touched:
             self._touched[job.entry.job_id] = job
             self._num_tokens_left += job.num_left
+        self._num_unexpected += job.num_left - _num_expected(job, forecast)
         held.add(job.entry.job_id)
         self._running[job.entry.job_id] = job
         return job.entry
@@ -124,7 +132,7 @@ class JobQueue:
         """Note that a running job has ended: its worker has room for another, but its result is yet to be written."""
         if job := self._running.get(job_id):
             self._set_tokens(job, num_generated_tokens)
-            self._lengths.note(num_generated_tokens, job.entry.max_tokens)
+            self._note_length(job)
             self._held[job.worker_id].discard(job_id)
             self._unsealed[job.worker_id].add(job_id)
             self._set_ended(job, True)
@@ -134,7 +142,7 @@ class JobQueue:
         if job := self._find(job_id):
             self._set_tokens(job, num_generated_tokens)
             if not job.has_ended:
-                self._lengths.note(num_generated_tokens, job.entry.max_tokens)
+                self._note_length(job)
             self.drop(job_id, "finished")
 
     def drop(self, job_id: str, state: str) -> None:
@@ -216,6 +224,16 @@ class JobQueue:
         """Tokens that are still to come if every job runs to its max_tokens."""
         return self._num_tokens_left + self._untouched.num_tokens_left
 
+    @property
+    def num_expected_left(self) -> int:
+        """Tokens that are still to come as far as those that have ended tell."""
+        self._forecast()
+        return max(0, self._num_tokens_left - self._num_unexpected) + self._untouched.num_expected_left
+
+    def num_expected(self, job_id: str) -> int:
+        """Tokens that a running job is expected to draw yet."""
+        return _num_expected(self._running[job_id], self._forecast())
+
     def counts(self) -> dict[str, int]:
         num_running = len(self._running)
         return {"pending": self.num_unfinished - num_running, "running": num_running, **self._num_ended}
@@ -237,11 +255,24 @@ class JobQueue:
         self._waiting.put(job)
 
     def _forecast(self) -> Forecast:
-        if self._known_forecast is None:
-            jobs = (job for job in self._running.values() if not job.has_ended)
-            running = ((job.num_generated_tokens, job.entry.max_tokens) for job in jobs)
-            self._known_forecast = self._lengths.forecast(running)
+        """What is expected by now, or was a moment ago: most of what is known of many jobs is still true."""
+        if self._known_forecast is None or self._num_moves * MOVES_SHARE >= max(1, len(self._running)):
+            jobs = [job for job in self._running.values() if not job.has_ended]
+            running = ((job.entry.num_prompt_tokens, job.num_generated_tokens, job.entry.max_tokens) for job in jobs)
+            forecast = self._known_forecast = self._lengths.forecast(running)
+            self._num_moves = 0
+            self._num_unexpected = sum(job.num_left - _num_expected(job, forecast) for job in jobs)
         return self._known_forecast
+
+    def _order_anew(self) -> None:
+        """Order the jobs that no worker has had by what is expected of them, once enough others have ended."""
+        num_ended = self._lengths.num_ended
+        if num_ended >= self._next_order:
+            self._next_order = max(int(1.5 * num_ended), num_ended + self._untouched.num_left // NUM_ORDERS)
+            self._untouched.expect(self._forecast())
+
+    def _note_length(self, job: UnfinishedJob) -> None:
+        self._lengths.note(job.entry.num_prompt_tokens, job.num_generated_tokens, job.entry.max_tokens)
 
     def _has_loner(self, worker_id: str) -> bool:
         return any(self._running[job_id].runs_alone for job_id in self._held[worker_id])
@@ -251,7 +282,7 @@ class JobQueue:
         return job.num_generated_tokens >= job.num_tokens_at_last_loss + needed
 
     def _set_tokens(self, job: UnfinishedJob, num_generated_tokens: int) -> None:
-        self._known_forecast = None
+        self._num_moves += 1
         num_left = job.num_left
         self.num_generated_tokens += num_generated_tokens - job.num_generated_tokens
         job.num_generated_tokens = num_generated_tokens
@@ -279,5 +310,11 @@ class JobQueue:
 def _growth(job: UnfinishedJob, forecast: Forecast) -> Growth:
     """The positions of a job: its prompt's, and those of the tokens that it has and is expected to have."""
     num_prompt_tokens = job.entry.num_prompt_tokens
-    num_final_tokens = forecast.final_tokens(job.num_generated_tokens, job.entry.max_tokens)
+    num_final_tokens = job.num_generated_tokens + _num_expected(job, forecast)
     return Growth(num_prompt_tokens + job.num_generated_tokens, num_prompt_tokens + num_final_tokens)
+
+
+def _num_expected(job: UnfinishedJob, forecast: Forecast) -> int:
+    """The tokens that a job is expected to draw yet."""
+    entry, num_tokens = job.entry, job.num_generated_tokens
+    return forecast.final_tokens(entry.num_prompt_tokens, num_tokens, entry.max_tokens) - num_tokens

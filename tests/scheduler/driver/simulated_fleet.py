@@ -131,9 +131,10 @@ class SimulatedRun:
         num_workers: int,
         num_pages: int,
         step: StepModel,
+        prompts: Mapping[str, int] = {},
     ) -> None:
         """`limits` are `max_tokens` of jobs by their names, `lengths` the tokens at which they end."""
-        self.run = make_run(folder, dict(limits))
+        self.run = make_run(folder, dict(limits), prompts=prompts)
         self.workers = {f"w{i}": SimulatedWorker(self.run, lengths, step) for i in range(num_workers)}
         self.speed, self.pace = Speed(0.0), StepPace()
         self.now = 0.0

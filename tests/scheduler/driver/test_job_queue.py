@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 
 from swiftbatch.jobs.run.job_index import JobEntry
-from swiftbatch.scheduler.driver.job_queue import JobQueue
+from swiftbatch.jobs.shared_prompts import NOT_SHARED
+from swiftbatch.scheduler.driver.job_queue import FIRST_ORDER, JobQueue
+from tests.scheduler.driver.queue_parts import untouched
 
 
 def entry(custom_id: str, max_tokens: int, line_number: int = 1) -> JobEntry:
@@ -32,6 +34,22 @@ def test_the_longest_job_is_taken_first_and_equals_in_file_order() -> None:
     for line_number, (name, max_tokens) in enumerate([("b", 50), ("a", 50), ("long", 200)], start=1):
         queue.add(entry(name, max_tokens, line_number))
     assert [take(queue, "w1", 0.0) for _ in range(4)] == ["long", "b", "a", None]
+
+
+def test_jobs_like_those_that_ended_soon_are_taken_last_once_enough_have_ended() -> None:
+    asked = [JobEntry(f"{kind} {n}", "", n, tokens, 1000) for n in range(60) for kind, tokens in KINDS.items()]
+    queue = JobQueue(5, untouched(asked, [NOT_SHARED] * len(asked), [0] * len(asked)))
+    for _ in range(FIRST_ORDER):
+        name = take(queue, "w1", 0.0) or ""
+        assert name.startswith("classified"), "a longer prompt with the same limit may need most positions"
+        queue.finish(name, 5)
+    assert (take(queue, "w1", 0.0) or "").startswith("story")
+    rest = [take(queue, "w1", 0.0) or "" for _ in range(queue.num_unfinished)]
+    assert [name for name in rest if name.startswith("story")] == rest[:59]
+    assert 0 < queue.num_expected_left < queue.num_tokens_left
+
+
+KINDS = {"story": 20, "classified": 900}  # and the tokens of their prompts
 
 
 def test_the_lowest_priority_is_taken_before_any_longer_job_also_after_it_was_put_back() -> None:
