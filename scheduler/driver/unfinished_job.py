@@ -25,6 +25,7 @@ class UnfinishedJob:
     not_before: float = 0.0
     seniority: int | None = None  # its number among all jobs that workers were given; None before its first attempt
     worker_id: str = ""  # the worker that has it, or had it last
+    is_suspect: bool = False  # it may have ended a worker that had it in reserve, and no report will say so
     has_ended: bool = False  # on that worker, which has yet to write its result
     ticket: int | None = None  # its newest place among the waiting; None while it runs and when it has ended
     length: int = 0  # positions that it is expected to need, by which it waits; 0: as many as it may have
