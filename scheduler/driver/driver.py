@@ -19,8 +19,8 @@ from swiftbatch.scheduler.display.end_events import LimitReached
 from swiftbatch.scheduler.display.events import DriverStarted, RunStopping, WorkerStopping
 from swiftbatch.scheduler.driver.context import DriverContext
 from swiftbatch.scheduler.driver.dispatch import Dispatcher
-from swiftbatch.scheduler.driver.driver_metrics import Census
 from swiftbatch.scheduler.driver.hold import Hold
+from swiftbatch.scheduler.driver.run_progress import Census
 from swiftbatch.scheduler.driver.settlement import Intake, Settlement
 from swiftbatch.scheduler.driver.sharding import Sharding
 from swiftbatch.scheduler.driver.worker_fleet import Event, Lost
@@ -73,6 +73,7 @@ class Driver:
                 self._census.take(self._clock())  # counts the workers' time while they are there
                 self._context.display.note(LimitReached(self.reached_limit) if self.reached_limit else RunStopping())
                 self._drain_all("driver_stopped")
+            self._context.attempts.end()
             state = self._write_output()
         except ClusterLostError:
             self._drain_all(
@@ -84,7 +85,7 @@ class Driver:
             self._hold.go_on_through(run)
             raise
         finally:
-            self._dispatcher.stop()
+            self._context.attempts.stop()
             self._fleet.stop()
             self._sharding.stop()
             with contextlib.suppress(StoreError, RunError):  # the error that brought us here matters more
@@ -101,6 +102,7 @@ class Driver:
         now = self._clock()
         if self._hold.is_due(now):  # first of all: it fails where the run is no longer ours
             self._beat("running")
+            self._context.attempts.keep()
             with self._hold.beating():  # there may be a hundred thousand of them
                 self._settlement.take_cancel_requests()
             self._sharding.look(self._queue.counts()["finished"], self._queue.num_generated_tokens)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from typing import BinaryIO
 
 import pytest
 
@@ -109,10 +108,12 @@ def test_the_first_failure_of_the_store_is_the_one_that_is_told(
     tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, display = make_run(tmp_path / "run", {"good": 40_000}), RecordingDisplay()
-    num_failures = itertools.count(1)
+    num_failures, write = itertools.count(1), LocalFolder.write
 
-    def fail(self: LocalFolder, path: str, source: BinaryIO) -> None:
-        raise OSError(f"failure {next(num_failures)}")
+    def fail(self: LocalFolder, path: str, data: bytes | memoryview) -> None:
+        if path == "progress.json":  # other files are written beside the loop
+            raise OSError(f"failure {next(num_failures)}")
+        write(self, path, data)
 
     def break_store(progress: Progress) -> None:
         if progress.num_generated_tokens > 50:
