@@ -46,13 +46,15 @@ class PredictorModule(nn.Module):
         return output
 
     def begin_as(self, decoder: Any) -> None:
-        """Begin with the last layer of a model that is of the same form, and with its norm: sooner trained."""
+        """Begin with a model's norm and its last layer of the same form, on the sum of both inputs: sooner trained."""
         own = {name: each.shape for name, each in self.decoder.layers[0].state_dict().items()}
         for layer in reversed(decoder.layers):
             if {name: each.shape for name, each in layer.state_dict().items()} == own:
                 self.decoder.layers[0].load_state_dict(layer.state_dict())
                 break
         self.decoder.norm.load_state_dict(decoder.norm.state_dict())
+        both = torch.eye(self.join.out_features, device=self.join.weight.device).repeat(1, 2)
+        self.join.weight.data.copy_(both / 2)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Its weights by the names of a file of weights: those of its layer as the kind is published."""
