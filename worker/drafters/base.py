@@ -85,6 +85,7 @@ class Drafter(Learner, ABC):
     """Proposes draft trees. Whatever it proposes, the output stays the same."""
 
     drafts: bool = True  # whether a step may verify more than its root
+    reads_caches: bool = False  # whether it reads positions of caches that no row of the target sees any more
     phases: tuple[str, ...] = ()  # parts of proposing that it takes the time of
 
     @property

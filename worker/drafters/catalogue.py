@@ -140,6 +140,7 @@ class EngineEntry:
     partial_budget: int = 0  # entries of the partial cache that it keeps beside each sequence's own
     scanned_best: int = 0  # keys that queries of its drafts read exactly of texts that are scanned
     draft_length: int = 0  # positions of the cache that its draft model has for each sequence
+    reads_caches: bool = False  # as its drafters say it
     memory: str | None = None  # module:function of what it takes of a GPU beside that, by its part and the target
 
     def factory(self) -> DrafterFactory:
@@ -178,6 +179,7 @@ ENGINES = {
         "trained heads, reused n-grams: for long texts",
         HEADS,
         partial_budget=2048,
+        reads_caches=True,
     ),
     "triforce": EngineEntry(
         ".papers.triforce.triforce:triforce",
@@ -185,11 +187,13 @@ ENGINES = {
         DRAFT_MODEL,
         partial_budget=1024,
         draft_length=592,
+        reads_caches=True,
     ),
     "griffin": EngineEntry(
         ".papers.griffin.griffin:griffin",
         "one trained layer over the target's features",
         GRIFFIN,
+        reads_caches=True,
         memory=".papers.griffin.griffin_memory:griffin_memory",
     ),
 }

@@ -11,13 +11,13 @@ from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.frozen import Frozen
 from swiftbatch.worker.caches.memory.memory_plan import GPUMemory, one_slot
 from swiftbatch.worker.caches.memory.model_sizes import ModelSizes, sizes_of_stored
-from swiftbatch.worker.caches.room import ITEM_SIZES, bytes_per_position, state_bytes_of
+from swiftbatch.worker.caches.room import ITEM_SIZES, bytes_per_position, held_of, state_bytes_of
 from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.inspection.sources import Source, source_of
 from swiftbatch.worker.kernels.sizes import MOST_SLOTS
 from swiftbatch.worker.model.compute_path import path_on
 from swiftbatch.worker.model.config_faults import config_fault, keys_fault
-from swiftbatch.worker.model.config_numbers import shown
+from swiftbatch.worker.model.config_values import shown
 from swiftbatch.worker.model.digests import has_tekken_alone
 from swiftbatch.worker.model.faults import adapter_fault, folder_fault, small_files_fault
 from swiftbatch.worker.model.files import PARTS_FOLDER, read_whole_config, what_refuses
@@ -57,6 +57,8 @@ class Inspection(Frozen):
     max_positions: int | None
     bytes_per_position: int | None  # in caches of a CPU
     gpu_bytes_per_position: int | None
+    num_whole_positions: int | None  # newest ones that take all of these bytes on a CPU; None where all do
+    bytes_per_old_position: int | None  # of those further back
     state_bytes: int  # of a job, whatever its length: of layers that have a state
     checkpointed_state_bytes: int  # of these, what a checkpoint holds
     cpu: DevicePath | None
@@ -88,6 +90,8 @@ def inspect_model(model: str) -> Inspection:
     shape = recurrent_shape(config) if refusal is None else None
     predictor = _predictor(source, config, on_devices.get("cpu")) if refusal is None else None
     is_planned = sizes is not None and (paths["cuda"].name == "kernels" or shape is not None)
+    num_bytes = bytes_per_position(config, DTYPE) if refusal is None else None
+    held = held_of(config) if num_bytes is not None else None
     return Inspection(
         model=model,
         kind=shown(str(whole.get("model_type"))),
@@ -98,8 +102,10 @@ def inspect_model(model: str) -> Inspection:
         quantization=layout.format.words if layout and layout.format else None,
         num_bytes=_num_bytes(source),
         max_positions=config["max_position_embeddings"] if has_numbers else None,
-        bytes_per_position=bytes_per_position(config, DTYPE) if refusal is None else None,
+        bytes_per_position=num_bytes,
         gpu_bytes_per_position=bytes_per_position(config, DTYPE, device="cuda") if refusal is None else None,
+        num_whole_positions=held.num_whole if held else None,
+        bytes_per_old_position=round(held.share * num_bytes) if held and num_bytes else None,
         state_bytes=state_bytes_of(shape, ITEM_SIZES[DTYPE]) if shape else 0,
         checkpointed_state_bytes=shape.checkpoint_bytes(ITEM_SIZES[DTYPE]) if shape else 0,
         cpu=on_devices.get("cpu"),

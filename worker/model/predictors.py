@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from swiftbatch.worker.kernels.forms import NormForm
-from swiftbatch.worker.model.config_numbers import shown
+from swiftbatch.worker.model.config_values import shown
 from swiftbatch.worker.model.dense_config import DenseConfig, OtherDecoderError, read_dense, refuse_other_tensors
 from swiftbatch.worker.model.digests import weight_files
 from swiftbatch.worker.model.formats.catalogue import format_of

@@ -11,23 +11,23 @@ from typing import Any
 
 import torch
 
-from swiftbatch.jobs.checkpoints.checkpoint_store import AttemptRecord, CheckpointStore, State
+from swiftbatch.jobs.checkpoints.checkpoint_store import AttemptRecord, AttemptStart, CheckpointStore, State
 from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
 from swiftbatch.jobs.checkpoints.token_log import TokenLog
 from swiftbatch.jobs.logprobs import shown_logprobs
 from swiftbatch.jobs.run.output_line import success_line
-from swiftbatch.jobs.run.result_segments import SealedResult
 from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.segment_format import SealedResult
 from swiftbatch.jobs.storage.retries import Retries
 from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.metrics.endpoint import serve
 from swiftbatch.metrics.exporter import EngineCollector, Labels, registry_of
 from swiftbatch.metrics.worker_counters import EngineCounters
 from swiftbatch.worker.caches.memory.memory_plan import SlotsWanted
-from swiftbatch.worker.caches.room import TOO_LONG, PagesError, TooLongError, check_folder
+from swiftbatch.worker.caches.room import TOO_LONG, HeldPositions, PagesError, TooLongError, check_folder
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.constraints.thought import reasoning_of
-from swiftbatch.worker.drafters.catalogue import create_drafter
+from swiftbatch.worker.drafters.catalogue import ENGINES, create_drafter
 from swiftbatch.worker.drafters.gpu_room import slots_wanted
 from swiftbatch.worker.drawing.rules import CONSTRAINT_REFUSED, ConstraintError
 from swiftbatch.worker.drawing.sampling import NOT_FINITE
@@ -41,7 +41,7 @@ from swiftbatch.worker.model.text import TextCodec
 from swiftbatch.worker.session.checkpointing import Checkpointing
 from swiftbatch.worker.session.result_sealing import Sealing, SealingRule
 from swiftbatch.worker.session.resume import Resumer
-from swiftbatch.worker.session.running_job import RunningJob, num_pages_in_use, without_room
+from swiftbatch.worker.session.running_job import JobSizes, RunningJob, without_room
 from swiftbatch.worker.session.same_model import located_model, refuse_changed_meanwhile
 from swiftbatch.worker.session.work import Assignment, JobProgress, Orders, WorkReport
 from swiftbatch.worker.target.loading import resolve_device
@@ -61,7 +61,7 @@ class WorkerSession:
         torch.set_num_threads(config.num_threads)
         check_folder(config.kv_offload)
         counters = EngineCounters(checkpoint_interval_seconds=config.checkpoint_seconds)
-        self._config = config
+        self._config, self._worker_id = config, worker_id
         self._run = Run.open(run_uri, Retries(config.store_retry_seconds, counters.count_store_retry))
         files = located_model(config.model, self._run)
         self._checkpoints, self._kept_logs = CheckpointStore.of(self._run), KeptLogs.of(self._run)
@@ -74,6 +74,8 @@ class WorkerSession:
         refuse_changed_meanwhile(files)
         self.numerics, self.num_slots, self.pool_size = target.forwards.numerics, target.num_slots, target.pool_size
         self.num_free_positions, self.num_state_positions = target.num_free_positions(), target.num_state_positions()
+        self.held_positions = _held(target, config)
+        self._sizes = JobSizes(self.num_state_positions, self.pool_size and self.pool_size.page, self.held_positions)
         costs = step_costs_of(target)
         drafter = create_drafter(config.engine, target, costs, config.draft_model)
         self.engine = Engine(target, drafter, self._codec.output_text, counters, config.logprobs_mode)
@@ -188,6 +190,9 @@ class WorkerSession:
 
     def _start(self, assignment: Assignment) -> RunningJob:
         record, target, started = assignment.record, self.engine.target, time.monotonic()
+        start = AttemptStart(
+            worker_id=self._worker_id, claimed=time.time(), numerics=self.numerics, attempt=assignment.num_attempts
+        )
         prompt_ids = self._codec.encode_job(record.job)
         sampling = record.job.sampling
         bad_word_ids = self._codec.bad_word_ids(sampling.bad_words)
@@ -195,8 +200,9 @@ class WorkerSession:
         rules = self._codec.rules(sampling, thinking)
         sequence = Sequence(record.job_id, prompt_ids, sampling, target.vocab_size, target.device, bad_word_ids, rules)
         cache = self.engine.new_cache(sequence.max_length)
-        recovery = None if assignment.attempt == 1 else self._resumer.recover(sequence, cache, self._config.engine)
-        job = RunningJob(assignment, sequence, cache, recovery, started, thinking)
+        is_first = assignment.num_attempts == 1
+        recovery = None if is_first else self._resumer.recover(sequence, cache, self._config.engine)
+        job = RunningJob(assignment, sequence, cache, recovery, start, started=started, thinking=thinking)
         self.engine.start(sequence, cache, assignment.num_shared_tokens)
         if recovery is not None:
             self._count_resume(job)
@@ -206,6 +212,7 @@ class WorkerSession:
     def _count_resume(self, job: RunningJob) -> None:
         record = job.resume_record()
         self.engine.counters.count_resume(record.kind, record.num_recovered_tokens, record.num_recomputed_tokens)
+        self._checkpoints.begin(job.job_id, job.assignment.attempt, job.start)
         self._checkpoints.write_resume(job.job_id, job.assignment.attempt, record)
 
     def _restore_drafter(self, sequence: Sequence, state: State | None) -> None:
@@ -218,13 +225,12 @@ class WorkerSession:
 
     def _make_room(self) -> list[JobProgress]:
         """Hand back the jobs that have no room for another step."""
-        sizes = self.num_state_positions, self.pool_size and self.pool_size.page
-        jobs = without_room(self._running.values(), self._num_held_and_free(), *sizes)
+        jobs = without_room(self._running.values(), self._num_held_and_free(), self._sizes)
         if jobs and gc.collect():  # caches of jobs that have left may hang in circles of references
-            jobs = without_room(self._running.values(), self._num_held_and_free(), *sizes)
+            jobs = without_room(self._running.values(), self._num_held_and_free(), self._sizes)
         released = self._release([job.job_id for job in jobs], self._config.grace_seconds)
         num_pages = self.pool_size.num_pages if self.pool_size else self._num_pages
-        self.engine.counters.count_pages(num_pages_in_use(self._running.values(), *sizes), num_pages)
+        self.engine.counters.count_pages(self._sizes.num_pages(self._running.values()), num_pages)
         return released
 
     def _num_held_and_free(self) -> int | None:
@@ -253,18 +259,22 @@ class WorkerSession:
         job.sequence = again
 
     def _finish(self, job: RunningJob, ended: list[JobProgress], failed: list[tuple[str, str]]) -> None:
-        """Have the result of a job written that has ended; an overtaken attempt writes nothing."""
-        attempts = self._checkpoints.history(job.job_id)
-        newest = attempts[-1].attempt if attempts else 0
-        if newest > job.assignment.attempt:
+        """Have the result of a job written that has ended; an attempt that finds itself overtaken writes nothing.
+
+        A job that has ended before anything of it was to be written asks for no file: if its worker was given up
+        meanwhile, there are two results some day, and either counts.
+        """
+        attempts = job.history(self._checkpoints.history(job.job_id) if job.has_files else ())
+        newest = max(attempts, key=lambda each: each.number)
+        if newest.number > job.assignment.attempt:
             self.engine.counters.num_stale_attempt_rejections += 1
-            failed.append((job.job_id, f"attempt {job.assignment.attempt} was overtaken by attempt {newest}"))
+            failed.append((job.job_id, f"attempt {job.start.attempt} was overtaken by attempt {newest.attempt}"))
             return
         if may_be_extended(job.sequence, job.thinking):  # before its result says that it is there
             log = TokenLog(job.sequence.output_ids.astype("uint32"), job.sequence.rewinds)
             self._kept_logs.write(job.job_id, log, job.sequence.kept_logprobs)
         line = self._result_line(job, attempts)
-        self._sealing.add(SealedResult.of(job.job_id, line), is_kept=self._is_kept(job))
+        self._sealing.add(SealedResult.of(job.job_id, line), clears=job.has_files and not self._is_kept(job))
         ended.append(job.progress)
         reason = job.sequence.finish_reason or ""
         self.engine.counters.count_finished(reason, time.monotonic() - job.started, job.sequence.num_generated_tokens)
@@ -304,3 +314,11 @@ class WorkerSession:
                 self._checkpointing.close(job)
                 self.engine.stop(job.sequence)
         self.engine.counters.note_work(bool(self._running))
+
+
+def _held(target: TargetModel, config: EngineConfig) -> HeldPositions | None:
+    """The part of a job's positions that its cache holds; None for all."""
+    are_written = config.checkpoint == "state"
+    if ENGINES[config.engine].reads_caches or (config.keep_state and not are_written):
+        return None
+    return target.held_positions(config.checkpoint_tokens if are_written else 0)

@@ -65,6 +65,7 @@ class GriffinDrafter(Drafter):
     """Draft model, planner and limits; sequences share the draft model's forwards."""
 
     needs_hidden = True
+    reads_caches = True
     phases = ("follow", "grow")
 
     def __init__(self, forwards: DraftForwards, planner: PricePlanner | None, options: GriffinOptions) -> None:
