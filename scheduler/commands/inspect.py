@@ -79,6 +79,8 @@ def _running(found: Inspection) -> list[tuple[str, str]]:
         rows.append((gpu, f"jobs at a time, by positions: {slots}"))
     thinking = f"; thinks between {' and '.join(found.thinking_markers)}" if found.thinking_markers else ""
     rows.append(("chat", f"{'template' if found.has_chat_template else 'no template'}{thinking}"))
+    if found.predictor:
+        rows.append(("MTP layers", found.predictor))
     rows.append(("engines", ", ".join(found.engines)))
     return rows
 

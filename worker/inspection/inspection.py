@@ -17,13 +17,14 @@ from swiftbatch.worker.inspection.sources import Source, source_of
 from swiftbatch.worker.kernels.sizes import MOST_SLOTS
 from swiftbatch.worker.model.compute_path import path_on
 from swiftbatch.worker.model.config_faults import config_fault, keys_fault
-from swiftbatch.worker.model.config_numbers import shown
+from swiftbatch.worker.model.config_values import shown
 from swiftbatch.worker.model.digests import has_tekken_alone
 from swiftbatch.worker.model.faults import adapter_fault, folder_fault, small_files_fault
 from swiftbatch.worker.model.files import PARTS_FOLDER, read_whole_config, what_refuses
 from swiftbatch.worker.model.formats.catalogue import format_of
 from swiftbatch.worker.model.formats.contract import FormatError
 from swiftbatch.worker.model.formats.layout import Layout, layout_of
+from swiftbatch.worker.model.predictors import NoPredictorError, predictor_of
 from swiftbatch.worker.model.recurrent_sizes import recurrent_shape
 from swiftbatch.worker.model.text_view import is_of_text, text_view
 from swiftbatch.worker.model.thought_markers import KNOWN
@@ -65,6 +66,7 @@ class Inspection(Frozen):
     slots: dict[str, dict[int, int]]  # by GPU and positions of a job: those that fit with plain decoding
     has_chat_template: bool
     thinking_markers: tuple[str, str] | None
+    predictor: str | None  # what is done with its layers that predict further tokens (MTP); None where it has none
     engines: tuple[str, ...]  # whose parts are there, or that need none
 
 
@@ -86,6 +88,7 @@ def inspect_model(model: str) -> Inspection:
     paths = {device: path_on(device, config, stored) for device in ("cpu", "cuda")} if refusal is None else {}
     on_devices = {device: DevicePath(name=path.name, reason=path.reason) for device, path in paths.items()}
     shape = recurrent_shape(config) if refusal is None else None
+    predictor = _predictor(source, config, on_devices.get("cpu")) if refusal is None else None
     is_planned = sizes is not None and (paths["cuda"].name == "kernels" or shape is not None)
     num_bytes = bytes_per_position(config, DTYPE) if refusal is None else None
     held = held_of(config) if num_bytes is not None else None
@@ -110,6 +113,7 @@ def inspect_model(model: str) -> Inspection:
         slots=_slots(sizes, config["max_position_embeddings"]) if sizes is not None and is_planned else {},
         has_chat_template=template is not None,
         thinking_markers=next((pair for pair in KNOWN if template and all(each in template for each in pair)), None),
+        predictor=predictor,
         engines=_engines(source.path),
     )
 
@@ -170,6 +174,17 @@ def _chat_template(path: Path) -> str | None:
         if isinstance(said, dict) and said.get("chat_template"):
             return json.dumps(said["chat_template"], ensure_ascii=False)
     return "" if has_tekken_alone(path) else None  # mistral-common writes its chats
+
+
+def _predictor(source: Source, config: dict[str, Any], on_a_cpu: DevicePath | None) -> str | None:
+    """Say what is done with a checkpoint's layers that predict further tokens; None where it has none."""
+    try:
+        predictor_of(source.tensors or (), config, source.path)
+    except NoPredictorError as error:
+        return f"not used: {error}" if str(error) else None
+    if on_a_cpu is None or on_a_cpu.name != "kernels":
+        return "not used: the kernels do not run the model"
+    return "auto drafts with the first of them on a CPU, where that is faster"
 
 
 def _engines(path: Path) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from swiftbatch.worker.model.dense_config import (
     refuse_layers_on,
     refuse_other_tensors,
 )
-from swiftbatch.worker.model.dense_forms import ATTENTION
+from swiftbatch.worker.model.dense_names import ATTENTION
 from swiftbatch.worker.model.expert_layers import expert_weights
 from swiftbatch.worker.model.files import ModelFiles, read_config, stored_layout
 from swiftbatch.worker.model.latent_layers import latent_linears
@@ -56,6 +56,18 @@ def dense_weights(files: ModelFiles, dtype: torch.dtype, device: torch.device = 
     head = linear_from(tensors[EMBEDDING if dense.is_tied else HEAD], head_bias)
     final_norm = _norm(tensors, dense.form.final_norm, dense)
     return DecoderWeights(_sizes(dense, dtype), tensors[EMBEDDING], layers, final_norm, head, dense.rotary)
+
+
+def layer_alone(
+    tensors: Mapping[str, Weight], dense: DenseConfig, dtype: torch.dtype
+) -> tuple[DecoderSizes, LayerWeights]:
+    """The sizes and the layer of a model of one layer, from its tensors as they are stored.
+
+    Raises ValueError or IndexError for those that do not fit.
+    """
+    kept = _floats_of(dense)
+    placed = {name: each if name in kept else _placed(each, CPU, dtype) for name, each in tensors.items()}
+    return _sizes(dense, dtype), _layer(placed, 0, dense, dtype)
 
 
 def _sizes(dense: DenseConfig, dtype: torch.dtype) -> DecoderSizes:
