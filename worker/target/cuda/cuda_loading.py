@@ -31,7 +31,7 @@ from swiftbatch.worker.caches.offloaded_arena import OffloadedArena
 from swiftbatch.worker.caches.paged_arena import PagedArena
 from swiftbatch.worker.caches.scan_slots import scan_memory
 from swiftbatch.worker.caches.summary import CHUNK_SIZE, summary_positions
-from swiftbatch.worker.kernels.choice import DEFAULT_KERNELS, CudaKernels
+from swiftbatch.worker.kernels.choice import CUBLAS_WORKSPACES, DEFAULT_KERNELS, CudaKernels
 from swiftbatch.worker.kernels.cuda.stacked import handed_over, stacked_weights
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights
 from swiftbatch.worker.kernels.sizes import CUDA_SCALE_BYTES
@@ -43,6 +43,7 @@ from swiftbatch.worker.target.forwards import Forwards
 
 # Pages where the kernels are ours: flash-attn cuts splits by the capacity of a slot.
 PLANS: dict[AttentionName, PlanMemory] = {"triton": plan_pages, "flash": plan_memory}
+BLAS_LIBRARY = "cublas"  # as products were measured exact; an environment may prefer cuBLASLt, which chooses others
 PROGRAMS_PER_MULTIPROCESSOR = 4  # attention's programs: two waves of two, as their shared memory allows
 
 
@@ -150,8 +151,12 @@ def forwards_beside(target: Forwards, files: ModelFiles, longest_job: int, num_s
 
 
 def hold_products_steady() -> None:
-    """Keep cuBLAS from choosing by itself to sum in less than float32, or in a workspace of another size."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when it is first used
+    """Keep cuBLAS from choosing by itself to sum in less than float32, or in a workspace of another size.
+
+    Whatever the environment says: the numerics name what is set here, so it is the same for all workers of a run.
+    """
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = CUBLAS_WORKSPACES  # read when it is first used
+    torch.backends.cuda.preferred_blas_library(BLAS_LIBRARY)
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_tf32 = False
 

@@ -15,7 +15,7 @@ from swiftbatch.worker.caches.layer_ring import Streams
 from swiftbatch.worker.caches.memory.memory_plan import GPUMemory, MemoryPlan, SlotsWanted, plan_memory
 from swiftbatch.worker.caches.memory.model_sizes import ModelSizes, read_sizes
 from swiftbatch.worker.caches.room import KVRoom
-from swiftbatch.worker.kernels.choice import CudaKernels
+from swiftbatch.worker.kernels.choice import CudaKernels, triton_version
 from swiftbatch.worker.model.files import ModelFiles, locate_model
 from swiftbatch.worker.target.cuda import cuda_loading as loading
 from swiftbatch.worker.target.cuda.cuda_loading import planned_forwards
@@ -57,7 +57,8 @@ def test_a_gpu_runs_the_kernels_that_the_run_chose(
     monkeypatch.setattr(loading, "hold_products_steady", lambda: None)
     monkeypatch.setattr(loading, "PLANS", {"triton": plan, "flash": plan})
     forwards = load_forwards(files, torch.bfloat16, torch.device("cpu"), SlotsWanted(64), kernels)
-    assert forwards.numerics.endswith(f", triton kernels 1, {words}")
+    assert forwards.numerics.endswith(f", triton {triton_version()}, triton kernels 1, {words}")
+    assert ", workspaces :4096:8, " in forwards.numerics
     assert planned[0].attention == kernels.attention
 
 
