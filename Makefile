@@ -45,8 +45,10 @@ types: style
 	ln -sfn ../../../swiftbatch/__init__.py build/links/swiftbatch/__init__.py
 	$(BIN)/mypy
 
+# Pythons come with an older pip, which takes three times as long to find out which versions there are.
 $(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)
+	$(PIP) --upgrade pip
 
 $(VENV)/needs: pyproject.toml constraints.txt | $(BIN)/pip
 	$(NEEDS) | $(PIP) -r /dev/stdin

@@ -10,8 +10,8 @@ from swiftbatch.metrics.worker_counters import EngineCounters
 
 OUTGROWN = "memory_full"  # the reason of a preemption by a worker whose caches have outgrown its memory
 PREEMPTION_REASONS = (
-    *("attempt_failed", "cluster_lost", "driver_stopped", OUTGROWN, "migrated", "node_drained", "store_failed"),
-    *("worker_died", "worker_error", "worker_out_of_memory", "worker_silent"),
+    *("attempt_failed", "cluster_lost", "driver_stopped", OUTGROWN, "migrated", "node_drained", "node_lost"),
+    *("store_failed", "worker_died", "worker_error", "worker_out_of_memory", "worker_silent"),
     *("worker_terminated", "worker_unreachable"),
 )
 

@@ -58,6 +58,13 @@ MAY_IMPORT = {  # besides itself; a room's name holds for the rooms below that a
         *("jobs", "scheduler.chaos", "scheduler.commands", "scheduler.display", "scheduler.process"),
     ),
 }
+MOST_LINES = 200  # of two modules that become one
+ALONE = {  # a module that only one of these imports stays by itself
+    "metrics.grafana.build": "a dashboard has a module of its own",
+    "scheduler.__main__": "signals are taken before the command is imported",
+    "worker.bench.gpu.gpu": "a stage of a benchmark has a module of its own",
+    "worker.model.formats.catalogue": "a format of weights has a module of its own",
+}
 NOT_AT_IMPORT = ("TYPE_CHECKING", "__name__ == '__main__'")  # what stands under these is for mypy, or for a program
 
 
@@ -138,6 +145,33 @@ def test_no_modules_import_each_other_in_a_circle(imports: Graph) -> None:
         TopologicalSorter(imports).prepare()
     except CycleError as error:
         pytest.fail(" imports ".join(reversed(error.args[1])))
+
+
+def test_a_module_that_one_neighbour_alone_imports_is_too_large_to_join_it(known: Graph) -> None:
+    joined = [f"{name} joins {only}" for name, only in lone(known).items() if only not in ALONE]
+    assert [pair for pair in joined if sum(map(num_lines, pair.split(" joins "))) <= MOST_LINES] == []
+
+
+def lone(known: Graph) -> dict[str, str]:
+    """Return modules that one module of their folder imports and no other does, with that one. Programs are not."""
+    users: dict[str, list[str]] = {}
+    for name, others in known.items():
+        for other in others:
+            users.setdefault(other, []).append(name)
+    return {
+        name: found[0]
+        for name, found in users.items()
+        if len(found) == 1 and name.rpartition(".")[0] == found[0].rpartition(".")[0] and "__main__" not in name
+    }
+
+
+def num_lines(module: str) -> int:
+    return len((ROOT / module.replace(".", "/")).with_suffix(".py").read_text(encoding="utf-8").splitlines())
+
+
+def test_a_lone_module_is_one_that_a_neighbour_imports_and_nobody_else() -> None:
+    graph = {"a.b": {"a.c", "a.d", "z.e"}, "a.f": {"a.d"}, "a.c": set[str](), "a.g": {"a.__main__"}}
+    assert lone(graph) == {"a.c": "a.b"}
 
 
 def test_an_import_counts_wherever_it_stands_but_for_mypy() -> None:

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from swiftbatch.jobs.checkpoints.files import AttemptRecord, ClaimFile, FileModel, ResumeFile, TimelineFile, parse_file
+from swiftbatch.jobs.checkpoints.files import (
+    NUMBERS_PER_EPOCH,
+    AttemptRecord,
+    ClaimFile,
+    FileModel,
+    ResumeFile,
+    TimelineFile,
+    parse_file,
+)
 from swiftbatch.jobs.identity import DamagedFileError, Identity, refuse_other
 from swiftbatch.jobs.storage.store import Store
 
@@ -72,9 +80,12 @@ class CheckedFiles:
 
 
 def read_attempt(
-    store: Store, files: CheckedFiles, folder: str, attempt: int, is_newest: bool, identity: Identity
+    store: Store, files: CheckedFiles, folder: str, numbers: Sequence[int], index: int, identity: Identity
 ) -> AttemptRecord:
-    """Read what is known of the attempt in `folder`; `files` names what is due and missing, or can't be used."""
+    """Read what is known of one of a job's attempts, all of which have `numbers`, from its `folder`.
+
+    `files` names what is due and missing, or can't be used.
+    """
 
     def read(name: str, model: type[FileModel], is_due: bool) -> dict[str, Any] | None:
         path = f"{folder}/{name}"
@@ -84,9 +95,12 @@ def read_attempt(
         found = files.decoded(path, data, lambda data: parse_file(data, model, identity))
         return found.model_dump(exclude={"version", "identity"}) if found else None
 
-    claim = read("claim.json", ClaimFile, is_due=True) or {}
+    number, is_newest = numbers[index], index == len(numbers) - 1
+    start = read("claim.json", ClaimFile, is_due=True) or {}
     # the first attempt has none, and the newest may have just begun
-    resume = read("resume.json", ResumeFile, is_due=attempt > 1 and not is_newest)
+    resume = read("resume.json", ResumeFile, is_due=index > 0 and not is_newest)
     # none where it drew no token, or an older version wrote none
     timeline = read("timeline.json", TimelineFile, is_due=False)
-    return AttemptRecord.model_validate({"attempt": attempt, **claim, "resume": resume, "timeline": timeline})
+    attempt = start.pop("attempt", 0) or (number if number < NUMBERS_PER_EPOCH else index + 1)
+    known = {"attempt": attempt, "number": number, "resume": resume, "timeline": timeline}
+    return AttemptRecord.model_validate(start | known)

@@ -1,8 +1,8 @@
 """Checkpoints of running jobs: a token log, which is the truth, and a state, which saves work.
 
-Each attempt has its own folder, and a job ends with none:
+Each attempt that has written something has its own folder, and a job ends with none:
 
-checkpoints/<job_id>/<attempt>/claim.json            who took the job, when, on which numerics
+checkpoints/<job_id>/<attempt>/claim.json            who took the job, when, on which numerics; written first
                                tokens.bin            all tokens generated so far, and the rewinds, replaced as a whole
                                logprobs-<start>-<end>-<num_rewinds>.bin    of some tokens, for jobs that ask for them;
                                                      written before the token log that has these
@@ -20,7 +20,7 @@ one of a run of an older version, which does not say, is taken for the job's own
 
 from __future__ import annotations
 
-import time
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Self
 
@@ -29,6 +29,7 @@ import numpy as np
 from swiftbatch.jobs.checkpoints.checked_files import CheckedFiles, Known, digest, read_attempt
 from swiftbatch.jobs.checkpoints.files import (
     AttemptRecord,
+    AttemptStart,
     ClaimFile,
     DrafterEntry,
     LayerStatesEntry,
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AttemptRecord",
+    "AttemptStart",
     "CheckpointStore",
     "DrafterEntry",
     "LayerStates",
@@ -92,29 +94,21 @@ class CheckpointStore:
     def of(cls, run: Run) -> Self:
         return cls(run.store, run.manifest.fingerprint)
 
-    def claim(self, job_id: str, worker_id: str, numerics: str = "") -> int:
-        """Open the next attempt (1, 2, ...) of a job and return its number."""
-        attempt = self.attempts(job_id) + 1
-        claim = ClaimFile(worker_id=worker_id, claimed=time.time(), numerics=numerics)
-        data = dump_file(claim, self._identity(job_id))
-        while not self._store.write_new(_path(job_id, attempt, "claim.json"), data):
-            attempt += 1
-        return attempt
+    def begin(self, job_id: str, attempt: int, start: AttemptStart) -> None:
+        """Say who makes an attempt, before its first other file. Its number is nobody else's: the driver sees to it."""
+        data = dump_file(ClaimFile(**start.model_dump()), self._identity(job_id))
+        self._store.write(_path(job_id, attempt, "claim.json"), data)
 
-    def attempts(self, job_id: str) -> int:
-        """The number of the newest attempt, 0 before the first."""
-        return max(self._attempts(job_id), default=0)
+    def attempts(self, job_id: str) -> list[int]:
+        """The numbers of all attempts at a job that have written something, ascending."""
+        return sorted(int(name) for name in self._store.list(f"checkpoints/{job_id}") if name.isdecimal())
 
     def history(self, job_id: str) -> list[AttemptRecord]:
-        """All attempts of a job, oldest first, with what is known of each."""
-        attempts, identity = self._attempts(job_id), self._identity(job_id)
+        """The attempts of a job that have written something, oldest first, with what is known of each."""
+        numbers, identity = self.attempts(job_id), self._identity(job_id)
         return [
-            read_attempt(
-                *(self._store, self._files, _folder(job_id, attempt), attempt),
-                is_newest=attempt == attempts[-1],
-                identity=identity,
-            )
-            for attempt in attempts
+            read_attempt(self._store, self._files, _folder(job_id, number), numbers, index, identity)
+            for index, number in enumerate(numbers)
         ]
 
     def numerics(self, job_id: str, attempt: int) -> str | None:
@@ -146,7 +140,12 @@ class CheckpointStore:
 
     def read_log(self, job_id: str) -> TokenLog:
         """The log of all attempts that is furthest, empty if there is none."""
-        return self._logs(job_id)[0]
+        return self._logs(job_id, self.attempts(job_id))[0]
+
+    def read_attempts(self, job_id: str) -> tuple[list[int], TokenLog]:
+        """The numbers of all attempts as `attempts` gives them, and the log as `read_log` does."""
+        numbers = self.attempts(job_id)
+        return numbers, self._logs(job_id, numbers)[0]
 
     def write_with_logprobs(
         self, job_id: str, attempt: int, log: TokenLog, logprobs: TokenLogprobs, written: WrittenSpans
@@ -162,9 +161,10 @@ class CheckpointStore:
 
     def read_log_with_logprobs(self, job_id: str, num_top: int) -> tuple[TokenLog, TokenLogprobs]:
         """The furthest log as far as its tokens have log-probabilities, with `num_top` others each, and these."""
-        folders = [_folder(job_id, attempt) for attempt in reversed(self._attempts(job_id))]
+        attempts = self.attempts(job_id)
+        folders = [_folder(job_id, attempt) for attempt in reversed(attempts)]
         furthest, its_logprobs = _EMPTY, TokenLogprobs.empty(0, num_top)
-        for log in self._logs(job_id):
+        for log in self._logs(job_id, attempts):
             if log.progress <= furthest.progress:
                 break
             logprobs = self._logprobs.read(folders, log.token_ids, num_top, self._identity(job_id))
@@ -173,10 +173,9 @@ class CheckpointStore:
                 furthest, its_logprobs = known, logprobs
         return furthest, its_logprobs
 
-    def _logs(self, job_id: str) -> list[TokenLog]:
+    def _logs(self, job_id: str, attempts: Sequence[int]) -> list[TokenLog]:
         """The token logs of all attempts, the furthest first, and an empty one."""
         logs, decode = [_EMPTY], partial(decode_log, identity=self._identity(job_id))
-        attempts = self._attempts(job_id)
         for attempt in attempts:
             path = _path(job_id, attempt, "tokens.bin")
             data = self._store.read(path)
@@ -266,7 +265,7 @@ class CheckpointStore:
 
     def read_manifests(self, job_id: str) -> list[StateManifest]:
         """The manifests of all attempts that can be read: most positions first, then the newest attempt."""
-        manifests = [(attempt, self.read_manifest(job_id, attempt)) for attempt in self._attempts(job_id)]
+        manifests = [(attempt, self.read_manifest(job_id, attempt)) for attempt in self.attempts(job_id)]
         found = [(manifest.num_positions, attempt, manifest) for attempt, manifest in manifests if manifest is not None]
         return [manifest for *_, manifest in sorted(found, key=lambda entry: entry[:2], reverse=True)]
 
@@ -276,9 +275,6 @@ class CheckpointStore:
 
     def _identity(self, job_id: str) -> Identity:
         return Identity(job_id=job_id, fingerprint=self._fingerprint)
-
-    def _attempts(self, job_id: str) -> list[int]:
-        return sorted(int(name) for name in self._store.list(f"checkpoints/{job_id}") if name.isdecimal())
 
 
 def _folder(job_id: str, attempt: int) -> str:

@@ -1,4 +1,4 @@
-"""The JSON files of a checkpoint: who claimed an attempt, how it began, and which state it has written."""
+"""The JSON files of a checkpoint: who makes an attempt, how it began, and which state it has written."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from swiftbatch.jobs.json_lines import sealed, unsealed
 
 VERSION: Final = 3
 VERSION_OF_NOBODY: Final = 2  # the version of older runs: such a file does not say whose it is
+NUMBERS_PER_EPOCH: Final = 1_000_000  # of attempts, for each driver; older versions counted a job's from 1
 
 
 class OwnedFile(Strict):
@@ -127,23 +128,39 @@ class ResumeRecord(Strict):
     resumed: Moment
 
 
+class AttemptStart(Strict):
+    """Who makes an attempt, since when, with which numerics, and which of its job's attempts it is: 1, 2, ...
+
+    `attempt` is 0 in older runs, whose attempts have these as their numbers.
+    """
+
+    worker_id: str
+    claimed: Moment
+    numerics: str  # names what makes KV the same bits; attempts that differ in it don't share segments
+    attempt: int = Field(default=0, ge=0)
+
+
 class AttemptRecord(Strict):
-    """One attempt of a job; `worker_id` and `numerics` are empty and `claimed` is 0 where its claim is damaged."""
+    """One attempt of a job; `worker_id` and `numerics` are empty and `claimed` is 0 where its start is damaged.
+
+    `attempt` counts from 1, `number` is that of its folder: 0 in older results, where they are the same.
+    """
 
     attempt: int
     worker_id: str = ""
     claimed: Moment = 0.0
-    numerics: str = ""  # names what makes KV the same bits; attempts that differ in it don't share segments
+    numerics: str = ""
     resume: ResumeRecord | None = None
     timeline: Timeline | None = None  # None where it never drew a token
+    number: int = 0
+
+    @property
+    def folder_number(self) -> int:
+        return self.number or self.attempt
 
 
-class ClaimFile(OwnedFile):
-    """`claim.json`"""
-
-    worker_id: str
-    claimed: Moment
-    numerics: str
+class ClaimFile(AttemptStart, OwnedFile):
+    """`claim.json`, written with the attempt's first other file."""
 
 
 class ResumeFile(ResumeRecord, OwnedFile):

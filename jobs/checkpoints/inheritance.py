@@ -45,8 +45,10 @@ def inherit(
     _State(CheckpointStore(store, identity.fingerprint), identity.job_id, earlier_id).take()
     for record in attempts:
         is_last = record is attempts[-1]
-        folder = f"{FOLDER}/{identity.job_id}/{record.attempt:04d}"
-        claim = ClaimFile(worker_id=record.worker_id, claimed=record.claimed, numerics=record.numerics)
+        folder = f"{FOLDER}/{identity.job_id}/{record.folder_number:04d}"
+        claim = ClaimFile(
+            worker_id=record.worker_id, claimed=record.claimed, numerics=record.numerics, attempt=record.attempt
+        )
         store.write(f"{folder}/claim.json", dump_file(claim, identity))
         if record.resume is not None:
             store.write(f"{folder}/resume.json", dump_file(ResumeFile(**record.resume.model_dump()), identity))
@@ -54,11 +56,11 @@ def inherit(
             # it ended with all its tokens in the log
             timeline = record.timeline.model_dump() | ({"is_released": True} if is_last else {})
             store.write(f"{folder}/timeline.json", dump_file(TimelineFile(**timeline), identity))
-        known = log if is_last else TokenLog(np.zeros(0, dtype=np.uint32))
+        its_log = log if is_last else TokenLog(np.zeros(0, dtype=np.uint32))
         if is_last and logprobs is not None:
             span = encode_span(log.token_ids, logprobs, identity)
             store.write(f"{folder}/{span_name(0, *reversed(log.progress))}", span)
-        store.write(f"{folder}/tokens.bin", encode_log(known, identity))
+        store.write(f"{folder}/tokens.bin", encode_log(its_log, identity))
 
 
 class _State:
@@ -71,7 +73,7 @@ class _State:
 
     def take(self) -> None:
         """Take what the manifests name, and each manifest behind it."""
-        for attempt in range(1, self._checkpoints.attempts(self._earlier_id) + 1):
+        for attempt in self._checkpoints.attempts(self._earlier_id):
             if (manifest := self._checkpoints.read_manifest(self._earlier_id, attempt)) is not None:
                 own = {
                     "segments": tuple(self._taken(manifest.segments)),

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import (
+    AttemptStart,
     CheckpointStore,
     DrafterEntry,
     LayerStates,
@@ -53,6 +54,7 @@ class PendingCheckpoint:
     source: KVSource | None
     segments: list[SegmentEntry]
     num_rewinds: int = 0  # the rewinds before what is written from now on
+    start: AttemptStart | None = None  # None once it is written
     log: TokenLog | None = None
     logprobs: TokenLogprobs | None = None  # of the log's tokens; None where the job asks for none
     written: WrittenSpans = field(default_factory=WrittenSpans)  # of log-probabilities
@@ -102,6 +104,17 @@ class PendingCheckpoint:
         self.layer_states = _up_to(self.layer_states, num_positions)
         self.states = _up_to(self.states, num_positions)
         self.is_manifest_due = True
+
+    def begun(self, write: WriteFile) -> WriteFile:
+        """Have `write` say first who makes the attempt, where no file does so yet."""
+
+        def write_both(checkpoints: CheckpointStore) -> int:
+            if self.start is not None:
+                checkpoints.begin(self.job_id, self.attempt, self.start)
+                self.start = None
+            return write(checkpoints)
+
+        return write_both
 
     def take_tokens(self) -> WriteFile:
         """Take the token log from those that wait, and return a function that writes it. Call it while a log waits.

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import (
+    AttemptStart,
     CheckpointStore,
     LayerStates,
     SegmentEntry,
@@ -63,15 +64,17 @@ class CheckpointWriter:
         segments: Sequence[SegmentEntry] = (),
         num_rewinds: int = 0,
         num_logprobs: int = 0,
+        start: AttemptStart | None = None,
     ) -> None:
         """Begin with a job, behind the `segments` that a resume found valid. Without `source` it has no state.
 
-        Of the first `num_logprobs` tokens the log-probabilities are in files of earlier attempts.
+        Of the first `num_logprobs` tokens the log-probabilities are in files of earlier attempts. `start` is written
+        in front of the first file; without it, it is there already.
         """
         with self._changed:
             if job_id in self._jobs:
                 raise ValueError(f"job {job_id} is open already")
-            job = PendingCheckpoint(job_id, attempt, engine, source, list(segments), num_rewinds)
+            job = PendingCheckpoint(job_id, attempt, engine, source, list(segments), num_rewinds, start)
             job.written = WrittenSpans(num_logprobs)
             self._jobs[job_id] = job
 
@@ -140,16 +143,18 @@ class CheckpointWriter:
         with self._changed:
             return self._opened(job_id).num_positions_of_states
 
-    def close(self, job_id: str) -> None:
+    def close(self, job_id: str) -> bool:
         """Drop what waits of a job and let the file being written end: nothing of the job is written afterwards.
 
-        Nor is its source held any longer, whose memory others wait for.
+        Nor is its source held any longer, whose memory others wait for. Returns whether the attempt has a file.
         """
         with self._changed:
             closed = self._jobs.pop(job_id, None)
             self._changed.wait_for(lambda: self._writing != job_id)
-            if closed is not None:
-                closed.source = None
+            if closed is None:
+                return False
+            closed.source = None
+            return closed.start is None
 
     def flush(self, seconds: float) -> bool:
         """Wait until all is written, at most `seconds`. Return whether all is."""
@@ -204,7 +209,8 @@ class CheckpointWriter:
             self._writing = job.job_id
             # to the end of the queue, so that every job has its turn
             self._jobs[job.job_id] = self._jobs.pop(job.job_id)
-            return file
+            kind, write = file
+            return kind, job.begun(write)
 
     def _most_urgent(self) -> tuple[PendingCheckpoint, tuple[FileKind, WriteFile]]:
         """A job and its file to write; call it while one waits."""

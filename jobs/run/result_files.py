@@ -17,7 +17,8 @@ from typing import IO, Any
 from weakref import finalize
 
 from swiftbatch.jobs.run.line_files import DAMAGED, NO_FILE, LineFiles, LinePlace, parsed_line, read_lines
-from swiftbatch.jobs.run.result_segments import (
+from swiftbatch.jobs.run.run_files import NUM_READERS
+from swiftbatch.jobs.run.segment_format import (
     SEGMENTS,
     SUFFIX,
     ResultEntry,
@@ -28,7 +29,6 @@ from swiftbatch.jobs.run.result_segments import (
     is_whole,
     read_index,
 )
-from swiftbatch.jobs.run.run_files import NUM_READERS
 from swiftbatch.jobs.storage.spool import told_of_room
 from swiftbatch.jobs.storage.store import Store
 

@@ -21,9 +21,9 @@ from swiftbatch.jobs.run.line_files import LineFiles, LinePlace, read_lines
 from swiftbatch.jobs.run.line_parts import num_completion_tokens
 from swiftbatch.jobs.run.output import write_output
 from swiftbatch.jobs.run.result_files import ResultFiles
-from swiftbatch.jobs.run.result_segments import SEGMENTS, SealedResult
 from swiftbatch.jobs.run.run_files import RunError, pretty, read_model, read_parsed
 from swiftbatch.jobs.run.run_records import Progress, RunManifest, WorkerStatus
+from swiftbatch.jobs.run.segment_format import SEGMENTS, SealedResult
 from swiftbatch.jobs.run.table_parts import longest_job, read_parts, read_records
 from swiftbatch.jobs.storage.retries import Retries
 from swiftbatch.jobs.storage.spool import spool

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from swiftbatch.jobs.errors import UserError
+from swiftbatch.jobs.storage.retries import Retries
 from swiftbatch.scheduler.demo.prompts import PROMPTS
 
 WORKER_TIMEOUT = 10  # seconds: a stopped worker is to be noticed soon
+STORE_RETRIES = Retries(120.0)  # where chaos itself reads what a run has written: the store may have a bad day, too
 PROMPT_TEXTS = tuple(PROMPTS.values())
 SAMPLING: tuple[dict[str, Any], ...] = (  # in turn; all that a resumed job must have right again
     {"temperature": 0.8, "min_p": 0.05, "repetition_penalty": 1.1},
@@ -36,6 +38,7 @@ class ChaosOptions:
     checkpoint_tokens: int
     run_uri: str  # both runs are made below it
     address: str | None = None  # of the user's cluster; None for one of our own
+    num_nodes: int | None = None  # of our own, with a network each; None for nodes without
 
     @property
     def num_run_tokens(self) -> int:
@@ -52,6 +55,9 @@ class ChaosOptions:
 
     def resume_args(self, run_uri: str, address: str) -> list[str]:
         return ["resume", run_uri, *self._launch_args(address)]
+
+    def takeover_args(self, run_uri: str, address: str) -> list[str]:
+        return [*self.resume_args(run_uri, address), "--takeover"]
 
     def _launch_args(self, address: str) -> list[str]:
         max_attempts = self.num_kills + 1  # every kill may hit the same job, which is no fault of its own

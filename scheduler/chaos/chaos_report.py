@@ -24,7 +24,7 @@ class JobComparison(Frozen):
     undisturbed_sha256: str | None
     disturbed_sha256: str | None
     num_lines: int  # of the job in the disturbed run's output: 1
-    is_identical: bool  # tokens, text and finish reason
+    is_identical: bool  # tokens, text, finish reason and usage
 
 
 class RunOutput:
@@ -39,10 +39,10 @@ class RunOutput:
         self._bodies = {line["custom_id"]: line["response"]["body"] for line in self._lines if line["response"]}
         self.num_lines = Counter(line["custom_id"] for line in self._lines)
 
-    def choice(self, custom_id: str) -> dict[str, Any] | None:
-        """Text, finish reason and SHA-256 of a job; None if it has not finished."""
+    def told(self, custom_id: str) -> dict[str, Any] | None:
+        """Text, finish reason, SHA-256 and usage of a job; None if it has not finished."""
         body = self._bodies.get(custom_id)
-        return None if body is None else body["choices"][0]
+        return None if body is None else body["choices"][0] | {"usage": body["usage"]}
 
     def num_tokens(self) -> int:
         return sum(body["usage"]["completion_tokens"] for body in self._bodies.values())
@@ -63,7 +63,7 @@ def compare(custom_ids: Sequence[str], undisturbed: RunOutput, disturbed: RunOut
 
 
 def _compare_job(custom_id: str, undisturbed: RunOutput, disturbed: RunOutput) -> JobComparison:
-    before, after = undisturbed.choice(custom_id), disturbed.choice(custom_id)
+    before, after = undisturbed.told(custom_id), disturbed.told(custom_id)
     num_lines = disturbed.num_lines[custom_id]
     return JobComparison(
         custom_id=custom_id,

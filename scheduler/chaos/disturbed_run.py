@@ -12,31 +12,48 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from random import Random
+from typing import Protocol
 
 from swiftbatch.jobs.processes import module_command
 from swiftbatch.jobs.run.run import Run, RunError
 from swiftbatch.jobs.run.run_records import Progress
-from swiftbatch.scheduler.chaos.chaos_options import ChaosError
+from swiftbatch.scheduler.chaos.chaos_options import STORE_RETRIES, ChaosError
 from swiftbatch.scheduler.chaos.kills import Kind, PlannedKill, Way
+from swiftbatch.scheduler.chaos.troubles import NoTroubles, Troubles
+from swiftbatch.scheduler.driver.driver_heartbeat import liveness
+from swiftbatch.scheduler.driver.takeover import claims
 
 ENDED_WELL = (0, 1)  # 1: some jobs have no result, which the comparison tells
+GAVE_UP = 2  # it can't go on; what it has written is there
 POLL_SECONDS = 0.1
+WAKES_SECONDS = 3.0  # within which a stopped driver goes on after another has claimed its run
+NOTICES_SECONDS = 120.0  # within which one of two drivers must have stopped, on a busy machine
 DEEDS: Mapping[Kind, str] = {
     "worker": "killed worker",
     "raylet": "killed raylet",
     "driver": "killed driver",
     "stop": "stopped worker",
     "hangup": "hung up on driver",
+    "rival": "stopped driver, and had another one take over",
+    "hang": "stopped node",
+    "cut": "cut off node",
+    "drain": "drained node",
+    "freeze": "stopped head",
+    "isolate": "cut off driver",
 }
 
 
 class DisturbedDriver:
     """The command, started; what it prints goes to a file."""
 
-    def __init__(self, args: Sequence[str], environment: Mapping[str, str], output: Path) -> None:
+    def __init__(
+        self, args: Sequence[str], environment: Mapping[str, str], output: Path, prefix: Sequence[str] = ()
+    ) -> None:
+        """`prefix` are the words in front of the command that lead it to its host."""
         self._name = f"swiftbatch {args[0]}"
         self._output = output
-        command = module_command("swiftbatch.scheduler.cli", *args)
+        command = [*prefix, *module_command("swiftbatch.scheduler.cli", *args)]
         with output.open("wb") as file:  # a session of its own: Ctrl-C is for the chaos run, which then ends it
             self._process = subprocess.Popen(
                 command,
@@ -56,6 +73,13 @@ class DisturbedDriver:
     def has_ended(self) -> bool:
         return self._process.poll() is not None
 
+    @property
+    def has_given_up(self) -> bool:
+        return self._process.poll() == GAVE_UP
+
+    def signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
     def kill(self) -> None:
         """Send SIGKILL; a driver that has ended is fine."""
         self._process.kill()
@@ -66,13 +90,13 @@ class DisturbedDriver:
         self._process.send_signal(signal.SIGHUP)
         self._process.wait()
 
-    def expect_success(self) -> None:
-        """Wait for its end. Raises ChaosError, with the last line that it printed, if it gave up."""
+    def expect(self, *codes: int) -> None:
+        """Wait for its end. Raises ChaosError, with the last line that it printed, at another exit code."""
         code = self._process.wait()
-        if code not in ENDED_WELL:
+        if code not in codes:
             lines = self._output.read_text(encoding="utf-8", errors="replace").strip().splitlines()
             last = lines[-1] if lines else "nothing was printed"
-            raise ChaosError(f"{self._name} ended with exit code {code}, expected 0: {last}")
+            raise ChaosError(f"{self._name} ended with exit code {code}, expected {codes[0]}: {last}")
 
 
 def _hear_hangups() -> None:
@@ -89,25 +113,38 @@ class Kill:
     seconds: float
 
 
+class Commands(Protocol):
+    """Starts the drivers of a run."""
+
+    def submit(self, run_uri: str) -> DisturbedDriver: ...
+
+    def resume(self, run_uri: str) -> DisturbedDriver: ...
+
+    def take_over(self, run_uri: str) -> DisturbedDriver: ...
+
+
 class DisturbedRun:
     """Carries out a plan of kills on a run that `submit` starts and `resume` goes on with."""
 
     def __init__(
         self,
         run_uri: str,
-        submit: Callable[[str], DisturbedDriver],
-        resume: Callable[[str], DisturbedDriver],
+        commands: Commands,
         ways: Mapping[Kind, Way],
+        troubles: Troubles | NoTroubles,
+        random: Random,
         show: Callable[[str], None],
     ) -> None:
         self._run_uri = run_uri
-        self._submit = submit
-        self._resume = resume
+        self._commands = commands
         self._ways: Mapping[Kind, Way] = {
             **ways,
             "driver": partial(self._end_driver, DisturbedDriver.kill),
             "hangup": partial(self._end_driver, DisturbedDriver.hang_up),
+            "rival": self._rival_driver,
         }
+        self._troubles = troubles
+        self._random = random
         self._show = show
 
     def run(self, plan: Sequence[PlannedKill]) -> list[Kill]:
@@ -116,17 +153,19 @@ class DisturbedRun:
         Raises ChaosError when a driver gives up.
         """
         self._started = time.monotonic()
-        self._driver = self._submit(self._run_uri)
+        self._driver = self._commands.submit(self._run_uri)
         try:
             kills = [kill for planned in plan if (kill := self._carry_out(planned))]
-            self._driver.expect_success()
+            while self._is_running():
+                time.sleep(POLL_SECONDS)
+            self._driver.expect(*ENDED_WELL)
         finally:
             self._driver.kill()
         return kills
 
     def _carry_out(self, planned: PlannedKill) -> Kill | None:
         """Wait until a kill is due, and do it; None if the run ended first."""
-        while not self._driver.has_ended:
+        while self._is_running():
             progress = self._progress()
             if progress is not None and progress.num_generated_tokens >= planned.num_tokens:
                 busy = [worker for worker in progress.workers if worker.jobs]
@@ -138,16 +177,65 @@ class DisturbedRun:
             time.sleep(POLL_SECONDS)
         return None
 
+    def _is_running(self) -> bool:
+        """Return whether the run goes on, after a look at its troubles: they may have a driver give up."""
+        self._troubles.tend()
+        if self._driver.has_given_up and self._troubles.may_end_a_driver():
+            self._show("the driver gave up; resuming")
+            self._driver = self._commands.resume(self._run_uri)
+        return not self._driver.has_ended
+
     def _progress(self) -> Progress | None:
         """The newest beat of the driver that runs now."""
         try:
-            progress = Run.open(self._run_uri).progress()
+            progress = self._open().progress()
         except RunError:  # not made yet
             return None
         return progress if progress is not None and progress.driver_pid == self._driver.pid else None
 
+    def _open(self) -> Run:
+        """Open the run, with patience: its store may have a bad day, too. Raises RunError."""
+        return Run.open(self._run_uri, STORE_RETRIES)
+
     def _end_driver(self, end: Callable[[DisturbedDriver], None], _workers: Sequence[object]) -> str:
         pid = self._driver.pid
         end(self._driver)
-        self._driver = self._resume(self._run_uri)
+        self._driver = self._commands.resume(self._run_uri)
         return f"process {pid}"
+
+    def _rival_driver(self, _workers: Sequence[object]) -> str:
+        """Stop the driver until it counts as silent, and have it go on soon after another has taken the run over."""
+        first = self._driver
+        first.signal(signal.SIGSTOP)
+        run = self._open()
+        while liveness(run, run.progress()) == "alive":
+            self._wait(POLL_SECONDS)
+        second = self._commands.take_over(self._run_uri)
+        try:
+            while not second.has_ended and claims(run)[-1].pid != second.pid:
+                self._wait(POLL_SECONDS)
+            self._wait(self._random.uniform(0, WAKES_SECONDS))
+            first.signal(signal.SIGCONT)
+            self._driver = self._one_of(first, second)
+        finally:
+            for driver in {first, second} - {self._driver}:
+                driver.kill()
+        return f"process {first.pid}, then {second.pid}"
+
+    def _one_of(self, first: DisturbedDriver, second: DisturbedDriver) -> DisturbedDriver:
+        """Wait until one of two drivers has left the run to the other, and return that. Raises ChaosError."""
+        last = time.monotonic() + NOTICES_SECONDS
+        while time.monotonic() < last:
+            for loser, holder in ((first, second), (second, first)):
+                if loser.has_ended:
+                    loser.expect(GAVE_UP)
+                    return holder
+            self._wait(POLL_SECONDS)
+        raise ChaosError(f"processes {first.pid} and {second.pid} both hold {self._run_uri}: expected one to stop")
+
+    def _wait(self, seconds: float) -> None:
+        """Let time pass, with the ends of troubles that are due meanwhile."""
+        last = time.monotonic() + seconds
+        while time.monotonic() < last:
+            self._troubles.tend()
+            time.sleep(POLL_SECONDS)

@@ -7,29 +7,32 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.jobs.storage.uris import local_path
-from swiftbatch.scheduler.chaos.chaos_options import ChaosError, ChaosOptions, write_jobs
+from swiftbatch.scheduler.chaos.chaos_options import STORE_RETRIES, ChaosError, ChaosOptions, write_jobs
 from swiftbatch.scheduler.chaos.chaos_report import ChaosReport, RunOutput, compare
-from swiftbatch.scheduler.chaos.disturbed_run import DisturbedDriver, DisturbedRun, Kill
+from swiftbatch.scheduler.chaos.disturbed_run import ENDED_WELL, DisturbedDriver, DisturbedRun, Kill
+from swiftbatch.scheduler.chaos.hosts import namespace_hosts
 from swiftbatch.scheduler.chaos.kills import DRIVER_KINDS, KINDS, Kind, Way, local_ways, plan_kills, remote_ways
 from swiftbatch.scheduler.chaos.local_cluster import local_cluster
+from swiftbatch.scheduler.chaos.troubles import NoTroubles, Troubles
 
 Show = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Arena:
-    """A running cluster, the environment of those who may talk to it, and the ways to kill something on it."""
+    """A running cluster, the environment of those who may talk to it, and what may happen on it."""
 
     address: str
     environment: Mapping[str, str]
     ways: Mapping[Kind, Way]
+    troubles: Troubles | NoTroubles = field(default_factory=NoTroubles)
 
 
 def run_chaos(options: ChaosOptions, show: Show) -> ChaosReport:
@@ -41,7 +44,9 @@ def run_chaos(options: ChaosOptions, show: Show) -> ChaosReport:
         experiment = Experiment(options, arena, folder, show)
         undisturbed_seconds = experiment.run_undisturbed()
         disturbed_seconds, kills = experiment.run_disturbed(random)
-    undisturbed, disturbed = (RunOutput(Run.open(uri)) for uri in (experiment.undisturbed, experiment.disturbed))
+    undisturbed, disturbed = (
+        RunOutput(Run.open(uri, STORE_RETRIES)) for uri in (experiment.undisturbed, experiment.disturbed)
+    )
     return ChaosReport(
         seed=options.seed,
         jobs=compare(experiment.custom_ids, undisturbed, disturbed),
@@ -74,9 +79,9 @@ class Experiment:
         """Run the jobs undisturbed; returns the seconds that it took."""
         self._show(f"undisturbed run: {self._options.num_jobs} jobs of {self._options.num_tokens:,} tokens")
         started = time.monotonic()
-        driver = self._submit(self.undisturbed)
+        driver = self.submit(self.undisturbed)
         try:
-            driver.expect_success()
+            driver.expect(*ENDED_WELL)
         finally:
             driver.kill()
         return round(time.monotonic() - started, 1)
@@ -87,19 +92,23 @@ class Experiment:
         plan = plan_kills(self._options.num_kills, kinds, self._options.num_run_tokens, random)
         self._show(f"disturbed run: {len(plan)} kills of {', '.join(kinds)}")
         started = time.monotonic()
-        run = DisturbedRun(self.disturbed, self._submit, self._resume, self._arena.ways, self._show)
+        run = DisturbedRun(self.disturbed, self, self._arena.ways, self._arena.troubles, random, self._show)
         kills = run.run(plan)
         return round(time.monotonic() - started, 1), kills
 
-    def _submit(self, run_uri: str) -> DisturbedDriver:
+    def submit(self, run_uri: str) -> DisturbedDriver:
         return self._start(self._options.submit_args(self._jobs_file, run_uri, self._arena.address))
 
-    def _resume(self, run_uri: str) -> DisturbedDriver:
+    def resume(self, run_uri: str) -> DisturbedDriver:
         return self._start(self._options.resume_args(run_uri, self._arena.address))
+
+    def take_over(self, run_uri: str) -> DisturbedDriver:
+        return self._start(self._options.takeover_args(run_uri, self._arena.address))
 
     def _start(self, args: list[str]) -> DisturbedDriver:
         self._num_drivers += 1
-        return DisturbedDriver(args, self._arena.environment, self._folder / f"driver-{self._num_drivers}.log")
+        log, prefix = self._folder / f"driver-{self._num_drivers}.log", self._arena.troubles.driver_prefix()
+        return DisturbedDriver(args, self._arena.environment, log, prefix)
 
 
 @contextlib.contextmanager
@@ -121,8 +130,19 @@ def _open_arena(options: ChaosOptions, random: Random, show: Show) -> Iterator[A
     Raises ChaosError if that one does not start.
     """
     if options.address is not None:
+        if options.num_nodes is not None:
+            raise ChaosError("--nodes starts a cluster of its own: leave it or --address out")
         yield Arena(options.address, os.environ, remote_ways(options.address, random))
         return
     show("starting a Ray cluster of its own on this machine")
-    with local_cluster(num_cpus=options.num_workers) as cluster:
-        yield Arena(cluster.address, cluster.environment, local_ways(cluster, random))
+    if options.num_nodes is None:
+        with local_cluster(num_cpus=options.num_workers) as cluster:
+            yield Arena(cluster.address, cluster.environment, local_ways(cluster, random))
+        return
+    with (
+        namespace_hosts() as hosts,
+        local_cluster(options.num_workers, options.num_nodes, hosts) as cluster,
+    ):
+        troubles = Troubles(cluster, hosts, random)
+        ways = {**local_ways(cluster, random), **troubles.ways()}
+        yield Arena(cluster.address, cluster.environment, ways, troubles)

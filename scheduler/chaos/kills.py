@@ -19,9 +19,14 @@ from swiftbatch.jobs.run.run_records import WorkerStatus
 from swiftbatch.scheduler.chaos.local_cluster import LocalCluster
 from swiftbatch.scheduler.cluster.cluster import connect
 
-Kind = Literal["worker", "raylet", "driver", "stop", "hangup"]  # a stopped worker, a driver whose terminal closes
+Kind = Literal[
+    "worker", "raylet", "driver", "stop", "hangup",  # a stopped worker, a driver whose terminal closes
+    "rival",  # a stopped driver whose run another one takes over before it goes on
+    "hang", "cut", "drain",  # a node stopped, cut off, given notice
+    "freeze", "isolate",  # the head stopped, the driver cut off
+]  # fmt: skip
 KINDS: tuple[Kind, ...] = get_args(Kind)
-DRIVER_KINDS: tuple[Kind, ...] = ("driver", "hangup")  # wherever the workers are
+DRIVER_KINDS: tuple[Kind, ...] = ("driver", "hangup", "rival")  # wherever the workers are
 
 QUIET_END = 0.15  # share of the run's tokens after which nothing is killed: a kill must not come too late to be done
 Way = Callable[[Sequence[WorkerStatus]], str | None]

@@ -1,4 +1,4 @@
-"""A Ray cluster of several nodes on this machine, made to have its nodes killed.
+"""A Ray cluster of several nodes on this machine, made to have its nodes killed, stopped and cut off.
 
 Every node is a `ray start --block` in a session of its own. Its worker processes belong to that session too,
 so a process's session says on which node it runs.
@@ -21,19 +21,19 @@ from pathlib import Path
 
 from swiftbatch.jobs.processes import environment_of_code
 from swiftbatch.scheduler.chaos.chaos_options import ChaosError
+from swiftbatch.scheduler.chaos.hosts import Host, Hosts, OneHost
 from swiftbatch.scheduler.cluster.cluster import OBJECT_STORE_BYTES
-from swiftbatch.scheduler.cluster.embedded_ray import kill_sessions
+from swiftbatch.scheduler.cluster.embedded_ray import signal_sessions
 
 NUM_RAYLETS = 2  # so that one can be lost and the run goes on
 START_SECONDS = 60.0
 STOP_SECONDS = 5.0
 STARTED = b"Ray runtime started"
 HEAD_OPTIONS = ("--include-dashboard=false", "--no-monitor")
-FAST_HEALTH_CHECKS = {  # a dead raylet is found in one or two seconds instead of thirteen
+HEALTH_CHECKS = {
     "RAY_health_check_initial_delay_ms": "500",
     "RAY_health_check_period_ms": "500",
     "RAY_health_check_timeout_ms": "1000",
-    "RAY_health_check_failure_threshold": "2",
 }
 
 
@@ -43,6 +43,7 @@ class Node:
 
     process: subprocess.Popen[bytes]
     log: Path
+    host: Host
 
     def wait_until_up(self) -> None:
         """Raises ChaosError if the node does not start in time."""
@@ -59,6 +60,11 @@ class Node:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
+    def signal(self, number: signal.Signals) -> None:
+        """Signal everything on the node at once, its workers too, as where a machine hangs or loses its power."""
+        for _ in range(2):  # what was being started at the first time is there at the second
+            signal_sessions({self.process.pid}, number)
+
     def stop(self) -> None:
         """End the node in good order, or by force if it does not listen."""
         self.process.terminate()
@@ -68,33 +74,41 @@ class Node:
 
 
 class LocalCluster:
-    """A head without CPUs, so that no worker runs there, and raylets with `num_cpus` each."""
+    """A head without CPUs, so that no worker runs there, and raylets with `num_cpus` each, on a host each."""
 
-    def __init__(self, folder: Path, num_cpus: int) -> None:
+    def __init__(self, folder: Path, num_cpus: int, hosts: Hosts) -> None:
         self._folder = folder
         self._num_cpus = num_cpus
+        self._hosts = hosts
         self._num_started = 0
         self._sessions: set[int] = set()
         self._port = _free_port()
-        self.address = f"127.0.0.1:{self._port}"
-        self.environment = cluster_environment()
+        self.head_host = hosts.add()
+        self.address = f"{self.head_host.address}:{self._port}"
+        self.environment = cluster_environment(hosts.num_failed_checks)
         self.head: Node | None = None
         self.raylets: list[Node] = []
 
     def start_head(self) -> None:
         """Start the head, again if it was killed, and wait for it: a raylet that comes sooner never joins."""
-        self.head = self._start("--head", f"--port={self._port}", "--num-cpus=0", *HEAD_OPTIONS)
+        self.head = self._start(self.head_host, "--head", f"--port={self._port}", "--num-cpus=0", *HEAD_OPTIONS)
         self.head.wait_until_up()
 
     def add_raylet(self) -> Node:
         """Start one more raylet; it joins by itself, so nobody needs to wait for it."""
-        node = self._start(f"--address={self.address}", f"--num-cpus={self._num_cpus}")
+        node = self._start(self._hosts.add(), f"--address={self.address}", f"--num-cpus={self._num_cpus}")
         self.raylets.append(node)
         return node
 
     def kill_raylet(self, node: Node) -> None:
         self.raylets.remove(node)
         node.kill()
+
+    def replace_ended(self) -> None:
+        """Start another node for each that has ended."""
+        for node in [node for node in self.raylets if node.process.poll() is not None]:
+            self.kill_raylet(node)
+            self.add_raylet()
 
     def node_of(self, pid: int) -> Node | None:
         """The raylet on which a worker process runs."""
@@ -110,16 +124,17 @@ class LocalCluster:
             node.stop()
         if self.head is not None:
             self.head.stop()
-        kill_sessions(self._sessions)
+        signal_sessions(self._sessions, signal.SIGKILL)
 
-    def _start(self, *args: str) -> Node:
+    def _start(self, host: Host, *args: str) -> Node:
         self._num_started += 1
         folder = self._folder / str(self._num_started)  # one each: nodes that start together take the same sockets
         folder.mkdir()
         log = folder / "node.log"
         log.touch()
-        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", f"--temp-dir={folder}"]
-        command += ["--node-ip-address=127.0.0.1", f"--object-store-memory={OBJECT_STORE_BYTES}"]
+        command = [*host.prefix, sys.executable, "-m", "ray.scripts.scripts", "start", "--block"]
+        command += [f"--temp-dir={folder}", f"--node-ip-address={host.address}"]
+        command += [f"--object-store-memory={OBJECT_STORE_BYTES}"]
         command += ["--include-log-monitor=false", "--min-worker-port=0", "--max-worker-port=0"]  # 0: no clashes
         with log.open("ab") as output:
             process = subprocess.Popen(
@@ -131,15 +146,15 @@ class LocalCluster:
                 start_new_session=True,
             )
         self._sessions.add(process.pid)
-        return Node(process, log)
+        return Node(process, log, host)
 
 
 @contextlib.contextmanager
-def local_cluster(num_cpus: int, num_raylets: int = NUM_RAYLETS) -> Iterator[LocalCluster]:
+def local_cluster(num_cpus: int, num_raylets: int = NUM_RAYLETS, hosts: Hosts | None = None) -> Iterator[LocalCluster]:
     """A local cluster that is up, and is ended with the context. Raises ChaosError if it does not start."""
     # not where TMPDIR may point: Ray makes sockets below, and their paths may have 107 characters
     with tempfile.TemporaryDirectory(prefix="sb-", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        cluster = LocalCluster(Path(folder), num_cpus)
+        cluster = LocalCluster(Path(folder), num_cpus, hosts or OneHost())
         try:
             cluster.start_head()
             for node in [cluster.add_raylet() for _ in range(num_raylets)]:
@@ -149,11 +164,13 @@ def local_cluster(num_cpus: int, num_raylets: int = NUM_RAYLETS) -> Iterator[Loc
             cluster.stop()
 
 
-def cluster_environment() -> dict[str, str]:
+def cluster_environment(num_failed_checks: int) -> dict[str, str]:
+    """The environment of all processes of a cluster, which gives a node up after so many checks of its health."""
     environment = {name: value for name, value in environment_of_code().items() if name != "RAY_ADDRESS"}
     secret = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     settings = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
-    return environment | FAST_HEALTH_CHECKS | secret | settings
+    settings["RAY_health_check_failure_threshold"] = str(num_failed_checks)
+    return environment | HEALTH_CHECKS | secret | settings
 
 
 def _free_port() -> int:

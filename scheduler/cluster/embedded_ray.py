@@ -84,7 +84,7 @@ class EmbeddedRay:
     def end(self) -> None:
         """Kill what still runs, stopped workers too, and remove the folder; a Ray that is starting starts no more."""
         self._has_ended.set()
-        kill_sessions(self._sessions)
+        signal_sessions(self._sessions, signal.SIGKILL)
         if not self._keeps_folder:
             self._remove_folder()
         os.close(self._lock)
@@ -95,16 +95,16 @@ class EmbeddedRay:
         while self.folder.exists() and time.monotonic() < last:
             shutil.rmtree(self.folder, ignore_errors=True)
             if self.folder.exists():
-                kill_sessions(self._sessions)
+                signal_sessions(self._sessions, signal.SIGKILL)
                 time.sleep(LOOK_SECONDS)
 
 
-def kill_sessions(sessions: set[int]) -> None:
-    """SIGKILL every process of these sessions."""
+def signal_sessions(sessions: set[int], number: signal.Signals) -> None:
+    """Signal every process of these sessions."""
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if os.getsid(int(path.name)) in sessions:
-                os.kill(int(path.name), signal.SIGKILL)
+                os.kill(int(path.name), number)
 
 
 def _remove_old(place: Path) -> None:

@@ -23,11 +23,14 @@ if TYPE_CHECKING:
 
 STORE_FAILED = "store_failed"  # the worker could not read or write the run folder
 OTHER_MODEL = "other_model"  # the worker's model is not the run's
+NODE_LOST = "node_lost"  # the worker's node is gone, or cut off for longer than the cluster waits
+NODE_DRAINED = "node_drained"
 NO_MEMORY = "no_memory"  # it could not start for want of memory, which others may give back
 OTHER_CODE = "other_code"  # the worker's code is not the driver's
 NUM_LINES, MAX_CHARACTERS = 3, 400  # of a dead worker's log, in a message
 READ_BYTES = 65_536  # of the end of that log
 CRASH = "Fatal Python error"
+LOST_NODE = "its node has died"  # in Ray's text; where Ray words it otherwise, the worker has died and no more is known
 
 # Handles and references stay `Any`: Ray's types know those of decorated classes only.
 
@@ -90,25 +93,31 @@ def _explain(error: RayError) -> tuple[str, str]:
     from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError, RayTaskError
 
     if isinstance(error, RayTaskError):
-        cause = error.cause
-        if isinstance(cause, OtherCodeError):
-            return OTHER_CODE, str(cause)
-        if isinstance(cause, OtherModelError):
-            return OTHER_MODEL, str(cause)
-        if isinstance(cause, ModelError):
-            return "model_refused", str(cause)
-        if isinstance(cause, StoreError):
-            return STORE_FAILED, str(cause)
-        if isinstance(cause, KVRoomError):
-            return NO_MEMORY, str(cause)
-        return "worker_error", " ".join(f"{type(cause).__name__}: {cause}".split())
+        return _explain_cause(error.cause)
     if isinstance(error, RayActorError) and error.preempted:
-        return "node_drained", "its node was drained"
+        return NODE_DRAINED, "its node was drained"
+    if isinstance(error, RayActorError) and LOST_NODE in str(error):
+        return NODE_LOST, "its node is gone, or cut off"
     if isinstance(error, OutOfMemoryError):
         return "worker_out_of_memory", "its machine ran low on memory, and Ray ended it; fewer --slots need less"
     if isinstance(error, ActorUnavailableError):
         return "worker_unreachable", "it can't be reached"
     return "worker_died", "its process ended"
+
+
+def _explain_cause(cause: Exception) -> tuple[str, str]:
+    """As `_explain`, for an error that a worker raised."""
+    if isinstance(cause, OtherCodeError):
+        return OTHER_CODE, str(cause)
+    if isinstance(cause, OtherModelError):
+        return OTHER_MODEL, str(cause)
+    if isinstance(cause, ModelError):
+        return "model_refused", str(cause)
+    if isinstance(cause, StoreError):
+        return STORE_FAILED, str(cause)
+    if isinstance(cause, KVRoomError):
+        return NO_MEMORY, str(cause)
+    return "worker_error", " ".join(f"{type(cause).__name__}: {cause}".split())
 
 
 def last_words(log_folder: str | None, worker_id: str) -> str:

@@ -25,9 +25,17 @@ NOT_PASSED = 1
 @click.option("--checkpoint-tokens", type=WholeNumber(1), default=128)
 @click.option("--run", "run_uri", help="New folder for both runs: a path, s3:// or gs://. [default: chaos-TIME]")
 @click.option("--address", help="HOST:PORT of a running Ray cluster, whose nodes stay. [default: start one]")
+@click.option(
+    "--nodes",
+    "num_nodes",
+    type=WholeNumber(2),
+    help="Start so many nodes, each with a network of its own: as root, on Linux.",
+)
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="File for the report.")
 def chaos(run_uri: str | None, json_path: Path | None, **options: Any) -> None:
     """Run jobs undisturbed and again while workers, nodes and the driver are killed or stopped; compare every token.
+
+    With --nodes, nodes are also cut off and come back, hang, and leave with notice, and so do the head and the driver.
 
     \b
     Exit code: 0 all kills were done and all outputs are identical, 1 they were not, 2 wrong usage or a failed run.

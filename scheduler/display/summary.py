@@ -90,8 +90,8 @@ def counted(number: int, noun: str) -> str:
 
 def damage_lines(run: Run) -> list[str]:
     """A line for each file that was met and can't be used, and what makes up for it."""
-    from swiftbatch.jobs.run.result_segments import SUFFIX
     from swiftbatch.jobs.run.run import PROGRESS, REJECTS
+    from swiftbatch.jobs.run.segment_format import SUFFIX
 
     place = run.store.shown_uri
     is_of_jobs = bool(run.damaged.keys() - {PROGRESS, REJECTS})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +14,9 @@ from swiftbatch.jobs.run.job_index import JobEntry, JobIndex
 from swiftbatch.jobs.run.output_line import error_line
 from swiftbatch.jobs.run.priorities import priorities_of
 from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.run_files import NUM_READERS
 from swiftbatch.jobs.shared_prompts import SharedPrompt, shared_prompts
+from swiftbatch.scheduler.driver.attempts import Attempts
 from swiftbatch.scheduler.driver.job_queue import JobQueue
 from swiftbatch.scheduler.driver.lengths import Lengths
 from swiftbatch.scheduler.driver.untouched_jobs import NO_GROUP, UntouchedJobs
@@ -21,8 +24,8 @@ from swiftbatch.scheduler.driver.untouched_jobs import NO_GROUP, UntouchedJobs
 CANCELLED = "cancelled"  # the error code of a job that its user stopped
 
 
-def load_queue(run: Run, max_attempts: int) -> JobQueue:
-    """The queue of a run's unfinished jobs.
+def load_queue(run: Run, max_attempts: int, attempts: Attempts | None = None) -> JobQueue:
+    """The queue of a run's unfinished jobs; `attempts` hears of those that have left files.
 
     A started job counts the tokens of its token log, or of the last heartbeat where that is ahead: those were generated
     too, and an attempt that has not come as far has made no progress.
@@ -32,7 +35,7 @@ def load_queue(run: Run, max_attempts: int) -> JobQueue:
     is_waiting, ended = _ended(run, index, lengths)
     index = index.some(np.flatnonzero(is_waiting))
     priorities, (groups, shared) = _priorities(run, index), _prompts(index)
-    started = _started(run, index)
+    started = _started(run, index, attempts)
     rows = np.setdiff1d(np.arange(len(index)), [row for row, _ in started])
     untouched = UntouchedJobs(index.some(rows).without("prompt_keys"), priorities[rows], groups[rows], shared[rows])
     queue = JobQueue(max_attempts, untouched, lengths)
@@ -81,21 +84,27 @@ def _prompts(index: JobIndex) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     return groups, shared
 
 
-def _started(run: Run, index: JobIndex) -> list[tuple[int, int]]:
+def _started(run: Run, index: JobIndex, attempts: Attempts | None) -> list[tuple[int, int]]:
     """The rows of the jobs that an earlier driver has handed out, with the tokens that each is known to have had."""
-    last_beat = run.progress()
+    last_beat, checkpoints = run.progress(), CheckpointStore.of(run)
     reported = {} if last_beat is None else last_beat.running
-    with_checkpoint, checkpoints = set(run.store.list("checkpoints")), CheckpointStore.of(run)
-    found = []
+    with_checkpoint = set(run.store.list("checkpoints"))
     names = {known for name in reported for known in (name, name.rpartition("[")[0])}  # of lines with choices, too
-    rows = np.union1d(index.rows_of("job_id", with_checkpoint), index.rows_of("custom_id", names))
-    for row in rows.tolist():
-        entry = index.entry(row)
-        is_there = entry.job_id in with_checkpoint
-        if is_there or entry.name in reported:
-            num_logged = len(checkpoints.read_tokens(entry.job_id)) if is_there else 0
-            found.append((row, max(num_logged, reported.get(entry.name, 0))))
-    return found
+    handed_out = with_checkpoint.union(attempts.counted() if attempts else ())
+    rows = np.union1d(index.rows_of("job_id", handed_out), index.rows_of("custom_id", names))
+    entries = [index.entry(row) for row in rows.tolist()]
+    with ThreadPoolExecutor(NUM_READERS) as pool:
+        found = [entry.job_id for entry in entries if entry.job_id in with_checkpoint]
+        read = dict(zip(found, pool.map(checkpoints.read_attempts, found), strict=True))
+    for job_id, (numbers, _) in read.items():
+        if attempts is not None:
+            attempts.note_found(job_id, numbers)
+    num_logged = {job_id: len(log.token_ids) for job_id, (_, log) in read.items()}
+    return [
+        (row, max(num_logged.get(entry.job_id, 0), reported.get(entry.name, 0)))
+        for row, entry in zip(rows.tolist(), entries, strict=True)
+        if entry.job_id in handed_out or entry.name in reported
+    ]
 
 
 def count_jobs(run: Run) -> dict[str, int]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.metrics.driver_counters import DriverCounters
 from swiftbatch.scheduler.display.display import Display
+from swiftbatch.scheduler.driver.attempts import Attempts
 from swiftbatch.scheduler.driver.job_queue import JobQueue
 from swiftbatch.scheduler.driver.speed import monotonic
 from swiftbatch.scheduler.driver.worker_fleet import Fleet
@@ -20,6 +21,7 @@ class DriverContext:
 
     run: Run
     queue: JobQueue
+    attempts: Attempts
     fleet: Fleet
     display: Display
     counters: DriverCounters

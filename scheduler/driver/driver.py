@@ -6,6 +6,7 @@ Everything the driver knows is in the run folder as well: it may die at any mome
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 
 from swiftbatch.jobs.errors import ModelError, UserError
@@ -18,14 +19,15 @@ from swiftbatch.scheduler.display.end_events import LimitReached
 from swiftbatch.scheduler.display.events import DriverStarted, RunStopping, WorkerStopping
 from swiftbatch.scheduler.driver.context import DriverContext
 from swiftbatch.scheduler.driver.dispatch import Dispatcher
-from swiftbatch.scheduler.driver.driver_metrics import Census
 from swiftbatch.scheduler.driver.hold import Hold
+from swiftbatch.scheduler.driver.run_progress import Census
 from swiftbatch.scheduler.driver.settlement import Intake, Settlement
 from swiftbatch.scheduler.driver.sharding import Sharding
 from swiftbatch.scheduler.driver.worker_fleet import Event, Lost
 
 WAIT_SECONDS = 0.2
 DRAIN_SLACK_SECONDS = 1.0  # for a drained worker's report to arrive
+LOST_CLUSTER_SECONDS = 20.0  # Ray ends a process that has not heard of its head for 60 s, half of which have passed
 MAX_FAILED_STARTS = 3
 MAX_STARTS_WITHOUT_MEMORY = 6  # in about a minute: a worker that was killed gives a GPU's memory back late
 
@@ -71,16 +73,19 @@ class Driver:
                 self._census.take(self._clock())  # counts the workers' time while they are there
                 self._context.display.note(LimitReached(self.reached_limit) if self.reached_limit else RunStopping())
                 self._drain_all("driver_stopped")
+            self._context.attempts.end()
             state = self._write_output()
         except ClusterLostError:
-            self._drain_all("cluster_lost")  # workers are called directly, not through the cluster's head
+            self._drain_all(
+                "cluster_lost", LOST_CLUSTER_SECONDS
+            )  # workers are called directly, not through the cluster's head
             raise
         except StoreError:
             run = Run(Store(self._run.store.uri), self._run.manifest)  # it was tried again for long enough
             self._hold.go_on_through(run)
             raise
         finally:
-            self._dispatcher.stop()
+            self._context.attempts.stop()
             self._fleet.stop()
             self._sharding.stop()
             with contextlib.suppress(StoreError, RunError):  # the error that brought us here matters more
@@ -97,6 +102,7 @@ class Driver:
         now = self._clock()
         if self._hold.is_due(now):  # first of all: it fails where the run is no longer ours
             self._beat("running")
+            self._context.attempts.keep()
             with self._hold.beating():  # there may be a hundred thousand of them
                 self._settlement.take_cancel_requests()
             self._sharding.look(self._queue.counts()["finished"], self._queue.num_generated_tokens)
@@ -115,11 +121,12 @@ class Driver:
         if not events and all(worker.is_idle for worker in self._fleet.workers):
             time.sleep(WAIT_SECONDS)  # every job left waits for its next attempt
 
-    def _drain_all(self, reason: str) -> None:
+    def _drain_all(self, reason: str, longest: float = math.inf) -> None:
         """Have all workers write their checkpoints and hand their jobs back, in the grace period."""
+        seconds = min(self._context.grace_seconds, longest)
         for worker in self._fleet.workers:
-            worker.begin_drain(reason, self._context.grace_seconds)
-        last = self._clock() + self._context.grace_seconds + DRAIN_SLACK_SECONDS
+            worker.begin_drain(reason, seconds)
+        last = self._clock() + seconds + DRAIN_SLACK_SECONDS
         while self._queue.counts()["running"] and (now := self._clock()) < last:
             self._dispatcher.hand_out(now)
             for event in self._fleet.wait(WAIT_SECONDS, now):

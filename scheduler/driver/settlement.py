@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.run.job_index import JobEntry
 from swiftbatch.jobs.run.line_parts import num_completion_tokens
 from swiftbatch.jobs.run.output_line import error_line
@@ -28,10 +27,9 @@ class Settlement:
     """Writes what became of jobs, and keeps queue, counters and display in step with it."""
 
     def __init__(self, context: DriverContext) -> None:
-        self._run, self._queue = context.run, context.queue
+        self._run, self._queue, self._attempts = context.run, context.queue, context.attempts
         self._counters, self._display = context.counters, context.display
         self._clock = context.clock
-        self._checkpoints = CheckpointStore.of(context.run)
         self._cancelling: set[str] = set()  # job ids to cancel as soon as no worker has them
 
     def put_back(self, job_id: str, reason: str, message: str) -> None:
@@ -44,8 +42,7 @@ class Settlement:
         if self._queue.lose(job_id, self._clock()):
             self._display.note(JobPutBack(entry.name, reason, num_tokens, is_lost=True))
         else:
-            num_attempts = self._checkpoints.attempts(job_id)
-            text = f"given up after {num_attempts} attempts; the last one: {message}"
+            text = f"given up after {self._attempts.count(job_id)} attempts; the last one: {message}"
             self._give_up(job_id, "attempts_failed", text)
 
     def refuse(self, job_id: str, code: str, message: str) -> None:
@@ -80,6 +77,7 @@ class Settlement:
         """Count a job whose result is in the run folder."""
         if entry := self._queue.entry(job_id):
             self._queue.finish(job_id, num_generated_tokens)
+            self._attempts.finish(job_id)
             self._display.note(JobFinished(entry.name, num_generated_tokens))
 
     def take_results(self, job_ids: Iterable[str]) -> None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from swiftbatch.scheduler.cluster.cluster import Cluster
 
 RESTARTS = Backoff(first=1.0, longest=30.0)
+DIED = ("worker_died", "worker_unreachable")  # for a reason of its own, or with its node
 LONGER = 10  # times the patience, where a worker reads a prompt or gigabytes of checkpoints before it reports
 
 
@@ -39,6 +40,7 @@ class Worker:
     num_fitting: int | None = None  # jobs that were left when its memory ran out, until one of them has left, too
     drain_by: float = 0.0  # in `time.monotonic()` seconds
     speed: Speed = field(default_factory=lambda: Speed(time.monotonic()))
+    num_failed_before: int = 0  # starts of the fleet in a row, when this one began
 
     @property
     def is_idle(self) -> bool:
@@ -132,7 +134,9 @@ class Fleet:
             worker_id = f"w{self._num_created}"
             num_cpus, num_gpus = self._cluster.num_cpus_per_worker(), self.num_gpus_per_worker()
             actor = self._calls.create_actor(worker_id, self._spec, self._code, num_cpus=num_cpus, num_gpus=num_gpus)
-            self.workers.append(Worker(worker_id, actor, actor.start.remote(), speed=Speed(self._now())))
+            worker = Worker(worker_id, actor, actor.start.remote(), speed=Speed(self._now()))
+            worker.num_failed_before = self.num_failed_starts
+            self.workers.append(worker)
 
     def num_gpus_per_worker(self) -> int:
         """1 where each worker has a GPU to itself, 0 where they run on CPUs."""
@@ -212,6 +216,16 @@ class Fleet:
         message = str(error)
         if worker.info is None:
             message += last_words(self._spec.log_folder, worker.id)
-            self.num_failed_starts += 1
-            self._restart_not_before = now + RESTARTS.seconds(self.num_failed_starts)
+            self.num_failed_starts += self._blames_the_start(worker, error.reason)
+            self._restart_not_before = now + RESTARTS.seconds(max(1, self.num_failed_starts))
         return Lost(worker, error.reason, message)
+
+    def _blames_the_start(self, worker: Worker, reason: str) -> bool:
+        """Return whether a loss tells that workers do not start, so that a few of them end the run.
+
+        A node that goes says nothing of that. It takes all its workers along, and Ray may not know yet why they died:
+        of those that were started together, only the first counts.
+        """
+        if reason in (remote.NODE_LOST, remote.NODE_DRAINED):
+            return False
+        return reason not in DIED or worker.num_failed_before == self.num_failed_starts

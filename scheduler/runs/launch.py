@@ -20,12 +20,13 @@ from swiftbatch.scheduler.display.display import Display
 from swiftbatch.scheduler.display.end_events import LimitReached, ShardWritten
 from swiftbatch.scheduler.display.events import FewGpus, SlowOnGpu
 from swiftbatch.scheduler.display.job_events import LineDamaged
+from swiftbatch.scheduler.driver.attempts import Attempts
 from swiftbatch.scheduler.driver.backlog import count_jobs, load_queue
 from swiftbatch.scheduler.driver.context import DriverContext
 from swiftbatch.scheduler.driver.driver import Driver, DriverError
-from swiftbatch.scheduler.driver.driver_metrics import served_metrics
 from swiftbatch.scheduler.driver.hold import Hold
 from swiftbatch.scheduler.driver.job_queue import JobQueue
+from swiftbatch.scheduler.driver.run_progress import served_metrics
 from swiftbatch.scheduler.driver.sharding import finish_shards
 from swiftbatch.scheduler.driver.worker_fleet import Fleet
 from swiftbatch.scheduler.limits import Spending
@@ -65,7 +66,8 @@ def launch(hold: Hold, settings: Settings, display: Display) -> Outcome:
     )
     hold.go_on_through(run)
     with _told_how_to_go_on(run):
-        queue = load_queue(run, settings.max_attempts)
+        attempts = Attempts.read(run.store, hold.epoch.number)
+        queue = load_queue(run, settings.max_attempts, attempts)
         for path, problem, kept in run.set_damaged_aside(queue.unfinished()):
             display.note(LineDamaged(path, problem, kept))
         spent = Spending.so_far(hold.before, queue.num_generated_tokens)
@@ -73,7 +75,7 @@ def launch(hold: Hold, settings: Settings, display: Display) -> Outcome:
         if queue.num_unfinished and reached is None:
             config = _engine_config(run.manifest, settings)
             with connect(settings.address, settings.num_workers) as cluster:
-                state, reached = _drive(run, hold, queue, spent, config, settings, cluster, display, counters)
+                state, reached = _drive(run, hold, queue, attempts, spent, config, settings, cluster, display, counters)
         else:
             state = "finished" if reached is None else "interrupted"
             if reached is not None:
@@ -89,6 +91,7 @@ def _drive(
     run: Run,
     hold: Hold,
     queue: JobQueue,
+    attempts: Attempts,
     spent: Spending,
     config: EngineConfig,
     settings: Settings,
@@ -114,6 +117,7 @@ def _drive(
         context = DriverContext(
             run,
             queue,
+            attempts,
             fleet,
             display,
             counters,

@@ -13,12 +13,13 @@ import numpy as np
 
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.run.output_line import success_line
-from swiftbatch.jobs.run.result_segments import SealedResult
 from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.segment_format import SealedResult
 from swiftbatch.metrics.driver_counters import DriverCounters
 from swiftbatch.scheduler.cluster.actors import WorkerSpec
 from swiftbatch.scheduler.cluster.cluster import Cluster
 from swiftbatch.scheduler.display.display import open_display
+from swiftbatch.scheduler.driver.attempts import Attempts
 from swiftbatch.scheduler.driver.backlog import load_queue
 from swiftbatch.scheduler.driver.context import DriverContext
 from swiftbatch.scheduler.driver.driver import Driver
@@ -50,10 +51,12 @@ def drive(options: ScaleOptions) -> dict[str, float]:
     calls = StubCalls(clock)
     cluster = Cluster(is_embedded=True, num_gpus=0, watch=None)
     fleet = Fleet(WorkerSpec(EngineConfig(), run.store.uri), cluster, PATIENCE, calls, clock.now)
-    hold, queue = Hold(run, clock=clock.now), load_queue(run, MAX_ATTEMPTS)
+    hold = Hold(run, clock=clock.now)
+    attempts = Attempts.read(run.store, hold.epoch.number)
+    queue = load_queue(run, MAX_ATTEMPTS, attempts)
     with open_display("quiet") as display:
         context = DriverContext(
-            *(run, queue, fleet, display, DriverCounters(), options.num_workers, options.num_slots),
+            *(run, queue, attempts, fleet, display, DriverCounters(), options.num_workers, options.num_slots),
             grace_seconds=0.0,
             limits=Limits(),
             spent=Spending(),

@@ -1,6 +1,6 @@
 """Workers that only say that they work, on a clock of their own: a driver with a thousand of them fits one core.
 
-The driver is the real one, with its queue, its claims and its heartbeat. Left out are Ray, and what workers write.
+The driver is the real one, with its queue, its attempts and its heartbeat. Left out are Ray, and what workers write.
 """
 
 from __future__ import annotations

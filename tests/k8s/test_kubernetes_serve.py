@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from swiftbatch.scheduler.serve.api import server_routes
+from swiftbatch.scheduler.serve.api.app import server_router
 from swiftbatch.scheduler.serve.api.server import END_SECONDS
 from swiftbatch.scheduler.serve.driving.keeper import GRACE_SLACK_SECONDS
 from swiftbatch.scheduler.serve.hooks.hooks import TRY_SECONDS
@@ -48,7 +48,7 @@ def test_the_server_listens_where_the_service_and_the_probes_look_and_asks_for_k
     assert container["ports"] == [{"name": "http", "containerPort": said["port"]}]
     assert one(objects, "Service")["spec"]["ports"][0]["targetPort"] == "http"
     assert one(objects, "NetworkPolicy")["spec"]["ingress"][0]["ports"] == [{"port": said["port"]}]
-    paths = {route.path for route in server_routes.router.routes}  # type: ignore[attr-defined]
+    paths = {route.path for route in server_router.routes}  # type: ignore[attr-defined]
     probes = {name: container[f"{name}Probe"]["httpGet"] for name in ("startup", "liveness", "readiness")}
     assert {probe["path"] for probe in probes.values()} == {"/healthz", "/readyz"} <= paths
     assert probes["readiness"]["path"] == "/readyz"

@@ -20,7 +20,7 @@ from swiftbatch.metrics.exporter import DriverCollector, EngineCollector, Labels
 from swiftbatch.metrics.worker_counters import EngineCounters
 from swiftbatch.scheduler.cluster.actors import WorkerInfo, WorkerSpec
 from swiftbatch.scheduler.cluster.cluster import Cluster
-from swiftbatch.scheduler.driver.driver_metrics import Census, served_metrics
+from swiftbatch.scheduler.driver.run_progress import Census, served_metrics
 from swiftbatch.scheduler.driver.worker_fleet import Fleet, Worker
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.session.work import Orders

@@ -24,6 +24,7 @@ from swiftbatch.metrics.report.gantt import gantt
 from swiftbatch.metrics.report.page import MAX_JOBS, render
 from swiftbatch.metrics.report.stretches import job_pace, stretches
 from swiftbatch.metrics.report.summary import summary
+from tests.jobs.checkpoints.checkpoint_parts import claim
 from tests.jobs.run.run_parts import PROGRESS, write_result
 from tests.metrics.report_parts import (
     BEGIN,
@@ -148,7 +149,7 @@ def test_unfinished_jobs_are_shown_from_their_checkpoints(tmp_path: Path) -> Non
     run.add_jobs(jobs)
     checkpoints, now = CheckpointStore.of(run), time.time()
     for job, is_released in ((busy, False), (waiting, True), (failed, False), (cancelled, False)):
-        number = checkpoints.claim(job.job_id, "w1")
+        number = claim(checkpoints, job.job_id, "w1")
         checkpoints.write_tokens(job.job_id, number, np.arange(30, dtype=np.uint32))
         checkpoints.write_timeline(job.job_id, number, timeline(now, 5.0, 0, 30, is_released))
     run.write_error(failed.job_id, error_line(failed, "attempts_failed", "given up after 1 attempts; no room"))

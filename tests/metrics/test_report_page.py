@@ -18,6 +18,7 @@ from swiftbatch.jobs.input.reader import Reject
 from swiftbatch.jobs.run.output_line import error_line
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.cli import main
+from tests.jobs.checkpoints.checkpoint_parts import claim
 from tests.metrics.report_parts import BEGIN, attempt, finish, new_run, page_of, preempted_run, record, timeline
 
 pytestmark = pytest.mark.long
@@ -32,6 +33,7 @@ HOSTILE = (
     "a\u202egpj.exe\x00\x1b[31m\udc80",
     "&lt;b&gt; ]]> <!--",
 )
+
 TAGS = re.compile(
     "html|head|meta|link|title|style|body|header|h1|h2|span|p|nav|a|small|b|section|div|i|table|thead|tbody|tr|th|td|bdi|"
     "details|summary|blockquote|ul|li|code|dl|dt|dd|svg|defs|g|path|use|text|clippath|rect"
@@ -186,7 +188,7 @@ def test_a_run_on_an_object_store_is_reported_without_links(s3_uri: str) -> None
     waiting = record("waiting")
     run.add_jobs([waiting])
     checkpoints = CheckpointStore.of(run)
-    number = checkpoints.claim(waiting.job_id, "w1")
+    number = claim(checkpoints, waiting.job_id, "w1")
     checkpoints.write_tokens(waiting.job_id, number, np.arange(30, dtype=np.uint32))
     text = page_of(Run.open(s3_uri))
     page = Elements(text)

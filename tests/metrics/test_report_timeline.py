@@ -13,7 +13,7 @@ from swiftbatch.jobs.checkpoints.timeline import MAX_MARKS, Timeline, TimelineRe
 from swiftbatch.jobs.checkpoints.writer import CheckpointWriter
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.worker.session.work import Orders
-from tests.jobs.checkpoints.checkpoint_parts import FINGERPRINT, JOB, Cache, output_ids, tokens_at
+from tests.jobs.checkpoints.checkpoint_parts import FINGERPRINT, JOB, Cache, claim, output_ids, tokens_at
 from tests.jobs.storage.slow_store import GatedStore
 from tests.metrics.report_parts import facts_of, timeline
 from tests.worker.session.session_parts import body, claimed, make_run, record, session, to_the_end, until
@@ -83,7 +83,7 @@ def test_a_damaged_timeline_is_named_and_costs_nothing_else(tmp_path: Path, capl
     checkpoints = CheckpointStore(store, FINGERPRINT)
     kept = timeline(9.0, 5.0, 0, 10)
     for number in (1, 2):
-        assert checkpoints.claim(JOB, "w1") == number
+        assert claim(checkpoints, JOB, "w1") == number
         checkpoints.write_timeline(JOB, number, kept)
     path = f"checkpoints/{JOB}/0001/timeline.json"
     store.write(path, (store.read(path) or b"").replace(b"9.0", b"8.0"))

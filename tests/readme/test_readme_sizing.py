@@ -18,8 +18,8 @@ from swiftbatch.jobs.checkpoints.token_log import TokenLog, encode_log
 from swiftbatch.jobs.checkpoints.writer import CheckpointWriter
 from swiftbatch.jobs.identity import Identity
 from swiftbatch.jobs.job import MAX_SLUG
-from swiftbatch.jobs.run.result_segments import SealedResult
 from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.segment_format import SealedResult
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.driver.driver_heartbeat import BEAT_SECONDS_OBJECT_STORE
 from swiftbatch.scheduler.driver.takeover import Epoch
@@ -29,7 +29,7 @@ from swiftbatch.worker.drafters.recycling.token_recycling import TokenRecyclingD
 from swiftbatch.worker.exactness.doctor import NUM_PROBED_ROWS
 from swiftbatch.worker.model.files import EMBEDDED
 from swiftbatch.worker.session.checkpointing import MAX_SEGMENT_BYTES
-from tests.jobs.checkpoints.checkpoint_parts import FINGERPRINT, IDENTITY, JOB, Cache, output_ids, tokens_at
+from tests.jobs.checkpoints.checkpoint_parts import FINGERPRINT, IDENTITY, JOB, Cache, claim, output_ids, tokens_at
 from tests.jobs.run.run_parts import FINISHED, MANIFEST, PROGRESS
 from tests.jobs.storage.fault_proxy import FaultProxy
 from tests.metrics.report_parts import timeline
@@ -118,7 +118,7 @@ def test_a_heartbeat_makes_the_requests_that_the_table_says(s3_uri: str, s3_prox
 
 def test_checkpoints_make_the_requests_that_the_table_says(s3_uri: str, s3_proxy: FaultProxy) -> None:
     checkpoints = CheckpointStore(Store(s3_uri), FINGERPRINT)
-    attempt = checkpoints.claim(JOB, "w1")
+    attempt = claim(checkpoints, JOB, "w1")
     writer = CheckpointWriter(checkpoints, 1024, lambda *_: None)
     writer.open(JOB, attempt, "suffix", Cache())
 

@@ -22,7 +22,7 @@ from swiftbatch.worker.target.step_costs import Costs, StepCosts
 NUM_ROWS = np.array(NODE_CHOICES) + 1
 PLAN_EVERY, PLAN_AT_LEAST_EVERY = 8, 64  # trees: to find shares takes half a short step; those that stay wait
 STEPS_PER_PLAN = 320  # at most, without anything learned: texts grow, and steps take longer
-DOUBT_EVERY = 128  # steps between plans for nothing; where looks come one behind the other, what they find is new
+DOUBT_EVERY = 16  # steps between plans for nothing; where looks come one behind the other, what they find is new
 WORTH_DRAFTING = 1.05  # times the rate without drafts, for a start
 WORTH_STAYING = 1.02  # such rates, where drafts are made: less than for a start, since looks tell less than drafts do
 MOST_RESTING = 127  # steps in a row that nothing is asked about: where none drafts, to ask takes a tenth of a step

@@ -16,7 +16,7 @@ NUM_KEPT = 15  # steps of each kind, of which the median counts
 FEWEST = 3  # steps of a kind that tell anything
 ENOUGH = 9  # plain steps: of fewer all may have been slow by chance, and drafts seem to pay for hundreds of steps
 MOST_BESIDE = 9  # times the expected seconds: on a machine that became busy all steps take twice as long as expected
-DOUBTED = 3  # steps that are forgotten at once
+DOUBTED = 5  # steps that are forgotten at once: a third, so that three doubts let drafts be tried anew
 SETTLED = 2  # steps of a kind before one that counts: what another kind left in the processor's caches takes its time
 LOOK_EVERY, LOOK_SOON = 96, 10  # steps with drafts between looks at plain ones; until there are enough of these
 

@@ -17,7 +17,7 @@ from swiftbatch.worker.inspection.sources import Source, source_of
 from swiftbatch.worker.kernels.sizes import MOST_SLOTS
 from swiftbatch.worker.model.compute_path import path_on
 from swiftbatch.worker.model.config_faults import config_fault, keys_fault
-from swiftbatch.worker.model.config_numbers import shown
+from swiftbatch.worker.model.config_values import shown
 from swiftbatch.worker.model.digests import has_tekken_alone
 from swiftbatch.worker.model.faults import adapter_fault, folder_fault, small_files_fault
 from swiftbatch.worker.model.files import PARTS_FOLDER, read_whole_config, what_refuses

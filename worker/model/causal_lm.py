@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.kernels.packed import plain
-from swiftbatch.worker.model.config_numbers import shown
+from swiftbatch.worker.model.config_values import shown
 from swiftbatch.worker.model.files import ModelFiles, eos_token_ids_of, read_config, read_whole_config
 from swiftbatch.worker.model.formats.catalogue import CONFIG_KEYS
 from swiftbatch.worker.model.tensors import read_tensors

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from swiftbatch.worker.model.config_numbers import (
+from swiftbatch.worker.model.config_values import (
     COUNT,
     NOT_NEGATIVE,
     RULES,

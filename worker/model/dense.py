@@ -21,7 +21,7 @@ from swiftbatch.worker.model.dense_config import (
     refuse_layers_on,
     refuse_other_tensors,
 )
-from swiftbatch.worker.model.dense_forms import ATTENTION
+from swiftbatch.worker.model.dense_names import ATTENTION
 from swiftbatch.worker.model.expert_layers import expert_weights
 from swiftbatch.worker.model.files import ModelFiles, read_config, stored_layout
 from swiftbatch.worker.model.latent_layers import latent_linears

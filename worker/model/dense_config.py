@@ -14,10 +14,9 @@ from typing import Any
 from swiftbatch.worker.kernels.forms import Activation
 from swiftbatch.worker.kernels.frequencies import Rotary
 from swiftbatch.worker.kernels.sizes import LatentSizes, sizes_fault
-from swiftbatch.worker.model.config_numbers import number_of, numbers_of
-from swiftbatch.worker.model.dense_forms import ALWAYS, ATTENTION, Form
-from swiftbatch.worker.model.dense_keys import what_is_not_understood
+from swiftbatch.worker.model.config_values import number_of, numbers_of
 from swiftbatch.worker.model.dense_kinds import KINDS
+from swiftbatch.worker.model.dense_names import ALWAYS, ATTENTION, Form
 from swiftbatch.worker.model.expert_config import ExpertConfig, read_experts
 from swiftbatch.worker.model.latent_forms import LatentConfig, read_latent
 from swiftbatch.worker.model.layer_angles import num_turned_of, other_layers, other_rotary, own_rotary
@@ -25,6 +24,7 @@ from swiftbatch.worker.model.layer_windows import Windows
 from swiftbatch.worker.model.mixer_forms import MixerConfig, read_mixers
 from swiftbatch.worker.model.recurrent_sizes import RECURRENT, layer_types
 from swiftbatch.worker.model.text_view import EMBEDDING, HEAD, HEAD_BIAS
+from swiftbatch.worker.model.unsupported_keys import what_is_not_understood
 
 SINKS = "self_attn.sinks"
 PRODUCTS = ("gate", "up", "down")  # the roles of a layer's products behind its attention

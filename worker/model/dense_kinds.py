@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from swiftbatch.worker.kernels.forms import Activation, NormForm
-from swiftbatch.worker.model.dense_forms import (
+from swiftbatch.worker.model.dense_names import (
     ACTIVATIONS,
     ALWAYS,
     AROUND,

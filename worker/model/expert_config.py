@@ -8,7 +8,7 @@ from typing import Any
 
 from swiftbatch.worker.kernels.routing import Routing
 from swiftbatch.worker.kernels.sizes import LANES
-from swiftbatch.worker.model.config_numbers import number_of
+from swiftbatch.worker.model.config_values import number_of
 from swiftbatch.worker.model.expert_forms import CHOSEN_KEYS, COUNT_KEYS, ExpertForm, ExpertNames
 
 Config = Mapping[str, Any]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from swiftbatch.worker.kernels.forms import NormForm
 from swiftbatch.worker.kernels.routing import Score
-from swiftbatch.worker.model.dense_forms import (
+from swiftbatch.worker.model.dense_names import (
     COHERE,
     GRANITE,
     HUNYUAN,

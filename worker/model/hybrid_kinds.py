@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from swiftbatch.worker.kernels.forms import NormForm
 from swiftbatch.worker.kernels.routing import Score
-from swiftbatch.worker.model.dense_forms import GRANITE, LINEARS, SHARED_GATES, Form
+from swiftbatch.worker.model.dense_names import GRANITE, LINEARS, SHARED_GATES, Form
 from swiftbatch.worker.model.expert_forms import (
     ExpertForm,
     ExpertNames,

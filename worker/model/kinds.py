@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from swiftbatch.worker.model.config_numbers import shown
+from swiftbatch.worker.model.config_values import shown
 from swiftbatch.worker.model.recurrent_sizes import (
     ATTENDING,
     RECURRENT,

@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from swiftbatch.worker.kernels.frequencies import QueryGrowth, Rotary, rotary_of
-from swiftbatch.worker.model.config_numbers import number_of
-from swiftbatch.worker.model.dense_forms import Form, WindowAngles
+from swiftbatch.worker.model.config_values import number_of
 from swiftbatch.worker.model.dense_kinds import KINDS
+from swiftbatch.worker.model.dense_names import Form, WindowAngles
 from swiftbatch.worker.model.layer_windows import Windows
 from swiftbatch.worker.model.layers_without_rotary import always
 

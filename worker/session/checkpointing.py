@@ -26,12 +26,16 @@ class Checkpointing:
         self._writer = CheckpointWriter(checkpoints, segment_positions, engine.counters.count_checkpoint)
 
     def open(self, job: RunningJob) -> None:
-        """Begin with a job, whose new manifests go on from the segments that its resume found whole."""
+        """Begin with a job, whose new manifests go on from the segments that its resume found whole.
+
+        A resume has said already who makes the attempt, see `WorkerSession`.
+        """
         segments = job.recovery.segments if job.recovery else ()
         num_rewinds = len(job.sequence.rewinds)
         self._writer.open(
             *(job.job_id, job.assignment.attempt, self._config.engine, job.cache, segments, num_rewinds),
             num_logprobs=job.sequence.num_generated_tokens,
+            start=None if job.recovery else job.start,
         )
 
     def rewind(self, job: RunningJob, again: Sequence) -> None:
@@ -68,7 +72,7 @@ class Checkpointing:
 
     def close(self, job: RunningJob) -> None:
         """Write no more of a job: nothing is under way for it when this returns."""
-        self._writer.close(job.job_id)
+        job.has_files = self._writer.close(job.job_id)
 
     def check(self) -> None:
         """Raise the StoreError of a write that failed for good."""

@@ -13,9 +13,9 @@ from itertools import count
 from secrets import token_hex
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
-from swiftbatch.jobs.run.result_segments import SealedResult
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_files import NUM_READERS
+from swiftbatch.jobs.run.segment_format import SealedResult
 from swiftbatch.worker.session.work import JobProgress
 
 MOST_RESULTS, MOST_BYTES, MOST_SECONDS = 1000, 16 * 2**20, 30.0  # of results that wait to be sealed
@@ -44,11 +44,11 @@ class Sealing:
         self._pool = ThreadPoolExecutor(1, "seals")
         self._under_way: deque[Future[list[JobProgress]]] = deque()
 
-    def add(self, result: SealedResult, *, is_kept: bool) -> None:
-        """Take the result of a job that has just ended; with `is_kept` its checkpoints stay."""
+    def add(self, result: SealedResult, *, clears: bool) -> None:
+        """Take the result of a job that has just ended; with `clears` its checkpoints go once it is there."""
         if not self._waiting:
             self._since = time.monotonic()
-        self._waiting.append((result, is_kept))
+        self._waiting.append((result, clears))
         self._num_bytes += len(result.line)
         self._has_long |= result.num_tokens >= self._rule.num_tokens
 
@@ -84,5 +84,5 @@ class Sealing:
     def _write(self, name: str, results: list[tuple[SealedResult, bool]]) -> list[JobProgress]:
         self._run.write_segment(name, [result for result, _ in results])
         with ThreadPoolExecutor(NUM_READERS) as pool:
-            list(pool.map(self._checkpoints.clear, [result.job_id for result, is_kept in results if not is_kept]))
+            list(pool.map(self._checkpoints.clear, [result.job_id for result, clears in results if clears]))
         return [JobProgress(result.job_id, result.num_tokens) for result, _ in results]

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from swiftbatch.jobs.checkpoints.checkpoint_store import AttemptRecord, ResumeRecord
+from swiftbatch.jobs.checkpoints.checkpoint_store import AttemptRecord, AttemptStart, ResumeRecord
 from swiftbatch.jobs.checkpoints.timeline import TimelineRecorder
 from swiftbatch.metrics.worker_counters import DRAFT_KINDS
 from swiftbatch.worker.caches.full import FullKVCache
@@ -32,6 +32,8 @@ class RunningJob:
     sequence: TokenSequence
     cache: FullKVCache
     recovery: Recovery | None  # None in a first attempt
+    start: AttemptStart  # what its files say of it
+    has_files: bool = False  # known once its checkpoints are closed
     started: float = field(default_factory=time.monotonic)
     thinking: Thinking | None = None  # None for a model that does not
     logged: float = field(default_factory=time.monotonic)
@@ -104,22 +106,21 @@ class RunningJob:
             "mean_acceptance_length": round(1 + self.num_accepted_tokens / max(1, self.num_drafts), 3),
             "ms_per_token": round(1000 * seconds / max(1, num_new_tokens), 3),
             **distinct(self.sequence.output_ids),
-            "num_attempts": self.assignment.attempt,
-            "num_resumes": self.assignment.attempt - 1,
+            "num_attempts": self.assignment.num_attempts,
+            "num_resumes": self.assignment.num_attempts - 1,
             "num_recovered_tokens": self.num_recovered_tokens,
             "num_rewinds": len(rewinds),
             "num_rewound_tokens": sum(rewind.num_tokens - rewind.num_kept for rewind in rewinds),
             "num_recomputed_tokens": sum(resume.num_recomputed_tokens for resume in resumes),
-            "attempts": [attempt.model_dump() for attempt in self._with_timeline(attempts)],
+            "attempts": [attempt.model_dump() for attempt in attempts],
         }
 
-    def _with_timeline(self, attempts: Sequence[AttemptRecord]) -> list[AttemptRecord]:
-        """The attempts with this one's timeline up to now: the file's is older."""
-        timeline = self.recorder.take()
-        return [
-            attempt.model_copy(update={"timeline": timeline}) if attempt.attempt == self.assignment.attempt else attempt
-            for attempt in attempts
-        ]
+    def history(self, found: Sequence[AttemptRecord]) -> list[AttemptRecord]:
+        """The attempts that have left files, and this one as it is now: its files are older, or absent."""
+        number = self.assignment.attempt
+        resume = next((each.resume for each in found if each.number == number), None)
+        known = {**self.start.model_dump(), "number": number, "resume": resume, "timeline": self.recorder.take()}
+        return [*(each for each in found if each.number != number), AttemptRecord.model_validate(known)]
 
 
 def without_room(

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from swiftbatch.jobs.checkpoints.checkpoint_store import AttemptRecord, CheckpointStore, State
+from swiftbatch.jobs.checkpoints.checkpoint_store import AttemptRecord, AttemptStart, CheckpointStore, State
 from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
 from swiftbatch.jobs.checkpoints.token_log import TokenLog
 from swiftbatch.jobs.logprobs import shown_logprobs
 from swiftbatch.jobs.run.output_line import success_line
-from swiftbatch.jobs.run.result_segments import SealedResult
 from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.segment_format import SealedResult
 from swiftbatch.jobs.storage.retries import Retries
 from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.metrics.endpoint import serve
@@ -61,7 +61,7 @@ class WorkerSession:
         torch.set_num_threads(config.num_threads)
         check_folder(config.kv_offload)
         counters = EngineCounters(checkpoint_interval_seconds=config.checkpoint_seconds)
-        self._config = config
+        self._config, self._worker_id = config, worker_id
         self._run = Run.open(run_uri, Retries(config.store_retry_seconds, counters.count_store_retry))
         files = located_model(config.model, self._run)
         self._checkpoints, self._kept_logs = CheckpointStore.of(self._run), KeptLogs.of(self._run)
@@ -188,6 +188,9 @@ class WorkerSession:
 
     def _start(self, assignment: Assignment) -> RunningJob:
         record, target, started = assignment.record, self.engine.target, time.monotonic()
+        start = AttemptStart(
+            worker_id=self._worker_id, claimed=time.time(), numerics=self.numerics, attempt=assignment.num_attempts
+        )
         prompt_ids = self._codec.encode_job(record.job)
         sampling = record.job.sampling
         bad_word_ids = self._codec.bad_word_ids(sampling.bad_words)
@@ -195,8 +198,9 @@ class WorkerSession:
         rules = self._codec.rules(sampling, thinking)
         sequence = Sequence(record.job_id, prompt_ids, sampling, target.vocab_size, target.device, bad_word_ids, rules)
         cache = self.engine.new_cache(sequence.max_length)
-        recovery = None if assignment.attempt == 1 else self._resumer.recover(sequence, cache, self._config.engine)
-        job = RunningJob(assignment, sequence, cache, recovery, started, thinking)
+        is_first = assignment.num_attempts == 1
+        recovery = None if is_first else self._resumer.recover(sequence, cache, self._config.engine)
+        job = RunningJob(assignment, sequence, cache, recovery, start, started=started, thinking=thinking)
         self.engine.start(sequence, cache, assignment.num_shared_tokens)
         if recovery is not None:
             self._count_resume(job)
@@ -206,6 +210,7 @@ class WorkerSession:
     def _count_resume(self, job: RunningJob) -> None:
         record = job.resume_record()
         self.engine.counters.count_resume(record.kind, record.num_recovered_tokens, record.num_recomputed_tokens)
+        self._checkpoints.begin(job.job_id, job.assignment.attempt, job.start)
         self._checkpoints.write_resume(job.job_id, job.assignment.attempt, record)
 
     def _restore_drafter(self, sequence: Sequence, state: State | None) -> None:
@@ -253,18 +258,22 @@ class WorkerSession:
         job.sequence = again
 
     def _finish(self, job: RunningJob, ended: list[JobProgress], failed: list[tuple[str, str]]) -> None:
-        """Have the result of a job written that has ended; an overtaken attempt writes nothing."""
-        attempts = self._checkpoints.history(job.job_id)
-        newest = attempts[-1].attempt if attempts else 0
-        if newest > job.assignment.attempt:
+        """Have the result of a job written that has ended; an attempt that finds itself overtaken writes nothing.
+
+        A job that has ended before anything of it was to be written asks for no file: if its worker was given up
+        meanwhile, there are two results some day, and either counts.
+        """
+        attempts = job.history(self._checkpoints.history(job.job_id) if job.has_files else ())
+        newest = max(attempts, key=lambda each: each.number)
+        if newest.number > job.assignment.attempt:
             self.engine.counters.num_stale_attempt_rejections += 1
-            failed.append((job.job_id, f"attempt {job.assignment.attempt} was overtaken by attempt {newest}"))
+            failed.append((job.job_id, f"attempt {job.start.attempt} was overtaken by attempt {newest.attempt}"))
             return
         if may_be_extended(job.sequence, job.thinking):  # before its result says that it is there
             log = TokenLog(job.sequence.output_ids.astype("uint32"), job.sequence.rewinds)
             self._kept_logs.write(job.job_id, log, job.sequence.kept_logprobs)
         line = self._result_line(job, attempts)
-        self._sealing.add(SealedResult.of(job.job_id, line), is_kept=self._is_kept(job))
+        self._sealing.add(SealedResult.of(job.job_id, line), clears=job.has_files and not self._is_kept(job))
         ended.append(job.progress)
         reason = job.sequence.finish_reason or ""
         self.engine.counters.count_finished(reason, time.monotonic() - job.started, job.sequence.num_generated_tokens)

@@ -10,10 +10,11 @@ from swiftbatch.metrics.worker_counters import EngineCounters
 
 @dataclass(frozen=True)
 class Assignment:
-    """One attempt at one job; the attempt's files carry its number."""
+    """One attempt at one job; the attempt's files carry its number, which no other attempt has."""
 
     record: JobRecord
     attempt: int
+    num_attempts: int = 1  # that the job has had with this one: people count so
     num_reported_tokens: int = 0  # what the last attempt had reported when it was lost
     num_shared_tokens: int = 0  # first ones of its prompt that other jobs have as well, so far as the driver can tell
     seniority: int = 0  # the lower one was given to a worker sooner, in its first attempt

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
+from typing import Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from prometheus_client import generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from swiftbatch.jobs.errors import UserError
+from swiftbatch.metrics import discovery
+from swiftbatch.metrics.exporter import ServerCollector, registry_of
 from swiftbatch.metrics.server_counters import ServerCounters
-from swiftbatch.scheduler.serve.api import batch_routes, file_routes, server_routes, watching_routes
-from swiftbatch.scheduler.serve.api.access import service_of
+from swiftbatch.scheduler.serve.api import batch_routes, file_routes, watching_routes
+from swiftbatch.scheduler.serve.api.access import Served, service_of
 from swiftbatch.scheduler.serve.api.batch_routes import PAGE
 from swiftbatch.scheduler.serve.api.bounds import BodyLimit, Crowd
 from swiftbatch.scheduler.serve.api.connection import Shutdown
@@ -34,6 +40,10 @@ BATCH = re.compile(rf"{LIST}/([^/]+)(/progress)?")
 UPLOAD_PATHS = frozenset({file_routes.PATH, UPLOAD_PATH})
 
 NO_JSON = "the body of the request could not be read as JSON"
+
+server_router = (
+    APIRouter()
+)  # for those who run the server: is it there, is it ready, what has it counted, where are its drivers
 
 
 class Polls:
@@ -94,14 +104,46 @@ class Counting:
         await self._app(scope, receive, counted)
 
 
+@server_router.get("/healthz")
+async def healthz() -> dict[str, str]:
+    return {"status": "ok"}
+
+
+@server_router.get("/readyz")
+async def readyz(service: Served) -> dict[str, str]:
+    if not service.keeper.is_alive():
+        raise RefusedError("the server is ending", 503)
+    return {"status": "ok"}
+
+
+@server_router.get("/metrics")
+def metrics(service: Served) -> Response:
+    service.count_batches()
+    return Response(generate_latest(registry_of(ServerCollector(service.counters))), media_type=CONTENT_TYPE_LATEST)
+
+
+@server_router.get(discovery.PATH)
+def targets(service: Served) -> list[Any]:
+    """The drivers that serve metrics, and their workers, a group for each batch."""
+    found: list[Any] = []
+    for batch, driver in service.keeper.drivers():
+        if driver.metrics_address is not None:
+            progress = service.status(batch).progress
+            workers = [] if progress is None else [worker.metrics_address for worker in progress.workers]
+            addresses = [driver.metrics_address, *(address for address in workers if address is not None)]
+            found += json.loads(discovery.document(addresses, batch.id))
+    return found
+
+
 def make_app(service: Service, only_loopback: bool) -> FastAPI:
     """The server's answers; `only_loopback` is the gate's."""
     logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # errors of clients are theirs to read
     app = FastAPI(title="swiftbatch", openapi_url=None, redirect_slashes=False)
     app.state.service = service
     app.state.sessions = Sessions()
-    for routes in (file_routes, batch_routes, watching_routes, server_routes, page_routes):
+    for routes in (file_routes, batch_routes, watching_routes, page_routes):
         app.include_router(routes.router)
+    app.include_router(server_router)
     app.add_exception_handler(RefusedError, _refused)
     app.add_exception_handler(UserError, _failed)
     app.add_exception_handler(RequestValidationError, _invalid)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore, Segment, SegmentEntry, StateManifest
+from swiftbatch.jobs.checkpoints.checkpoint_store import (
+    AttemptStart,
+    CheckpointStore,
+    Segment,
+    SegmentEntry,
+    StateManifest,
+)
 from swiftbatch.jobs.checkpoints.token_log import TokenIds
 from swiftbatch.jobs.identity import Identity
 
@@ -16,6 +23,14 @@ FINGERPRINT = "fp_0123456789abcdef"
 IDENTITY = Identity(job_id=JOB, fingerprint=FINGERPRINT)
 NUM_PROMPT_TOKENS = 4
 KV_SHAPE = (6, 4)  # rows and head dimension
+
+
+def claim(checkpoints: CheckpointStore, job_id: str, worker_id: str, numerics: str = "") -> int:
+    """Begin the next attempt at a job, with the number that it has in older runs, and return that."""
+    attempt = max(checkpoints.attempts(job_id), default=0) + 1
+    start = AttemptStart(worker_id=worker_id, claimed=time.time(), numerics=numerics, attempt=attempt)
+    checkpoints.begin(job_id, attempt, start)
+    return attempt
 
 
 def tokens_at(start: int, end: int) -> TokenIds:

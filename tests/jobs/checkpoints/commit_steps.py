@@ -20,8 +20,8 @@ import numpy as np
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore, ResumeRecord
 from swiftbatch.jobs.checkpoints.writer import CheckpointWriter
-from swiftbatch.jobs.run.result_segments import SealedResult
 from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.segment_format import SealedResult
 from swiftbatch.jobs.storage.store import Store
 from tests.jobs.checkpoints.checkpoint_parts import (
     FINGERPRINT,
@@ -29,6 +29,7 @@ from tests.jobs.checkpoints.checkpoint_parts import (
     NUM_PROMPT_TOKENS,
     Cache,
     check_checkpoints,
+    claim,
     output_ids,
     tokens_at,
 )
@@ -74,7 +75,7 @@ class Killer:
 def run_attempt(store: Store, num_positions: int, acknowledged: int | None = None) -> None:
     """Go on from what is there until the cache holds `num_positions`, in two rounds."""
     checkpoints = CheckpointStore(store, FINGERPRINT)
-    attempt = checkpoints.claim(JOB, f"w{os.getpid()}", "cpu")
+    attempt = claim(checkpoints, JOB, f"w{os.getpid()}", "cpu")
     num_tokens, num_loaded = check_checkpoints(checkpoints)
     manifests = checkpoints.read_manifests(JOB)
     segments = manifests[0].segments if manifests else ()

@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore, ResumeRecord
 from swiftbatch.jobs.storage.store import Store
-from tests.jobs.checkpoints.checkpoint_parts import FINGERPRINT, JOB, check_checkpoints, output_ids, write_state
+from tests.jobs.checkpoints.checkpoint_parts import FINGERPRINT, JOB, check_checkpoints, claim, output_ids, write_state
 
 pytestmark = pytest.mark.long
 
 RESUME = ResumeRecord(
     kind="kv", num_recovered_tokens=9, num_recomputed_tokens=1, num_loaded_positions=5, seconds=0.5, resumed=3e9
 )
+
 FILES = [
     *(f"000{attempt}/{name}" for attempt in (1, 2) for name in ("claim.json", "tokens.bin", "manifest.json")),
     "0001/kv-0-5.arrow",
@@ -35,14 +36,14 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with two dead attempts of one job, the second gone on from the first's segments, and a third begun."""
     folder = tmp_path_factory.mktemp("whole")
     checkpoints = CheckpointStore(Store(str(folder)), FINGERPRINT)
-    checkpoints.claim(JOB, "w1", "cpu")
+    claim(checkpoints, JOB, "w1", "cpu")
     checkpoints.write_tokens(JOB, 1, output_ids(5))
     first = write_state(checkpoints, 1, [5, 8])
-    checkpoints.claim(JOB, "w2", "cpu")
+    claim(checkpoints, JOB, "w2", "cpu")
     checkpoints.write_resume(JOB, 2, RESUME)
     checkpoints.write_tokens(JOB, 2, output_ids(9))
     write_state(checkpoints, 2, [12], first.segments[:1])
-    checkpoints.claim(JOB, "w3", "cpu")
+    claim(checkpoints, JOB, "w3", "cpu")
     return folder
 
 

@@ -8,7 +8,15 @@ import pytest
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore, ResumeRecord
 from swiftbatch.jobs.checkpoints.writer import CheckpointWriter
 from swiftbatch.jobs.storage.store import Store
-from tests.jobs.checkpoints.checkpoint_parts import FINGERPRINT, JOB, Cache, check_checkpoints, output_ids, tokens_at
+from tests.jobs.checkpoints.checkpoint_parts import (
+    FINGERPRINT,
+    JOB,
+    Cache,
+    check_checkpoints,
+    claim,
+    output_ids,
+    tokens_at,
+)
 
 
 def test_a_job_goes_on_from_its_checkpoints_on_an_object_store(s3_uri: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -19,7 +27,7 @@ def test_a_job_goes_on_from_its_checkpoints_on_an_object_store(s3_uri: str, capl
         kind="kv", num_recovered_tokens=9, num_recomputed_tokens=0, num_loaded_positions=9, seconds=0.5, resumed=3e9
     )
     for end in (30, 70):
-        attempt = checkpoints.claim(JOB, "w", "cpu")
+        attempt = claim(checkpoints, JOB, "w", "cpu")
         manifests = checkpoints.read_manifests(JOB)
         if manifests:
             checkpoints.write_resume(JOB, attempt, record)

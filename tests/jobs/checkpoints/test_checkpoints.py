@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import struct
-import threading
 import time
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from hypothesis import strategies as st
 from swiftbatch.jobs.checkpoints.checkpoint_store import AttemptRecord, CheckpointStore, ResumeRecord, StateManifest
 from swiftbatch.jobs.checkpoints.token_log import TokenIds, TokenLog, encode_log
 from swiftbatch.jobs.storage.store import Store
-from tests.jobs.checkpoints.checkpoint_parts import FINGERPRINT, IDENTITY
+from tests.jobs.checkpoints.checkpoint_parts import FINGERPRINT, IDENTITY, claim
 
 JOB = "job-0123456789abcdef"
 
@@ -42,37 +41,21 @@ def path_of(attempt: int, name: str) -> str:
     return f"checkpoints/{JOB}/{attempt:04d}/{name}"
 
 
-def test_attempts_are_counted_from_one_and_say_who_claimed_them(store: Store, checkpoints: CheckpointStore) -> None:
-    assert checkpoints.attempts(JOB) == 0
-    assert [checkpoints.claim(JOB, f"worker {number}") for number in range(3)] == [1, 2, 3]
-    assert checkpoints.attempts(JOB) == 3
-    assert checkpoints.attempts("other") == 0
-    claim = json.loads(store.read(path_of(2, "claim.json")) or b"")
-    assert (claim["version"], claim["worker_id"]) == (3, "worker 1")
-
-
-def test_two_claims_at_once_get_two_attempts(store: Store) -> None:
-    start = threading.Barrier(8)
-    claimed: list[int] = []
-
-    def claim() -> None:
-        start.wait()
-        claimed.append(CheckpointStore(store, FINGERPRINT).claim(JOB, "worker"))
-
-    threads = [threading.Thread(target=claim) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(claimed) == list(range(1, 9))
+def test_attempts_are_found_by_their_numbers_and_say_who_makes_them(store: Store, checkpoints: CheckpointStore) -> None:
+    assert checkpoints.attempts(JOB) == []
+    assert [claim(checkpoints, JOB, f"worker {number}") for number in range(3)] == [1, 2, 3]
+    assert checkpoints.attempts(JOB) == [1, 2, 3]
+    assert checkpoints.attempts("other") == []
+    start = json.loads(store.read(path_of(2, "claim.json")) or b"")
+    assert (start["version"], start["worker_id"]) == (3, "worker 1")
 
 
 def test_tokens_are_replaced_as_a_whole_and_the_longest_log_counts(checkpoints: CheckpointStore) -> None:
     assert checkpoints.read_tokens(JOB).tolist() == []
-    checkpoints.claim(JOB, "a")
+    claim(checkpoints, JOB, "a")
     checkpoints.write_tokens(JOB, 1, tokens(5))
     assert checkpoints.write_tokens(JOB, 1, tokens(5, 6, 7)) == 20 + len(IDENTITY.pack()) + 4 + 12
-    checkpoints.claim(JOB, "b")
+    claim(checkpoints, JOB, "b")
     assert checkpoints.read_tokens(JOB).tolist() == [5, 6, 7]
     checkpoints.write_tokens(JOB, 2, tokens(5, 6))
     assert checkpoints.read_tokens(JOB).tolist() == [5, 6, 7]
@@ -129,13 +112,13 @@ def test_a_damaged_token_log_never_gives_wrong_tokens(
 
 def test_clear_removes_all_of_one_job_and_nothing_of_another(store: Store, checkpoints: CheckpointStore) -> None:
     for job_id in (JOB, "other"):
-        checkpoints.claim(job_id, "a")
+        claim(checkpoints, job_id, "a")
         checkpoints.write_tokens(job_id, 1, tokens(5))
         checkpoints.write_manifest(job_id, 1, StateManifest())
     checkpoints.clear(JOB)
     checkpoints.clear(JOB)
     assert store.list("checkpoints") == ["other"]
-    assert checkpoints.attempts(JOB) == 0
+    assert checkpoints.attempts(JOB) == []
     assert checkpoints.read_tokens("other").tolist() == [5]
     assert checkpoints.read_manifests("other") == [StateManifest()]
 
@@ -148,8 +131,8 @@ RESUME = ResumeRecord(
 def test_the_history_tells_who_had_the_job_when_and_how_each_attempt_began(checkpoints: CheckpointStore) -> None:
     assert checkpoints.history(JOB) == []
     before = time.time()
-    checkpoints.claim(JOB, "w0", "cpu avx512")
-    checkpoints.claim(JOB, "w1")
+    claim(checkpoints, JOB, "w0", "cpu avx512")
+    claim(checkpoints, JOB, "w1")
     checkpoints.write_resume(JOB, 2, RESUME)
     first, second = checkpoints.history(JOB)
     assert (first.attempt, first.worker_id, first.numerics, first.resume) == (1, "w0", "cpu avx512", None)
@@ -162,14 +145,14 @@ def test_what_is_damaged_in_a_history_is_named_and_the_rest_is_told(
     store: Store, checkpoints: CheckpointStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     for number in range(1, 5):
-        checkpoints.claim(JOB, f"w{number}")
+        claim(checkpoints, JOB, f"w{number}")
         checkpoints.write_resume(JOB, number, RESUME)
     store.delete(path_of(1, "claim.json"))
     store.write(path_of(2, "claim.json"), (store.read(path_of(2, "claim.json")) or b"").replace(b"w2", b"w3"))
     store.delete(path_of(2, "resume.json"))
     store.write(path_of(3, "resume.json"), b'{"version": 3}')
     found = checkpoints.history(JOB)
-    assert found[:2] == [AttemptRecord(attempt=1, resume=RESUME), AttemptRecord(attempt=2)]
+    assert found[:2] == [AttemptRecord(attempt=1, resume=RESUME, number=1), AttemptRecord(attempt=2, number=2)]
     assert [(record.worker_id, record.resume) for record in found[2:]] == [("w3", None), ("w4", RESUME)]
     damaged = [path_of(1, "claim.json"), path_of(2, "claim.json"), path_of(2, "resume.json"), path_of(3, "resume.json")]
     for record, path in zip(caplog.records, damaged, strict=True):
@@ -179,10 +162,10 @@ def test_what_is_damaged_in_a_history_is_named_and_the_rest_is_told(
 def test_what_a_dead_attempt_never_wrote_is_named_once(
     store: Store, checkpoints: CheckpointStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    checkpoints.claim(JOB, "w1")
+    claim(checkpoints, JOB, "w1")
     checkpoints.write_tokens(JOB, 2, tokens(5))
     store.write(path_of(3, "kv-0-8.arrow"), b"segment before its manifest")
-    checkpoints.claim(JOB, "w4")
+    claim(checkpoints, JOB, "w4")
     for _ in range(2):
         assert checkpoints.read_tokens(JOB).tolist() == [5]
         assert checkpoints.read_manifests(JOB) == []

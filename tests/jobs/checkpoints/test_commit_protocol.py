@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
-from swiftbatch.jobs.run.result_segments import SEGMENTS
 from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.segment_format import SEGMENTS
 from swiftbatch.jobs.storage.store import Store
 from tests.jobs.checkpoints.checkpoint_parts import FINGERPRINT, JOB, check_checkpoints
 from tests.jobs.checkpoints.commit_steps import NUM_POSITIONS, finish, result, run_attempt

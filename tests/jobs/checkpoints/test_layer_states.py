@@ -14,7 +14,7 @@ from swiftbatch.jobs.checkpoints.token_log import Rewind
 from swiftbatch.jobs.checkpoints.writer import CheckpointWriter
 from swiftbatch.jobs.identity import Identity
 from swiftbatch.jobs.storage.store import Store
-from tests.jobs.checkpoints.checkpoint_parts import FINGERPRINT, JOB, Cache, output_ids, tokens_at
+from tests.jobs.checkpoints.checkpoint_parts import FINGERPRINT, JOB, Cache, claim, output_ids, tokens_at
 
 FOLDER = f"checkpoints/{JOB}/0001"
 
@@ -32,7 +32,7 @@ def checkpoints(store: Store) -> CheckpointStore:
 @pytest.fixture
 def writer(checkpoints: CheckpointStore) -> Iterator[CheckpointWriter]:
     writer = CheckpointWriter(checkpoints, 10, lambda *_: None)
-    checkpoints.claim(JOB, "w")
+    claim(checkpoints, JOB, "w")
     writer.open(JOB, 1, "suffix", Cache())
     yield writer
     writer.stop()

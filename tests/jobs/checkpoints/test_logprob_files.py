@@ -21,7 +21,7 @@ from swiftbatch.jobs.checkpoints.token_log import Rewind, TokenIds, TokenLog
 from swiftbatch.jobs.identity import DamagedFileError
 from swiftbatch.jobs.logprobs import TokenLogprobs
 from swiftbatch.jobs.storage.store import Store
-from tests.jobs.checkpoints.checkpoint_parts import FINGERPRINT, IDENTITY, JOB
+from tests.jobs.checkpoints.checkpoint_parts import FINGERPRINT, IDENTITY, JOB, claim
 
 NUM_TOP = 2
 LENGTHS = st.integers(0, 30)
@@ -137,7 +137,7 @@ class Writer:
         known = self.history[self.log.progress]
         assert (known.token_ids.tolist(), known.rewinds) == (self.log.token_ids.tolist(), self.log.rewinds)
         assert self.log.progress >= self.acknowledged
-        attempt = self.checkpoints.claim(JOB, "w")
+        attempt = claim(self.checkpoints, JOB, "w")
         pending = PendingCheckpoint(JOB, attempt, "suffix", None, [])
         pending.written = WrittenSpans(len(self.log.token_ids))
         for _ in range(num_steps):
@@ -185,7 +185,7 @@ def test_tokens_without_log_probabilities_count_as_not_kept_and_take_rewinds_beh
     checkpoints, token_ids = CheckpointStore(store, FINGERPRINT), np.arange(10, dtype=np.uint32)
     rewinds = (Rewind(20, 4), Rewind(30, 8))
     written = WrittenSpans()
-    attempt = checkpoints.claim(JOB, "w")
+    attempt = claim(checkpoints, JOB, "w")
     for end in (3, 6):
         files = LogprobFiles(store, CheckedFiles(store))
         part = TokenLog(token_ids[:end])

@@ -21,6 +21,7 @@ from tests.jobs.checkpoints.checkpoint_parts import (
     IDENTITY,
     JOB,
     check_checkpoints,
+    claim,
     output_ids,
     segment_of,
     write_state,
@@ -37,6 +38,7 @@ RESUME = ResumeRecord(
     seconds=1.5,
     resumed=12.5,
 )
+
 TIMELINE = Timeline(started=3.5, seconds=(0.0,), num_tokens=(9,), num_drafts=(1,), num_accepted_tokens=(0,))
 FILES = (
     *("claim.json", "tokens.bin", "logprobs-0-9-1.bin", "kv-0-5.arrow", "kv-5-8.arrow", "drafter-8.arrow"),
@@ -60,7 +62,7 @@ def write_attempt(store: Store, identity: Identity, attempt: int, num_tokens: in
     """All files of an attempt, those that a stranger has at the same place with the same content but for the name."""
     checkpoints = CheckpointStore(store, identity.fingerprint)
     job_id = identity.job_id
-    assert checkpoints.claim(job_id, f"worker {attempt}", "cpu") == attempt
+    assert claim(checkpoints, job_id, f"worker {attempt}", "cpu") == attempt
     log = TokenLog(output_ids(num_tokens), (Rewind(12, 3),))
     checkpoints.write_with_logprobs(job_id, attempt, log, logprobs_of(num_tokens), WrittenSpans())
     checkpoints.write_resume(job_id, attempt, RESUME)
@@ -118,7 +120,7 @@ def test_a_folder_of_another_job_leaves_nothing_but_a_name_each(store: Store, ca
     checkpoints = CheckpointStore(store, FINGERPRINT)
     assert checkpoints.read_tokens(JOB).tolist() == []
     assert checkpoints.read_manifests(JOB) == []
-    assert checkpoints.claim(JOB, "next") == 2
+    assert claim(checkpoints, JOB, "next") == 2
     assert len(caplog.records) == len({record.getMessage() for record in caplog.records}) == 2
     assert check_checkpoints(CheckpointStore(store, FINGERPRINT)) == (0, 0)
 
@@ -180,7 +182,7 @@ def test_an_attempt_goes_on_from_segments_of_an_older_version(store: Store) -> N
     write_older_run(store)
     checkpoints = CheckpointStore(store, FINGERPRINT)
     (older, _) = checkpoints.read_manifests(JOB)
-    assert checkpoints.claim(JOB, "w3") == 3
+    assert claim(checkpoints, JOB, "w3") == 3
     checkpoints.write_tokens(JOB, 3, output_ids(14), checkpoints.read_log(JOB).rewinds)
     write_state(checkpoints, 3, [18], older.segments)
     assert check_checkpoints(CheckpointStore(store, FINGERPRINT)) == (14, 18)

@@ -6,8 +6,8 @@ from typing import Any
 
 from swiftbatch.jobs.job import Job, JobRecord
 from swiftbatch.jobs.run.line_files import LineFiles
-from swiftbatch.jobs.run.result_segments import SealedResult
 from swiftbatch.jobs.run.run import Progress, Run, RunManifest, WorkerStatus
+from swiftbatch.jobs.run.segment_format import SealedResult
 from swiftbatch.jobs.sampling import SamplingParams
 
 MANIFEST = RunManifest(

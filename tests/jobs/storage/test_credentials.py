@@ -19,6 +19,7 @@ from swiftbatch.jobs.storage.store import Store, StoreError
 from swiftbatch.jobs.storage.uris import hidden_credentials, shown_uri
 from swiftbatch.scheduler.cli import main
 from tests import ROOT
+from tests.jobs.checkpoints.checkpoint_parts import claim
 from tests.jobs.run.run_parts import MANIFEST, PROGRESS, make_record
 from tests.jobs.storage.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
 
@@ -109,7 +110,7 @@ def test_no_file_of_a_run_and_no_output_holds_credentials(
     run.request_cancel(None)
     run.write_error(record.job_id, error_line(record, "attempts_exhausted", "worker lost"))
     checkpoints = CheckpointStore.of(run)
-    attempt = checkpoints.claim(record.job_id, "worker-1")
+    attempt = claim(checkpoints, record.job_id, "worker-1")
     run.store.write(f"checkpoints/{record.job_id}/{attempt:04d}/tokens.bin", b"torn")
     assert len(checkpoints.read_tokens(record.job_id)) == 0
     run.write_output()

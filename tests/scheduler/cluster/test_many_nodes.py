@@ -93,7 +93,7 @@ def test_a_killed_node_costs_no_token(
         node = cluster.node_of(worker.pid)
         assert node is not None
         cluster.kill_raylet(node)  # the other one is there
-        driver.wait_for(lambda: num_preemptions(driver, "worker_died") > 0)
+        driver.wait_for(lambda: num_preemptions(driver, "worker_died") + num_preemptions(driver, "node_lost") > 0)
         assert driver.process.wait(DEADLINE_SECONDS) == 0
     assert f"worker {worker.id} is lost" in driver.output()
     assert_same(driver.run, undisturbed)
@@ -144,7 +144,7 @@ def test_chaos_runs_on_a_cluster_that_is_there(cluster: LocalCluster, tmp_path: 
     assert process.returncode == 0, process.stdout + process.stderr
     report = json.loads(findings.read_text())
     assert report["is_identical"]
-    assert report["kills_by_kind"] == {"worker": 1, "raylet": 0, "driver": 1, "stop": 0, "hangup": 0}
+    assert {kind: num for kind, num in report["kills_by_kind"].items() if num} == {"worker": 1, "driver": 1}
 
 
 def test_a_head_that_is_lost_and_started_anew_stops_the_run_and_loses_nothing(

@@ -17,6 +17,7 @@ from swiftbatch.scheduler.driver.backlog import load_queue
 from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.model.text import TextCodec
+from tests.jobs.checkpoints.checkpoint_parts import claim
 from tests.jobs.run.run_parts import write_result
 from tests.scheduler.commands.command_parts import invoke, job, refusal, write_jobs
 from tests.scheduler.commands.submit_parts import submit_file
@@ -108,7 +109,7 @@ def test_tail_shows_the_choice_that_is_asked_for(run: Run, tiny_model: Path) -> 
     finish(run, many[0])
     checkpoints = CheckpointStore.of(run)
     ids = np.array(TextCodec(locate_model(str(tiny_model))).encode("the lazy dog"), dtype=np.uint32)
-    checkpoints.write_tokens(many[2].job_id, checkpoints.claim(many[2].job_id, "w1"), ids)
+    checkpoints.write_tokens(many[2].job_id, claim(checkpoints, many[2].job_id, "w1"), ids)
     assert invoke("tail", run.store.uri, "many").output == "text 0\n"
     assert invoke("tail", run.store.uri, "many", "--choice", "2").output == "the lazy dog\n"
     assert "no choice 3 of job 'many': expected one of its 3" in refusal("tail", run.store.uri, "many", "--choice", "3")

@@ -16,6 +16,7 @@ from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.driver.hold import Hold
 from swiftbatch.scheduler.driver.job_queue import JobQueue
 from swiftbatch.scheduler.runs import launch
+from tests.jobs.checkpoints.checkpoint_parts import claim
 from tests.scheduler.commands.command_parts import invoke, job, refusal, write_jobs
 from tests.scheduler.commands.submit_parts import submit_file
 from tests.scheduler.runs.extension_parts import finish
@@ -181,14 +182,14 @@ def test_a_longer_job_that_is_cancelled_leaves_the_shorter_result_and_goes_on_wh
 def test_status_says_what_is_kept_and_prune_drops_it(finished: Run) -> None:
     checkpoints = CheckpointStore.of(finished)
     a, *_ = finished.jobs()
-    checkpoints.claim(a.job_id, "w1")
+    claim(checkpoints, a.job_id, "w1")
     uri, num_bytes = finished.store.uri, sum(KeptLogs.of(finished).sizes().values())
     kept = f"3 token logs ({num_bytes} bytes), 1 job state ("
     assert f"kept for `swiftbatch extend`: {kept}" in invoke("status", uri).output
     assert "freed " in (told := invoke("prune", uri, "--state").output)
     assert "1 job state" in told
     assert "token log" not in told
-    assert checkpoints.attempts(a.job_id) == 0
+    assert checkpoints.attempts(a.job_id) == []
     assert invoke("prune", uri).output == f"freed {num_bytes} bytes: 3 token logs ({num_bytes} bytes)\n"
     assert invoke("prune", uri).output == "nothing to drop: 0 bytes freed\n"
     assert "kept for" not in invoke("status", uri).output
@@ -203,8 +204,8 @@ def test_prune_leaves_the_checkpoints_of_jobs_that_may_still_go_on(run: Run) -> 
     run.write_error(b.job_id, error_line(b, "attempts_failed", "given up"))
     checkpoints = CheckpointStore.of(run)
     for record in (a, b, c):
-        checkpoints.claim(record.job_id, "w1")
+        claim(checkpoints, record.job_id, "w1")
     assert "1 job state" in invoke("prune", run.store.uri, "--state").output
-    assert [checkpoints.attempts(record.job_id) for record in (a, b, c)] == [0, 1, 1]
+    assert [len(checkpoints.attempts(record.job_id)) for record in (a, b, c)] == [0, 1, 1]
     assert "go on with: swiftbatch resume" in invoke("status", run.store.uri).output
     assert "1 token log" in invoke("status", run.store.uri).output

@@ -14,6 +14,7 @@ from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
 from swiftbatch.scheduler.runs.watching import TAKEN_BACK, follow_text
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.model.text import TextCodec
+from tests.jobs.checkpoints.checkpoint_parts import claim
 from tests.scheduler.commands.command_parts import finish, invoke, refusal
 
 
@@ -25,7 +26,7 @@ def test_tail_reads_the_token_log_of_an_unfinished_job_and_the_text_of_a_finishe
     checkpoints = CheckpointStore.of(run)
     token_ids = np.array(codec.encode("jumps over the lazy dog"), dtype=np.uint32)
     assert invoke("tail", run.store.uri, "a").output == "\n"
-    checkpoints.write_tokens(record.job_id, checkpoints.claim(record.job_id, "w1"), token_ids)
+    checkpoints.write_tokens(record.job_id, claim(checkpoints, record.job_id, "w1"), token_ids)
     assert invoke("tail", run.store.uri, "a").output == "jumps over the lazy dog\n"
     finish(run, "a", "the whole text")
     assert invoke("tail", run.store.uri, "a", "--follow").output == "the whole text\n"
@@ -36,7 +37,7 @@ def test_tail_shows_characters_as_soon_as_they_are_sure(run: Run, tiny_model: Pa
     """One that can't become whole is U+FFFD; the start of one that may is yet to come."""
     record, codec = run.jobs()[0], TextCodec(locate_model(str(tiny_model)))
     checkpoints = CheckpointStore.of(run)
-    attempt = checkpoints.claim(record.job_id, "w1")
+    attempt = claim(checkpoints, record.job_id, "w1")
     dash, begin = codec.encode("\u2013", add_special_tokens=False), codec.encode("the fox")
     for bytes_behind, text in (
         (dash[:1], "the fox"),
@@ -61,7 +62,7 @@ def pretend_to_run(run: Run) -> None:
 def test_tail_tells_of_a_loop_that_was_taken_back(run: Run, tiny_model: Path) -> None:
     pretend_to_run(run)
     job_id, checkpoints = run.jobs()[0].job_id, CheckpointStore.of(run)
-    attempt, codec = checkpoints.claim(job_id, "w1"), TextCodec(locate_model(str(tiny_model)))
+    attempt, codec = claim(checkpoints, job_id, "w1"), TextCodec(locate_model(str(tiny_model)))
     texts = ["the fox the fox", "the", "the fox jumps", "the fox jumps over"]
     pieces = []
     for number, piece in enumerate(follow_text(run, "a", follow=True)):
@@ -78,7 +79,7 @@ def test_tail_follows_a_running_job_to_its_end(run: Run, tiny_model: Path) -> No
     pretend_to_run(run)
     record = run.jobs()[0]
     checkpoints = CheckpointStore.of(run)
-    attempt = checkpoints.claim(record.job_id, "w1")
+    attempt = claim(checkpoints, record.job_id, "w1")
     token_ids = np.array(TextCodec(locate_model(str(tiny_model))).encode("jumps over the lazy dog"), dtype=np.uint32)
     pieces = []
     for number, piece in enumerate(follow_text(run, "a", follow=True)):

@@ -17,6 +17,7 @@ from swiftbatch.metrics.driver_counters import DriverCounters
 from swiftbatch.scheduler.cluster.actors import WorkerSpec
 from swiftbatch.scheduler.cluster.cluster import Cluster, connect
 from swiftbatch.scheduler.display.events import Event
+from swiftbatch.scheduler.driver.attempts import Attempts
 from swiftbatch.scheduler.driver.backlog import load_queue
 from swiftbatch.scheduler.driver.context import DriverContext
 from swiftbatch.scheduler.driver.driver import Driver
@@ -94,10 +95,12 @@ def make_context(
     grace: float = 20.0,
     limits: Limits = NO_LIMITS,
     spent: Spending | None = None,
+    tries: Attempts | None = None,
 ) -> DriverContext:
     return DriverContext(
         run,
         queue or JobQueue(max_attempts=5),
+        tries or Attempts(run.store, 1, {}),
         fleet,
         display or RecordingDisplay(),
         counters or DriverCounters(),
@@ -128,10 +131,11 @@ def make_driver(
         EngineConfig(), run.store.uri, session_factory=f"{COUNTING}:{session}", log_folder=f"{run.store.uri}/logs"
     )
     hold, fleet = Hold(run, may_take_over), Fleet(spec, cluster, worker_timeout)
-    queue = load_queue(run, attempts)
+    tries = Attempts.read(run.store, hold.epoch.number)
+    queue = load_queue(run, attempts, tries)
     spent = Spending.so_far(hold.before, queue.num_generated_tokens)
-    shared = {"workers": workers, "slots": slots}
-    context = make_context(run, fleet, queue, display, counters, **shared, grace=grace, limits=limits, spent=spent)
+    shared: dict[str, Any] = {"workers": workers, "slots": slots, "grace": grace, "limits": limits}
+    context = make_context(run, fleet, queue, display, counters, **shared, spent=spent, tries=tries)
     return Driver(context, hold)
 
 

@@ -18,7 +18,6 @@ from swiftbatch.jobs.run.output_line import success_line
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.metrics.driver_counters import DriverCounters
 from swiftbatch.scheduler.cluster.actors import WorkerInfo
-from swiftbatch.scheduler.driver import dispatch
 from swiftbatch.scheduler.driver.backlog import load_queue
 from swiftbatch.scheduler.driver.dispatch import Dispatcher
 from swiftbatch.scheduler.driver.settlement import Intake, Settlement
@@ -157,7 +156,6 @@ class SimulatedRun:
         """Run all jobs; returns the seconds that it took."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(os, "fsync", lambda descriptor: None)  # the disk's time
-            patch.setattr(dispatch, "PATIENCE_SECONDS", 600.0)  # claims take no time here
             return self._to_the_end()
 
     def _to_the_end(self) -> float:

@@ -12,10 +12,11 @@ import pytest
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.run.output_line import error_line, success_line
-from swiftbatch.jobs.run.result_segments import SEGMENTS
 from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.segment_format import SEGMENTS
 from swiftbatch.jobs.storage.local_folder import LocalFolder
 from swiftbatch.scheduler.driver.backlog import count_jobs, load_queue, write_cancelled
+from tests.jobs.checkpoints.checkpoint_parts import claim
 from tests.jobs.run.run_parts import MANIFEST, PROGRESS, make_record, write_result
 
 
@@ -39,7 +40,7 @@ def finish(run: Run, record: JobRecord, num_tokens: int) -> None:
 
 def log_tokens(run: Run, record: JobRecord, num_tokens: int) -> None:
     checkpoints = CheckpointStore.of(run)
-    attempt = checkpoints.claim(record.job_id, "w1")
+    attempt = claim(checkpoints, record.job_id, "w1")
     checkpoints.write_tokens(record.job_id, attempt, np.zeros(num_tokens, np.uint32))
 
 

@@ -22,9 +22,9 @@ from swiftbatch.scheduler.driver.driver_heartbeat import (
     STALE_SECONDS,
     current_progress,
 )
-from swiftbatch.scheduler.driver.driver_metrics import Census
 from swiftbatch.scheduler.driver.hold import Hold
 from swiftbatch.scheduler.driver.job_queue import JobQueue
+from swiftbatch.scheduler.driver.run_progress import Census
 from swiftbatch.scheduler.driver.speed import Speed
 from swiftbatch.scheduler.driver.worker_fleet import Fleet, Worker
 from swiftbatch.worker.config import EngineConfig

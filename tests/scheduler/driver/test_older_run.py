@@ -7,9 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.run.output_line import tokens_sha256
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.cluster.cluster import Cluster
+from swiftbatch.scheduler.driver.attempts import Attempts
 from swiftbatch.scheduler.driver.backlog import load_queue
 from tests.scheduler.driver.driver_parts import RecordingDisplay, make_driver
 from tests.scheduler.driver.older_jobs import write_older_run
@@ -31,6 +33,15 @@ def test_jobs_of_older_tables_are_queued_as_they_stand(run: Run) -> None:
     assert [entry.name for entry in taken] == ["urgent", "half", "pair[0]", "pair[1]", "short"]
     assert [queue.num_shared_tokens(entry.job_id) for entry in taken] == [0, 0, 128, 128, 0]
     assert run.longest_job() == 61
+
+
+def test_attempts_of_an_older_run_are_counted_on_above_their_numbers(run: Run) -> None:
+    attempts = Attempts(run.store, 2, {})
+    load_queue(run, 5, attempts)
+    ids = {record.job.name: record.job_id for record in run.jobs()}
+    assert CheckpointStore.of(run).attempts(ids["half"]) == [1, 2]
+    assert attempts.begin(ids["half"]) == (2_000_001, 3)
+    assert attempts.begin(ids["urgent"]) == (2_000_001, 1)
 
 
 def test_each_job_of_older_tables_is_handed_out_as_it_was_written(run: Run) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from typing import BinaryIO
 
 import pytest
 
@@ -16,6 +15,8 @@ from swiftbatch.metrics.driver_counters import DriverCounters
 from swiftbatch.scheduler.cluster.cluster import Cluster
 from swiftbatch.scheduler.cluster.watch import ClusterLostError
 from swiftbatch.scheduler.driver.backlog import load_queue
+from swiftbatch.scheduler.driver.driver import LOST_CLUSTER_SECONDS
+from swiftbatch.scheduler.driver.worker_fleet import Worker
 from tests.scheduler.driver.driver_parts import (
     RecordingDisplay,
     job_id,
@@ -66,6 +67,12 @@ def test_a_lost_cluster_ends_the_run_after_checkpoints_were_written(
     tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, display = make_run(tmp_path / "run", {"unlogged": 400}), RecordingDisplay()
+    drains: list[tuple[str, float]] = []
+    begin_drain = Worker.begin_drain
+
+    def noted(worker: Worker, reason: str, seconds: float) -> None:
+        drains.append((reason, seconds))
+        begin_drain(worker, reason, seconds)
 
     def lost() -> None:
         raise ClusterLostError("the head has not answered for 30 s")
@@ -75,8 +82,10 @@ def test_a_lost_cluster_ends_the_run_after_checkpoints_were_written(
             monkeypatch.setattr(cluster.watch, "check", lost)
 
     display.on_update = lose
+    monkeypatch.setattr(Worker, "begin_drain", noted)
     with pytest.raises(ClusterLostError, match="not answered"):
-        make_driver(run, cluster, display, workers=1).run()
+        make_driver(run, cluster, display, workers=1, grace=3600.0).run()
+    assert drains == [("cluster_lost", LOST_CLUSTER_SECONDS)]  # Ray itself would end the driver before an hour
     assert num_logged(run, "unlogged") > 100
     progress = run.progress()
     assert progress is not None
@@ -99,10 +108,12 @@ def test_the_first_failure_of_the_store_is_the_one_that_is_told(
     tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, display = make_run(tmp_path / "run", {"good": 40_000}), RecordingDisplay()
-    num_failures = itertools.count(1)
+    num_failures, write = itertools.count(1), LocalFolder.write
 
-    def fail(self: LocalFolder, path: str, source: BinaryIO) -> None:
-        raise OSError(f"failure {next(num_failures)}")
+    def fail(self: LocalFolder, path: str, data: bytes | memoryview) -> None:
+        if path == "progress.json":  # other files are written beside the loop
+            raise OSError(f"failure {next(num_failures)}")
+        write(self, path, data)
 
     def break_store(progress: Progress) -> None:
         if progress.num_generated_tokens > 50:

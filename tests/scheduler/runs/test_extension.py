@@ -12,8 +12,8 @@ import pytest
 from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
 from swiftbatch.jobs.input.lines import JobLine
 from swiftbatch.jobs.job import JobRecord
-from swiftbatch.jobs.run.result_segments import SealedResult
 from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.segment_format import SealedResult
 from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.model.text import TextCodec

@@ -17,6 +17,7 @@ from swiftbatch.scheduler.driver.backlog import load_queue
 from swiftbatch.scheduler.driver.takeover import RunTakenError
 from swiftbatch.scheduler.process.identity import own_key
 from swiftbatch.scheduler.runs.kept import kept_of, prune
+from tests.jobs.checkpoints.checkpoint_parts import claim
 from tests.scheduler.commands.command_parts import job, write_jobs
 from tests.scheduler.commands.submit_parts import submit_file
 from tests.scheduler.runs.extension_parts import extend, finish
@@ -34,7 +35,7 @@ def ended_run(uri: str, folder: Path, model: Path) -> Run:
     run = submit_file(path, uri, model=str(model)).run
     for record in run.jobs():
         finish(run, record)
-    CheckpointStore.of(run).claim(run.jobs()[0].job_id, "w1")
+    claim(CheckpointStore.of(run), run.jobs()[0].job_id, "w1")
     return run
 
 
@@ -69,7 +70,7 @@ def check(uri: str, model: Path, max_tokens: int) -> None:
     records = {record.job_id: record for record in run.jobs()}
     for job_id in queue.unfinished():
         assert queue.num_reported_tokens(job_id) == 20
-        assert CheckpointStore.of(run).attempts(job_id) == 1
+        assert CheckpointStore.of(run).attempts(job_id) == [1]
         finish(run, records[job_id])
     extend(run, model, max_tokens)
     assert lengths(run) == [max_tokens] * 3
@@ -106,7 +107,7 @@ def test_in_an_object_store_jobs_go_on_as_well_and_what_is_kept_is_dropped(
     assert len(kept_of(run).states) == 1
     check(f"{s3_uri}/run", tiny_model, 30)
     for record in run.jobs():
-        assert CheckpointStore.of(run).attempts(record.job_id) == 1  # finished here by no worker, which clears it
+        assert CheckpointStore.of(run).attempts(record.job_id) == [1]  # finished here by no worker, which clears it
     assert prune(run, logs=True, state=True).startswith("freed ")
     assert (kept_of(run).logs, kept_of(run).states) == ({}, {})
 

@@ -29,6 +29,7 @@ from swiftbatch.scheduler.serve.options import ServeOptions
 from swiftbatch.scheduler.serve.service import Service
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.model.text import TextCodec
+from tests.jobs.checkpoints.checkpoint_parts import claim
 from tests.jobs.run.run_parts import MANIFEST, PROGRESS
 from tests.metrics.report_parts import finish, record
 
@@ -103,7 +104,7 @@ def write_text(run: Run, job: JobRecord, text: str) -> None:
     """What a job has written so far."""
     checkpoints = CheckpointStore.of(run)
     tokens = TextCodec(locate_model("embedded")).encode_prompt(text)
-    checkpoints.write_tokens(job.job_id, checkpoints.claim(job.job_id, "w1"), np.array(tokens, dtype=np.uint32))
+    checkpoints.write_tokens(job.job_id, claim(checkpoints, job.job_id, "w1"), np.array(tokens, dtype=np.uint32))
 
 
 def words_of(page: str) -> str:

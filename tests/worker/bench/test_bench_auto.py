@@ -51,7 +51,7 @@ def test_every_cell_has_all_engines_with_the_same_tokens(tiny_model: Path, text:
     cells = [(record.position, record.num_sequences, record.temperature) for record in records]
     assert cells == [(p, n, t) for p in (30, 60) for n in (1, 3) for t in (0.0, 1.0)]
     for record in records:
-        assert list(record.tokens_per_second) == ["autoregressive", "auto", "suffix"]
+        assert list(record.tokens_per_second) == ["autoregressive", "auto", "suffix", "autoregressive again"]
         assert all(rate > 0 for rate in record.tokens_per_second.values())
         assert record.has_same_tokens
     assert json.loads(path.read_text())["results"] == [record.model_dump() for record in records]
@@ -113,6 +113,16 @@ def test_the_table_says_what_is_lost_against_the_best_other_engine() -> None:
     assert ["60000", "0.6", "8", "20", "100", "1.50x", "suffix", "2.00x", "0.75x", "no"] in lines
     caption = "auto at worst: 0.75x of the best other engine, 1.50x of plain decoding"
     assert caption in [" ".join(line) for line in lines]
+
+
+def test_plain_decoding_beside_itself_shows_how_far_a_ratio_wanders_and_is_never_the_best_other_engine() -> None:
+    rates = {"autoregressive": 100.0, "auto": 95.0, "autoregressive again": 120.0}
+    place = {"position": 60, "temperature": 0.6, "num_sequences": 8, "num_tokens": 20, "repetition": 0}
+    record = AutoRecord.model_validate(place | {"tokens_per_second": rates, "has_same_tokens": True})
+    slower = record.model_copy(update={"tokens_per_second": rates | {"autoregressive again": 97.0}})
+    lines = [" ".join(line) for line in words(Group(render([record, slower])))]
+    assert "60 0.6 8 20 100 0.95x autoregressive 1.00x 0.95x yes" in lines
+    assert "plain decoding beside itself: 0.97x" in " ".join(lines)
 
 
 @pytest.mark.parametrize(

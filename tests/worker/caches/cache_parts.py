@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 import torch
@@ -38,6 +40,34 @@ def write(cache: FullKVCache, shape: CacheShape, num_rows: int) -> None:
 def held(cache: FullKVCache, shape: CacheShape) -> list[torch.Tensor]:
     """Every layer's committed keys and values, as the device has them."""
     return [part[:, : cache.length].cpu().clone() for layer in range(shape.num_layers) for part in cache.layer(layer)]
+
+
+def use_side_by_side(
+    ours: FullKVCache, theirs: FullKVCache, max_length: int, rng: random.Random, num_steps: int
+) -> None:
+    """Do the same with both, trees, steps back, replays and loads: they hold the same after each step."""
+    for _ in range(num_steps):
+        if theirs.length > max_length - 40 or rng.random() < 0.1:
+            length = rng.randrange(theirs.length + 1)
+            for cache in (ours, theirs):
+                cache.roll_back(length)
+        num_nodes = rng.randrange(32)
+        for layer in range(ours.shape.num_layers):
+            rows = rows_of(ours.shape, 1 + num_nodes)
+            for cache in (ours, theirs):
+                cache.write(layer, cache.length, *rows)
+        path = sorted(rng.sample(range(num_nodes), rng.randrange(num_nodes + 1)))
+        for cache in (ours, theirs):
+            cache.commit(path)
+        if rng.random() < 0.3:
+            with ours.replayed(rng.randrange(ours.length)) as view:
+                write(view, ours.shape, 1)
+        kv = theirs.kv(0, theirs.length)
+        assert (ours.kv(0, ours.length) == kv).all()
+        if rng.random() < 0.2:
+            ours.roll_back(0)
+            ours.load(kv)
+        assert all(a.equal(b) for a, b in zip(held(ours, ours.shape), held(theirs, ours.shape), strict=True))
 
 
 class EverythingCache(PartialCache):

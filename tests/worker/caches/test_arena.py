@@ -13,7 +13,7 @@ from swiftbatch.worker.caches.arena import ArenaKVCache, KVArena
 from swiftbatch.worker.caches.full import MAX_TREE_NODES, FullKVCache
 from swiftbatch.worker.caches.room import KVRoomError
 from swiftbatch.worker.kernels.sizes import BLOCK
-from tests.worker.caches.cache_parts import held, rows_of, shape, write
+from tests.worker.caches.cache_parts import shape, use_side_by_side
 
 LENGTH = 500
 SENTINEL = 7.0
@@ -96,31 +96,8 @@ def test_without_a_free_slot_a_job_is_refused_with_the_numbers(arena: KVArena) -
 
 @pytest.mark.parametrize("seed", range(4))
 def test_any_use_gives_the_rows_of_a_cache_alone_and_touches_no_other_slot(arena: KVArena, seed: int) -> None:
-    rng, sizes = random.Random(seed), arena.shape
-    before, ours = arena.new_cache(LENGTH), arena.new_cache(LENGTH)
-    theirs = FullKVCache(sizes, LENGTH)
-    for _ in range(60):
-        if theirs.length > LENGTH - 40 or rng.random() < 0.1:
-            length = rng.randrange(theirs.length + 1)
-            for cache in (ours, theirs):
-                cache.roll_back(length)
-        num_nodes = rng.randrange(32)
-        for layer in range(sizes.num_layers):
-            rows = rows_of(sizes, 1 + num_nodes)
-            for cache in (ours, theirs):
-                cache.write(layer, cache.length, *rows)
-        path = sorted(rng.sample(range(num_nodes), rng.randrange(num_nodes + 1)))
-        for cache in (ours, theirs):
-            cache.commit(path)
-        if rng.random() < 0.3:
-            with ours.replayed(rng.randrange(ours.length)) as view:
-                write(view, sizes, 1)
-        kv = theirs.kv(0, theirs.length)
-        assert (ours.kv(0, ours.length) == kv).all()
-        if rng.random() < 0.2:
-            ours.roll_back(0)
-            ours.load(kv)
-        assert all(a.equal(b) for a, b in zip(held(ours, sizes), held(theirs, sizes), strict=True))
+    before, ours, theirs = arena.new_cache(LENGTH), arena.new_cache(LENGTH), FullKVCache(arena.shape, LENGTH)
+    use_side_by_side(ours, theirs, LENGTH, random.Random(seed), num_steps=60)
     others = [slot for slot in range(3) if slot != ours.slot]
     assert (arena.buffer[:, :, others] == SENTINEL).all()
     assert before.slot in others

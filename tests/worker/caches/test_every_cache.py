@@ -18,12 +18,14 @@ from swiftbatch.worker.caches.full import CacheShape, FullKVCache
 from swiftbatch.worker.caches.layer_ring import Streams
 from swiftbatch.worker.caches.offloaded import OffloadedKVCache
 from swiftbatch.worker.caches.offloaded_arena import OffloadedArena
+from swiftbatch.worker.caches.paged_arena import PagedArena
 from tests.worker.caches.cache_parts import MAX_LENGTH, held, rows_of, shape, use_small_blocks, write
 from tests.worker.caches.lazy_stream import LazyStream
 
 NewCache = Callable[[CacheShape], FullKVCache]
-ON_CPU = ("device", "arena", "staged", "file", "offloaded arena")
+ON_CPU = ("device", "arena", "staged", "pages", "file", "offloaded arena")
 ON_GPU = ("pinned", "arena on a gpu", "offloaded arena on a gpu")
+NUM_PAGES = 40
 PIECE_BYTES = 1 << 15  # so that checkpoints go in many pieces
 STAGING: dict[str, Callable[[CacheShape], Staging | None]] = {  # of arenas
     "arena": lambda shape: None,
@@ -73,6 +75,9 @@ class TestEveryCache:
             arena = KVArena(shape, 3, MAX_LENGTH + 100, STAGING[kind](shape))
             arena.buffer.fill_(math.nan)
             return lambda shape: arena.new_cache(MAX_LENGTH)
+        if kind == "pages":
+            pages = PagedArena(shape, 3, MAX_LENGTH, NUM_PAGES, page=MAX_LENGTH // 8)
+            return lambda shape: pages.new_cache(MAX_LENGTH)
         if kind in STREAMS:
             offloaded = OffloadedArena(shape, 3, MAX_LENGTH + 100, STREAMS[kind](shape.device))
             offloaded.buffer.fill_(math.nan)

@@ -10,7 +10,7 @@ import torch
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.caches.paged_arena import PagedArena, PagedKVCache
 from swiftbatch.worker.caches.room import KVRoomError
-from tests.worker.caches.cache_parts import held, rows_of, shape, write
+from tests.worker.caches.cache_parts import shape, use_side_by_side, write
 
 LENGTH, PAGE, NUM_PAGES = 500, 64, 24
 SENTINEL = 7.0
@@ -34,32 +34,9 @@ def cache_of(arena: PagedArena, num_positions: int) -> PagedKVCache:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_any_use_gives_the_rows_of_a_cache_alone_and_touches_no_other_page(arena: PagedArena, seed: int) -> None:
-    rng, sizes = random.Random(seed), arena.shape
-    before, ours = cache_of(arena, 100), arena.new_cache(LENGTH)
+    before, ours, theirs = cache_of(arena, 100), arena.new_cache(LENGTH), FullKVCache(arena.shape, LENGTH)
     kept = before.kv(0, 100)
-    theirs = FullKVCache(sizes, LENGTH)
-    for _ in range(40):
-        if theirs.length > LENGTH - 40 or rng.random() < 0.1:
-            length = rng.randrange(theirs.length + 1)
-            for cache in (ours, theirs):
-                cache.roll_back(length)
-        num_nodes = rng.randrange(32)
-        for layer in range(sizes.num_layers):
-            rows = rows_of(sizes, 1 + num_nodes)
-            for cache in (ours, theirs):
-                cache.write(layer, cache.length, *rows)
-        path = sorted(rng.sample(range(num_nodes), rng.randrange(num_nodes + 1)))
-        for cache in (ours, theirs):
-            cache.commit(path)
-        if rng.random() < 0.3:
-            with ours.replayed(rng.randrange(ours.length)) as view:
-                write(view, sizes, 1)
-        kv = theirs.kv(0, theirs.length)
-        assert (ours.kv(0, ours.length) == kv).all()
-        if rng.random() < 0.2:
-            ours.roll_back(0)
-            ours.load(kv)
-        assert all(a.equal(b) for a, b in zip(held(ours, sizes), held(theirs, sizes), strict=True))
+    use_side_by_side(ours, theirs, LENGTH, random.Random(seed), num_steps=40)
     unused = [page for page in range(NUM_PAGES) if page not in (*ours.pages, *before.pages)]
     untouched = arena.buffer.unflatten(4, (NUM_PAGES, PAGE))[..., unused, :, :]
     assert (before.kv(0, 100) == kept).all()

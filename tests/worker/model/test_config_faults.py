@@ -18,7 +18,7 @@ from swiftbatch.worker.caches.room import bytes_per_position
 from swiftbatch.worker.inspection.inspection import inspect_model
 from swiftbatch.worker.model.compute_path import path_on
 from swiftbatch.worker.model.config_faults import LATENT_KINDS, OF_ATTENTION, OF_LATENT
-from swiftbatch.worker.model.config_numbers import ACTIVATIONS
+from swiftbatch.worker.model.config_values import ACTIVATIONS
 from swiftbatch.worker.model.files import locate_model, what_refuses
 from swiftbatch.worker.model.kinds import SUPPORTED_KINDS
 from swiftbatch.worker.model.text_view import text_view

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
+from swiftbatch.jobs.checkpoints.checkpoint_store import AttemptStart, CheckpointStore
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.run.output_line import success_line
-from swiftbatch.jobs.run.result_segments import SealedResult
 from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.segment_format import SealedResult
 from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.model.files import OtherModelError
@@ -57,7 +57,7 @@ class CountingSession:
     num_slots = pool_size = None
 
     def __init__(self, config: EngineConfig, run_uri: str, worker_id: str, metrics_port: int | None = None) -> None:
-        self._run = Run.open(run_uri)
+        self._run, self._worker_id = Run.open(run_uri), worker_id
         self._checkpoints = CheckpointStore.of(self._run)
         rule = SealingRule(config.checkpoint_seconds, config.checkpoint_tokens)
         self._sealing = Sealing(self._run, worker_id, rule)
@@ -108,6 +108,10 @@ class CountingSession:
         record = assignment.record
         if record.job.custom_id.startswith("fails"):
             return record.job_id, "it always fails"
+        start = AttemptStart(
+            worker_id=self._worker_id, claimed=time.time(), numerics=self.numerics, attempt=assignment.num_attempts
+        )
+        self._checkpoints.begin(record.job_id, assignment.attempt, start)
         recovered = [int(token) for token in self._checkpoints.read_tokens(record.job_id)]
         self._running[record.job_id] = CountingJob(assignment, recovered, len(recovered))
         return None
@@ -151,7 +155,7 @@ class CountingSession:
         record = job.assignment.record
         history = self._checkpoints.history(record.job_id)
         metrics = {
-            "num_attempts": job.assignment.attempt,
+            "num_attempts": job.assignment.num_attempts,
             "num_recovered_tokens": job.num_recovered,
             "num_reported_tokens": job.assignment.num_reported_tokens,
             "workers": [attempt.worker_id for attempt in history],
@@ -168,7 +172,7 @@ class CountingSession:
             token_ids=token_ids,
             metrics=metrics,
         )
-        self._sealing.add(SealedResult.of(record.job_id, line), is_kept=False)
+        self._sealing.add(SealedResult.of(record.job_id, line), clears=True)
         return self._running.pop(record.job_id).progress
 
 

@@ -25,6 +25,8 @@ from tests.jobs.run.run_parts import MANIFEST
 
 NUM_TOKENS = 240
 
+_newest: dict[tuple[str, str], int] = {}  # attempts by run and job
+
 
 def record(
     custom_id: str, num_tokens: int = NUM_TOKENS, drawn: Mapping[str, Any] = MappingProxyType({}), **changes: object
@@ -61,8 +63,11 @@ def session(run: Run, model: Path, metrics_port: int | None = None, **changes: A
 
 
 def claimed(run: Run, job: JobRecord, num_reported_tokens: int = 0) -> Assignment:
-    attempt = CheckpointStore.of(run).claim(job.job_id, "w0", "")
-    return Assignment(job, attempt, num_reported_tokens)
+    """The next attempt at a job, numbered 1, 2, ... as in older runs."""
+    place = (run.store.uri, job.job_id)
+    found = CheckpointStore.of(run).attempts(job.job_id)
+    _newest[place] = attempt = max([*found, _newest.get(place, 0)]) + 1
+    return Assignment(job, attempt, attempt, num_reported_tokens)
 
 
 def to_the_end(worker: WorkerSession, *assignments: Assignment) -> WorkReport:

@@ -9,12 +9,13 @@ import pytest
 from tenacity import wait_random_exponential
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
-from swiftbatch.jobs.run.result_segments import SEGMENTS, SealedResult
 from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.segment_format import SEGMENTS, SealedResult
 from swiftbatch.jobs.storage.retries import Retries
 from swiftbatch.jobs.storage.store import Store, StoreError
 from swiftbatch.worker.session import result_sealing
 from swiftbatch.worker.session.result_sealing import Sealing, SealingRule
+from tests.jobs.checkpoints.checkpoint_parts import claim
 from tests.jobs.run.run_parts import FINISHED, MANIFEST
 from tests.jobs.storage.fault_proxy import FaultProxy
 
@@ -30,14 +31,14 @@ def run(tmp_path: Path) -> Run:
     run = Run.create_or_open(str(tmp_path / "run"), MANIFEST)
     checkpoints = CheckpointStore.of(run)
     for job_id in "abc":
-        checkpoints.write_tokens(job_id, checkpoints.claim(job_id, "w1"), np.arange(5, dtype=np.uint32))
+        checkpoints.write_tokens(job_id, claim(checkpoints, job_id, "w1"), np.arange(5, dtype=np.uint32))
     return run
 
 
 def test_a_job_finishes_and_loses_its_checkpoints_when_its_segment_is_there_and_not_before(run: Run) -> None:
     results = Sealing(run, "w1", NEVER)
-    results.add(result("a"), is_kept=False)
-    results.add(result("b"), is_kept=True)
+    results.add(result("a"), clears=True)
+    results.add(result("b"), clears=False)
     results.seal_due()
     assert results.sealed() == []
     assert run.ended()[0] == set()
@@ -58,9 +59,9 @@ def test_results_are_written_once_they_are_old_long_many_or_large(
     monkeypatch.setattr(result_sealing, "MOST_BYTES", 10 if due == "large" else 2**20)
     results = Sealing(run, "w1", rule if due in ("old", "long") else NEVER)
     for job_id in "ab":
-        results.add(result(job_id), is_kept=False)
+        results.add(result(job_id), clears=True)
     results.seal_due()
-    results.add(result("c"), is_kept=False)
+    results.add(result("c"), clears=True)
     monkeypatch.setattr(Sealing, "seal", lambda _: None)  # what is under way alone
     assert [progress.job_id for progress in results.flush()] == ["a", "b"]
 
@@ -69,7 +70,7 @@ def test_two_lives_of_a_worker_never_give_segments_the_same_name(run: Run) -> No
     for _ in range(2):
         results = Sealing(run, "w1", NEVER)
         for job_id in "ab":
-            results.add(result(job_id), is_kept=False)
+            results.add(result(job_id), clears=True)
             results.flush()
     assert len(run.store.list(SEGMENTS)) == 4
     assert run.ended()[0] == {"a", "b"}
@@ -85,8 +86,8 @@ def test_on_a_store_with_faults_every_result_is_there_once_and_no_checkpoint_is_
     s3_proxy.chances = {"unavailable": 0.05, "refused": 0.03, "lost": 0.03, "cut": 0.03}
     job_ids = [f"job-{number}" for number in range(12)]
     for number, job_id in enumerate(job_ids):
-        checkpoints.claim(job_id, "w1")
-        results.add(result(job_id), is_kept=False)
+        claim(checkpoints, job_id, "w1")
+        results.add(result(job_id), clears=True)
         if number % 3 == 2:
             assert len(results.flush()) == 3
     assert s3_proxy.num_faults
@@ -103,7 +104,7 @@ def test_a_store_that_fails_is_told_and_the_checkpoints_stay(run: Run, monkeypat
 
     monkeypatch.setattr(Run, "write_segment", full)
     results = Sealing(run, "w1", NEVER)
-    results.add(result("a"), is_kept=False)
+    results.add(result("a"), clears=True)
     with pytest.raises(StoreError, match="the disk is full"):
         results.flush()
     assert run.store.list("checkpoints") == ["a", "b", "c"]

@@ -13,7 +13,7 @@ import pytest
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore, StateManifest
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
-from swiftbatch.worker.session.work import Assignment, Orders
+from swiftbatch.worker.session.work import Orders
 from swiftbatch.worker.target import step_costs
 from swiftbatch.worker.target.step_costs import StepCosts
 from swiftbatch.worker.target.target import DTYPES, TargetModel
@@ -106,14 +106,14 @@ def test_a_cache_that_was_computed_with_other_numerics_is_computed_again(
     """Its bits are others; where a model's heads are stored in another order, so is what they mean."""
     job, worker = record("fox"), session(run, tiny_model, checkpoint="state")
     numerics = worker.numerics if is_alike else "cpu, another machine"
-    first = CheckpointStore.of(run).claim(job.job_id, "w9", numerics)
-    until(worker, job, 100, Assignment(job, first))
+    worker.numerics = numerics
+    until(worker, job, 100, claimed(run, job))
     worker.drain(30.0)
     successor = session(run, tiny_model, checkpoint="state")
-    second = CheckpointStore.of(run).claim(job.job_id, "w0", successor.numerics)
-    had = until(successor, job, 150, Assignment(job, second))
+    had = until(successor, job, 150, claimed(run, job))
     assert successor.engine.counters.num_resumes == {"kv" if is_alike else "replay": 1}
     successor.drain(30.0)
+    first, second = CheckpointStore.of(run).attempts(job.job_id)
     manifest = CheckpointStore.of(run).read_manifest(job.job_id, second)
     assert manifest is not None
     assert {entry.attempt for entry in manifest.segments} == ({first, second} if is_alike else {second})

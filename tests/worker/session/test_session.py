@@ -17,6 +17,7 @@ from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.worker.session.work import Assignment, Orders
+from tests.jobs.checkpoints.checkpoint_parts import claim
 from tests.worker.session.session_parts import (
     NUM_TOKENS,
     body,
@@ -183,8 +184,8 @@ def test_a_store_that_fails_for_good_blames_no_job(tmp_path: Path, tiny_model: P
 
 def test_a_job_whose_attempts_had_other_numerics_is_marked(run: Run, tiny_model: Path) -> None:
     job = record("fox")
-    CheckpointStore.of(made_with(run, tiny_model)).claim(job.job_id, "w9", "cuda, another machine")
+    claim(CheckpointStore.of(made_with(run, tiny_model)), job.job_id, "w9", "cuda, another machine")
     worker = session(run, tiny_model)
-    attempt = CheckpointStore.of(run).claim(job.job_id, "w0", worker.numerics)
-    to_the_end(worker, Assignment(job, attempt))
+    attempt = claim(CheckpointStore.of(run), job.job_id, "w0", worker.numerics)
+    to_the_end(worker, Assignment(job, attempt, attempt))
     assert body(run, job)["metrics"]["exactness"] == "exact up to ties"

@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import AfterValidator, Field, field_validator
 
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.bench.auto.auto_figures import BASELINE, CHOOSER, AutoRecord
+from swiftbatch.worker.bench.auto.auto_figures import BASELINE, CHOOSER, TWIN, AutoRecord
 from swiftbatch.worker.bench.bench_text import text_tokens
 from swiftbatch.worker.bench.bench_variants import bench_slots, create_bench_drafter
 from swiftbatch.worker.bench.decode.contestants import EngineContestant
@@ -58,7 +58,7 @@ Lengths = Annotated[tuple[int, ...], AfterValidator(_lengths)]
 class AutoBenchOptions(BenchOptions):
     """The grid: every one of `positions`, `slot_counts`, `temperatures` and `num_tokens`.
 
-    Plain decoding and `auto` always run.
+    Plain decoding and `auto` always run, plain decoding twice.
     """
 
     engines: tuple[str, ...]  # that are compared beside those two
@@ -154,7 +154,7 @@ class _Grid:
             cache.load(first.kv(cache.length, first.length))
 
     def _record(self, cell: _Cell) -> AutoRecord:
-        contestants = [self._contestant(name, cell) for name in self._options.contestants]
+        contestants = [self._contestant(name, cell) for name in (*self._options.contestants, TWIN)]
         has_same_tokens = True
         for job in range(cell.num_jobs):
             if job:
@@ -176,9 +176,10 @@ class _Grid:
         )
 
     def _contestant(self, name: str, cell: _Cell) -> EngineContestant:
-        drafter = create_bench_drafter(name, self._target, self._costs)
+        engine = BASELINE if name == TWIN else name
+        drafter = create_bench_drafter(engine, self._target, self._costs)
         sequences, caches = self._sequences(name, cell, job=0), self._caches[: cell.num_sequences]
-        return hot_contestant(name, self._target, drafter, self._drafters[name], sequences, caches)
+        return hot_contestant(name, self._target, drafter, self._drafters[engine], sequences, caches)
 
     def _sequences(self, name: str, cell: _Cell, job: int) -> list[Sequence]:
         """The jobs of all slots, none of which another repetition or slot has."""

@@ -66,8 +66,8 @@ class BenchWorker:
         [record] = run.jobs()
         self._session = WorkerSession(config, str(folder), "bench")
         self._checkpoints = CheckpointStore.of(run)
-        attempt = self._checkpoints.claim(JOB_ID, "bench", self._session.numerics)
-        self._orders = Orders((Assignment(record, attempt),))
+        attempt = max(self._checkpoints.attempts(JOB_ID), default=0) + 1
+        self._orders = Orders((Assignment(record, attempt, num_attempts=attempt),))
         self.num_tokens = 0
 
     @property

@@ -169,10 +169,7 @@ def plan_memory(
         raise none_fits(plan)
     plan = replace(plan, num_slots=min(MOST_SLOTS, plan.num_fitting) if num_slots is None else num_slots)
     if plan.num_fitting < plan.num_slots:
-        raise KVRoomError(
-            f"--slots {num_slots}: with jobs of {longest_job:,} positions that needs {plan.used_bytes / GB:,.1f} GB, "
-            f"the GPU has {plan.free_bytes / GB:,.1f} GB free; use --slots {plan.num_fitting}, or fewer max_tokens"
-        )
+        raise too_many_slots(plan, f"with jobs of {longest_job:,} positions that")
     return plan
 
 
@@ -215,6 +212,14 @@ def _row_bytes(sizes: ModelSizes, logit_bytes: int = LOGIT_BYTES) -> int:
     if sizes.experts is not None:
         widths += sizes.experts.num_chosen * (sizes.experts.width + sizes.hidden)
     return NUM_ROWS * (widths * sizes.item_size + sizes.vocab * logit_bytes)
+
+
+def too_many_slots(plan: MemoryPlan, what: str) -> KVRoomError:
+    """Say of a plan for a number of slots that was asked for what needs more than there is."""
+    return KVRoomError(
+        f"--slots {plan.num_slots}: {what} needs {plan.used_bytes / GB:,.1f} GB, the GPU has "
+        f"{plan.free_bytes / GB:,.1f} GB free; use --slots {plan.num_fitting}, or fewer max_tokens"
+    )
 
 
 def none_fits(plan: MemoryPlan) -> KVRoomError:

@@ -16,10 +16,11 @@ from swiftbatch.worker.caches.memory.memory_plan import (
     none_fits,
     one_slot,
     slot_capacity,
+    too_many_slots,
 )
 from swiftbatch.worker.caches.memory.model_sizes import ModelSizes
 from swiftbatch.worker.caches.memory.pages import GPU_PAGE, pages_of
-from swiftbatch.worker.caches.room import GB, MAX_TREE_NODES, KVRoomError
+from swiftbatch.worker.caches.room import MAX_TREE_NODES
 from swiftbatch.worker.kernels.sizes import MOST_SLOTS
 
 DRAFT_SHARE = 0.25  # of what is left beside the weights, for what drafts keep, where few jobs fit at their longest
@@ -39,16 +40,13 @@ def plan_pages(
     least = most_of_a_job(longest_job)
     page_bytes = GPU_PAGE * sizes.kept_bytes_per_position
     alone = one_slot(sizes, gpu, longest_job, drafts)
-    if replace(alone, slot_bytes=sizes.state_bytes + least * page_bytes).num_fitting < 1:
-        raise none_fits(replace(alone, slot_bytes=sizes.state_bytes + least * page_bytes))
+    longest = replace(alone, slot_bytes=sizes.state_bytes + least * page_bytes)
+    if longest.num_fitting < 1:
+        raise none_fits(longest)
     pool = replace(alone, slot_bytes=sizes.state_bytes, num_pages=least, page_bytes=page_bytes)
     plan = replace(pool, num_slots=_slots_that_pay(pool) if num_slots is None else num_slots)
     if plan.used_bytes > plan.free_bytes:
-        raise KVRoomError(
-            f"--slots {num_slots}: what drafts keep for each, beside the longest job of {longest_job:,} positions, "
-            f"needs {plan.used_bytes / GB:,.1f} GB, the GPU has {plan.free_bytes / GB:,.1f} GB free; use --slots "
-            f"{plan.num_fitting}, or fewer max_tokens"
-        )
+        raise too_many_slots(plan, f"what drafts keep for each, beside the longest job of {longest_job:,} positions,")
     num_beside = (plan.free_bytes - plan.used_bytes) // page_bytes
     return replace(plan, num_pages=min(plan.num_slots * least, least + num_beside))
 

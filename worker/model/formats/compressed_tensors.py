@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from swiftbatch.worker.model.config_numbers import shown
+from swiftbatch.worker.model.config_values import shown
 from swiftbatch.worker.model.formats.contract import WHOLE, Format, FormatError, Scheme, StoredTensor
 from swiftbatch.worker.model.formats.e2m1 import MXFP4_GROUP, NVFP4_GROUP, MXFP4Scheme, NVFP4Scheme
 from swiftbatch.worker.model.formats.e4m3 import FloatScheme

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from swiftbatch.worker.model.config_numbers import shown
+from swiftbatch.worker.model.config_values import shown
 from swiftbatch.worker.model.formats.contract import WHOLE, Format, FormatError, Scheme, StoredTensor
 from swiftbatch.worker.model.formats.e2m1 import BYTES, NVFP4_GROUP, NVFP4Scheme
 from swiftbatch.worker.model.formats.e4m3 import E4M3, FloatScheme

@@ -1,4 +1,4 @@
-"""A GGUF file's metadata as the `config.json` and `generation_config.json` of its dequantized twin. Without torch."""
+"""A GGUF file's metadata as the `config.json` of its dequantized twin. Without torch."""
 
 from __future__ import annotations
 
@@ -7,32 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from swiftbatch.worker.model.config_numbers import MOST_REAL
+from swiftbatch.worker.model.config_values import MOST_REAL
 from swiftbatch.worker.model.gguf.architectures import SIZES, Config
 from swiftbatch.worker.model.gguf.gguf_model import GGUFModel
+from swiftbatch.worker.model.gguf.gguf_tokenizer import SPECIAL, token_of
 from swiftbatch.worker.model.gguf.header import GGUFError
 from swiftbatch.worker.model.gguf.rotary import ROTARY_KEYS, rotary_of_gguf, shortest
 
 OTHER_SIZES = ("attention.key_length", "attention.value_length", "vocab_size")
 NO_CHANGE = ("rope.scaling.finetuned", "tensor_data_layout")
 UNUSED = (None, 0, False)  # values of keys that are not understood with which they change nothing
-SPECIAL = {
-    "bos_token_id": "tokenizer.ggml.bos_token_id",
-    "eos_token_id": "tokenizer.ggml.eos_token_id",
-    "pad_token_id": "tokenizer.ggml.padding_token_id",
-}
-ENDS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
-ENDING = {  # tokens that end a turn or a text in every model that has them, as llama.cpp takes them
-    "<|eot_id|>",
-    "<|eom_id|>",
-    "<|im_end|>",
-    "<|end|>",
-    "<end_of_turn>",
-    "<|endoftext|>",
-    "<|end_of_text|>",
-    "<EOT>",
-}
-CONTROL = 3  # the type of a token that is no text
 GEMMA_WINDOWS = 6  # one of so many layers has no window
 LAYERS_OF_LARGEST = {"gemma2": 46, "gemma3": 62}  # whose scores are scaled by the width of a head that it has not
 STILL = 4  # one of so many layers of a SmolLM3 turns no heads
@@ -50,20 +34,11 @@ def config_of(model: GGUFModel) -> Config:
     config["head_dim"] = _head_dim(said, config, model.name)
     config["vocab_size"] = _vocab_size(model, said)
     config["tie_word_embeddings"] = "output.weight" not in model.tensors
-    config |= {name: _token(model, key) for name, key in SPECIAL.items()}
+    config |= {name: token_of(model, key) for name, key in SPECIAL.items()}
     if "attention_bias" in config:
         config["attention_bias"] = "blk.0.attn_q.bias" in model.tensors
     config |= rotary_of_gguf(model, said, config["head_dim"])
     return config | COMPLETED.get(model.name, _nothing)(config, said)
-
-
-def generation_of(model: GGUFModel) -> Config:
-    """The tokens that end a text: those that the metadata names, and those that end a turn in all models."""
-    found = {number for key in ENDS if (number := _token(model, key)) is not None}
-    tokens, types = (model.metadata.get(f"tokenizer.ggml.{name}", []) for name in ("tokens", "token_type"))
-    pairs = enumerate(zip(tokens, types, strict=False))
-    found |= {number for number, (token, kind) in pairs if kind == CONTROL and token in ENDING}
-    return {"eos_token_id": sorted(found)} if found else {}
 
 
 def _said(model: GGUFModel) -> dict[str, Any]:
@@ -119,14 +94,6 @@ def _vocab_size(model: GGUFModel, said: Mapping[str, Any]) -> int:
         found = said["vocab_size"]
         raise GGUFError(f"its metadata has {model.name}.vocab_size = {found!r:.80}, and its embedding {number:,} rows")
     return number
-
-
-def _token(model: GGUFModel, key: str) -> int | None:
-    """Raises GGUFError for what is no token."""
-    token = model.metadata.get(key)
-    if token is not None and type(token) is not int:
-        raise GGUFError(f"its metadata has {key} = {token!r:.60}, expected a token id")
-    return token
 
 
 def _nothing(config: Config, said: Mapping[str, Any]) -> Config:

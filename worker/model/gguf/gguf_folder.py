@@ -18,27 +18,18 @@ from pathlib import Path
 from typing import Any
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.worker.model.config_numbers import line_of
-from swiftbatch.worker.model.gguf.gguf_config import config_of, generation_of
+from swiftbatch.worker.model.config_values import line_of
+from swiftbatch.worker.model.gguf.gguf_config import config_of
 from swiftbatch.worker.model.gguf.gguf_model import FREQUENCIES, GGUFModel, read_gguf, transformers_name
+from swiftbatch.worker.model.gguf.gguf_tokenizer import (
+    TOKENIZER_FILES,
+    generation_of,
+    refuse_unknown_split,
+    save_tokenizer,
+)
 from swiftbatch.worker.model.gguf.header import GGUFError
 from swiftbatch.worker.model.gguf.links import INDEX_FILE, link_name, link_names, write_index
 
-# how tokenizers of GGUF files cut text before they merge it
-KINDS = ("gpt2", "llama")  # merges of bytes, and SentencePiece's, which cuts in one way alone
-OF_GPT2 = ("gpt-2", "granite-docling", "jais", "mpt", "olmo", "phi-2", "trillion")
-# as GPT-2, with digits one by one: no merge joins digits there, so that is no difference
-OF_DIGITS = ("codeshell", "command-r", "exaone", "minerva-7b", "refact", "smollm", "starcoder")
-OTHERS = (
-    *("dbrx", "deepseek-r1-qwen", "f2llmv2", "falcon-h1", "falcon3", "gpt-4o", "jina-v5-nano", "kanana2", "kormo"),
-    *("lfm2", "llama-bpe", "llama-v3", "llama3", "llama4", "megrez", "midm-2.0", "minimax-m2", "pixtral", "qwen2"),
-    *("qwen35", "smaug-bpe", "talkie", "tekken"),
-)
-KNOWN = sorted((*OF_GPT2, *OF_DIGITS, *OTHERS))
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")  # the last one is written last
-GENERIC = "TokenizersBackend"  # the class that reads `tokenizer.json` and adds no rules of its own
-KEPT = ("bos_token", "eos_token", "unk_token", "pad_token", "tokenizer_class")
 FORM = 1  # of the derived files: another one where they are derived in another way
 NAME_LENGTH = 32
 MAX_WORDS = 500  # characters of an error
@@ -113,7 +104,7 @@ def _add_tokenizer(model: str, folder: Path) -> None:
     """Derive the tokenizer as `transformers` does, which takes seconds, and put its files beside the others."""
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as aside:
         try:
-            _save_tokenizer(folder / link_names(folder)[0], Path(aside))
+            save_tokenizer(folder / link_names(folder)[0], Path(aside))
         except Exception as error:  # of any kind: the library raises bare ones
             said = f"{type(error).__name__}: {line_of(error, MAX_WORDS)}"
             raise ModelError(f"model {model}: no tokenizer comes of its metadata: {said}") from error
@@ -121,33 +112,5 @@ def _add_tokenizer(model: str, folder: Path) -> None:
             os.replace(Path(aside) / name, folder / name)
 
 
-def _save_tokenizer(file: Path, folder: Path) -> None:
-    """Write `tokenizer.json` and `tokenizer_config.json`. Raises what the library does for metadata without sense."""
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(file.parent, gguf_file=file.name, local_files_only=True)
-    tokenizer.chat_template = None  # which lies in a file of its own
-    tokenizer.save_pretrained(folder)
-    path = folder / "tokenizer_config.json"
-    said = json.loads(path.read_text(encoding="utf-8"))
-    said = {key: value for key, value in said.items() if key in KEPT} | {"tokenizer_class": GENERIC}
-    path.write_text(json.dumps(said, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
 def _write_json(file: Path, value: Any) -> None:
     file.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-
-
-def refuse_unknown_split(model: GGUFModel) -> None:
-    """Raise GGUFError for a tokenizer that would give other tokens than the model's.
-
-    `transformers`' loader takes GPT-2's way of cutting text for any name that it does not know.
-    """
-    kind, split = (model.metadata.get(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
-    if kind not in KINDS:
-        raise GGUFError(f"its tokenizer.ggml.model is {kind!r:.60}, expected {' or '.join(KINDS)}")
-    if kind == "gpt2" and split not in KNOWN:
-        raise GGUFError(f"its tokenizer.ggml.pre is {split!r:.60}, expected one of {', '.join(KNOWN)}")
-    tokens, types = (model.metadata.get(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
-    if not isinstance(tokens, list) or not tokens or (types is not None and len(types) != len(tokens)):
-        raise GGUFError("its metadata has no tokens, or other numbers of tokens and of their types")

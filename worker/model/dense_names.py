@@ -1,4 +1,4 @@
-"""The forms that kinds of dense decoders differ in, as their configs and tensors say them. Light: the driver asks."""
+"""The names and forms that kinds of dense decoders differ in, as configs and tensors have them. Without torch."""
 
 from __future__ import annotations
 

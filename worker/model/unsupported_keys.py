@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from swiftbatch.worker.model.config_numbers import shown
-from swiftbatch.worker.model.dense_forms import Form
+from swiftbatch.worker.model.config_values import shown
 from swiftbatch.worker.model.dense_kinds import KINDS
+from swiftbatch.worker.model.dense_names import Form
 from swiftbatch.worker.model.kinds import KERNELS_LACK
 from swiftbatch.worker.model.latent_forms import KEYS as LATENT_KEYS
 from swiftbatch.worker.model.layer_windows import IS_WINDOWED, TypesOrPattern, looks_at_types

@@ -1,6 +1,7 @@
-"""The driver's metrics: counted at every beat, and served.
+"""The progress of a run: counted at every beat, for `status` and the display, and served as the driver's metrics.
 
-They are jobs and workers by state, and the time that workers were held. Prometheus finds the workers' there, too.
+It is jobs and workers by state, speed, the time left, and the time that workers were held. Prometheus finds the
+workers' metrics there, too.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The numbers of a config that a model is made of, and what each must be: told before anything starts. Without torch.
+"""The values of a config that a model is made of, and what each must be: told before anything starts. Without torch.
 
-`transformers` checks the types of some of them when it loads a model, and others nowhere. How numbers must fit together
+`transformers` checks the types of some of them when it loads a model, and others nowhere. How values must fit together
 is told by `config_faults`.
 """
 

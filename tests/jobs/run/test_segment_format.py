@@ -14,10 +14,10 @@ import pytest
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.json_lines import dump_line, unsealed
 from swiftbatch.jobs.json_lines import sealed as seal
-from swiftbatch.jobs.run import result_files, result_segments
+from swiftbatch.jobs.run import result_files, segment_format
 from swiftbatch.jobs.run.line_parts import LINE_ID, line_id
-from swiftbatch.jobs.run.result_segments import SEGMENTS, SealedResult, encode_segment
 from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.segment_format import SEGMENTS, SealedResult, encode_segment
 from swiftbatch.jobs.storage.local_folder import LocalFolder
 from swiftbatch.scheduler.display.summary import damage_lines
 from swiftbatch.scheduler.driver.backlog import count_jobs, load_queue
@@ -95,7 +95,7 @@ def test_a_segment_is_lines_that_people_and_programs_can_read(tmp_path: Path) ->
 
 
 def test_only_the_end_of_a_segment_is_read_to_know_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(result_segments, "TAIL_BYTES", 300)  # shorter than an index
+    monkeypatch.setattr(segment_format, "TAIL_BYTES", 300)  # shorter than an index
     run, records = make_run(str(tmp_path / "run"))
     monkeypatch.setattr(LocalFolder, "read", lambda *_: pytest.fail("a whole file was read"))
     assert run.ended()[0] >= {record.job_id for record in records[:3]}

@@ -1,0 +1,140 @@
+"""Numbers the attempts at jobs, and keeps how many each job has had.
+
+An attempt's number is its driver's epoch, which nobody else has, and behind that how often this driver has handed the
+job out. So no two attempts ever write below one number, and no file says which are taken.
+
+attempts/<epoch:04d>.json    attempts of each job that was handed out and has no result, of all drivers so far
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Literal, Self
+
+from pydantic import ValidationError
+
+from swiftbatch.jobs.checkpoints.files import NUMBERS_PER_EPOCH
+from swiftbatch.jobs.frozen import Strict
+from swiftbatch.jobs.input.reasons import reasons
+from swiftbatch.jobs.json_lines import sealed, unsealed
+from swiftbatch.jobs.storage.store import Store
+
+FOLDER = "attempts"
+
+logger = logging.getLogger(__name__)
+
+
+class AttemptCounts(Strict):
+    """The content of a file."""
+
+    version: Literal[1] = 1
+    attempts: dict[str, int]  # by job
+
+
+class Attempts:
+    """The attempts at a run's jobs. What takes a store's time is done in a thread, which nobody waits for.
+
+    The file is a beat behind at most: after a driver was killed, an attempt that it had just begun and that has left no
+    file is not counted. Its number is never taken again in any case.
+    """
+
+    def __init__(self, store: Store, epoch: int, counts: dict[str, int]) -> None:
+        """`epoch` is the driver's, `counts` are those of earlier ones."""
+        self._store, self._epoch, self._counts = store, epoch, counts
+        self._newest: dict[str, int] = {}  # the number of each job's newest attempt
+        self._has_changed = False
+        self._pool = ThreadPoolExecutor(1, "attempts")
+        self._write: Future[None] | None = None
+
+    @classmethod
+    def read(cls, store: Store, epoch: int) -> Self:
+        """Go on from what earlier drivers have counted. Raises StoreError."""
+        return cls(store, epoch, _read_counts(store))
+
+    def counted(self) -> Collection[str]:
+        """The jobs that have had attempts, and no result so far as this driver knows."""
+        return self._counts.keys()
+
+    def note_found(self, job_id: str, numbers: Collection[int]) -> None:
+        """Note the attempts at a job that have left files: these may be more than were counted."""
+        newest = max(numbers, default=0)
+        self._newest[job_id] = self._base(newest)
+        older = newest if newest < NUMBERS_PER_EPOCH else 0  # an older version counts 1, 2, ...
+        self._counts[job_id] = max(len(numbers), older, self.count(job_id))
+
+    def begin(self, job_id: str) -> tuple[int, int]:
+        """Begin the next attempt at a job: returns its number, and how many the job has had with it."""
+        self._newest[job_id] = number = self._newest.get(job_id, self._base(0)) + 1
+        self._counts[job_id] = num_attempts = self.count(job_id) + 1
+        self._has_changed = True
+        return number, num_attempts
+
+    def count(self, job_id: str) -> int:
+        """The number of attempts that a job has had, those of earlier drivers included."""
+        return self._counts.get(job_id, 0)
+
+    def finish(self, job_id: str) -> None:
+        """Forget a job that has a result. One that failed is kept: it may be tried again some day."""
+        self._newest.pop(job_id, None)
+        self._has_changed |= self._counts.pop(job_id, None) is not None
+
+    def keep(self) -> None:
+        """Begin to write the counts if they have changed; call it with every beat. Raises StoreError."""
+        if self._write is not None and self._write.done():
+            self._write.result()
+            self._write = None
+        if self._has_changed and self._write is None:
+            self._has_changed = False
+            self._write = self._pool.submit(_write_counts, self._store, self._epoch, self._counts.copy())
+
+    def end(self) -> None:
+        """Write the counts, and wait for that: no attempt begins any more. Raises StoreError."""
+        self._pool.submit(_write_counts, self._store, self._epoch, self._counts).result()
+
+    def stop(self) -> None:
+        """Write nothing more."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _base(self, newest: int) -> int:
+        """The number in front of this driver's first attempt at a job, whose newest one there has the number `newest`.
+
+        Where that is of no earlier epoch, the files come from elsewhere, or somebody has deleted `drivers/`. A later
+        driver finds it, or a greater one, and adds more to it: no two have the same base.
+        """
+        epoch_there = newest // NUMBERS_PER_EPOCH
+        epoch = self._epoch if epoch_there < self._epoch else epoch_there + self._epoch
+        return epoch * NUMBERS_PER_EPOCH
+
+
+def _write_counts(store: Store, epoch: int, counts: dict[str, int]) -> None:
+    """Write a driver's file, then delete those of earlier ones, which it holds as well. Without counts none is left."""
+    if counts:
+        content = AttemptCounts(attempts=counts)
+        store.write(f"{FOLDER}/{epoch:04d}.json", sealed(content.model_dump_json().encode()))
+    for name in store.list(FOLDER):
+        if _epoch_of(name) < epoch or (_epoch_of(name) == epoch and not counts):
+            store.delete(f"{FOLDER}/{name}")
+
+
+def _read_counts(store: Store) -> dict[str, int]:
+    """The counts of the newest driver that has written some; a damaged file is named and passed over."""
+    for name in sorted(store.list(FOLDER), key=_epoch_of, reverse=True):
+        data = store.read(f"{FOLDER}/{name}")
+        try:
+            if (text := unsealed(data or b"")) is not None:
+                return dict(AttemptCounts.model_validate_json(text).attempts)
+            problem = "found no checksum"
+        except ValidationError as error:
+            problem = reasons(error, AttemptCounts)
+        except ValueError as error:
+            problem = str(error)
+        where = f"{FOLDER}/{name} in {store.shown_uri}"
+        logger.warning("skipped %s: %s; earlier attempts at some jobs are not counted", where, problem)
+    return {}
+
+
+def _epoch_of(name: str) -> int:
+    number = name.removesuffix(".json")
+    return int(number) if number.isdecimal() else 0
