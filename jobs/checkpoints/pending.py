@@ -70,6 +70,10 @@ class PendingCheckpoint:
     def num_written_positions(self) -> int:
         return self.segments[-1].end if self.segments else 0
 
+    def num_written_up_to(self, limit: int) -> int:
+        """Positions of the segments that end at `limit` at most."""
+        return next((entry.end for entry in reversed(self.segments) if entry.end <= limit), 0)
+
     @property
     def num_positions(self) -> int:
         return max(self.num_written_positions, len(self.token_ids))

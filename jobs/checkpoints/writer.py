@@ -138,6 +138,11 @@ class CheckpointWriter:
         with self._changed:
             return self._opened(job_id).num_positions
 
+    def num_written_positions(self, job_id: str, limit: int) -> int:
+        """Positions in the job's segments that end at `limit` at most: its source is not asked for them any more."""
+        with self._changed:
+            return self._opened(job_id).num_written_up_to(limit)
+
     def num_positions_of_states(self, job_id: str) -> int:
         """Positions of the newest states of layers put, 0 without any."""
         with self._changed:

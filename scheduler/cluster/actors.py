@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from swiftbatch.worker.caches.memory.pages import PoolSize
+from swiftbatch.worker.caches.room import HeldPositions
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.session.work import Orders, WorkReport
 
@@ -32,7 +33,7 @@ class WorkerSpec:
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """The place of a started worker, and its resources: `node_id` is Ray's, the last five are the session's."""
+    """The place of a started worker, and its resources: `node_id` is Ray's, the last six are the session's."""
 
     host: str
     pid: int
@@ -43,6 +44,7 @@ class WorkerInfo:
     num_slots: int | None = None
     num_state_positions: int = 0  # that a job takes beside its own, of models whose layers have states
     pool_size: PoolSize | None = None  # of the pages that all caches on a GPU lie in
+    held_positions: HeldPositions | None = None  # of a job's, where layers forget some; None for all
 
 
 class WorkerActor:
@@ -66,7 +68,7 @@ class WorkerActor:
         node_id = str(ray.get_runtime_context().get_node_id())
         where = (socket.gethostname(), os.getpid(), session.metrics_address, node_id)
         sizes = (session.num_free_positions, session.num_slots, session.num_state_positions, session.pool_size)
-        return WorkerInfo(*where, session.numerics, *sizes)
+        return WorkerInfo(*where, session.numerics, *sizes, session.held_positions)
 
     def work(self, orders: Orders, seconds: float) -> WorkReport:
         return self._session.work(orders, seconds)

@@ -79,6 +79,8 @@ def _running(found: Inspection) -> list[tuple[str, str]]:
         rows.append((gpu, f"jobs at a time, by positions: {slots}"))
     thinking = f"; thinks between {' and '.join(found.thinking_markers)}" if found.thinking_markers else ""
     rows.append(("chat", f"{'template' if found.has_chat_template else 'no template'}{thinking}"))
+    if found.predictor:
+        rows.append(("MTP layers", found.predictor))
     rows.append(("engines", ", ".join(found.engines)))
     return rows
 
@@ -86,6 +88,8 @@ def _running(found: Inspection) -> list[tuple[str, str]]:
 def _cache(found: Inspection) -> str:
     """The bytes of a position, on both devices where these keep other things."""
     words = f"{found.bytes_per_position:,} bytes per position in bfloat16"
+    if found.num_whole_positions is not None:
+        words += f"; on a CPU {found.bytes_per_old_position:,} behind the newest {found.num_whole_positions:,}"
     if found.gpu_bytes_per_position == found.bytes_per_position:
         return words
     return f"{words} on a CPU, as latent vectors; {found.gpu_bytes_per_position:,} on a GPU"

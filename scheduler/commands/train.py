@@ -193,6 +193,43 @@ def griffin(model: str, data: Path, output: Path, features: Path | None, **optio
     train_griffin(model, data, output, _griffin_recipe(**options), click.echo, features)
 
 
+@train.command()
+@MODEL
+@DATA
+@OUTPUT
+@steps_option(defaults.MTP_STEPS)
+@click.option(
+    "--own-texts",
+    "num_own_texts",
+    type=WholeNumber(0),
+    default=defaults.MTP_OWN_TEXTS,
+    help="Also learn from this many texts that the model generates.",
+)
+@click.option(
+    "--features",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder of the model's features, which trainings may share. [default: `features` in the output]",
+)
+@SEED
+def mtp(
+    model: str, data: Path, output: Path, num_steps: int, num_own_texts: int, features: Path | None, seed: int
+) -> None:
+    """Train a layer that predicts further tokens, for the engine `mtp`. The model itself is not changed.
+
+    For models whose checkpoints have no such layer. It learns from the beginnings of the books in *train*.jsonl and
+    from the model's continuations of parts of them; *test*.jsonl measures it. After a kill, the same command continues.
+
+    \b
+    Example:
+      swiftbatch train mtp --model my-model --data books --output my-model/parts
+    """
+    from swiftbatch.worker.papers.mtp.training import MTPRecipe, train_mtp
+
+    recipe = MTPRecipe(num_steps=num_steps, seed=seed)
+    texts = replace(recipe.texts, num_own_texts=num_own_texts)
+    train_mtp(model, data, output, replace(recipe, texts=texts), click.echo, features)
+
+
 def _griffin_recipe(
     num_steps: int,
     num_own_texts: int,

@@ -39,7 +39,7 @@ class Slots:
             return not held or num_pages is None
         beside, pool = worker.info.num_state_positions, worker.info.pool_size
         jobs = [Growth(each.now + beside, each.end + beside) for each in (*held, job)]
-        return most_pages(jobs, pool and pool.page) <= num_pages
+        return most_pages(jobs, pool and pool.page, worker.info.held_positions) <= num_pages
 
     def num_pages(self, worker: Worker) -> int | None:
         """The worker's share of its machine's memory; who is still to start may come to the same machine.

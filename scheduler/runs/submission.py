@@ -29,7 +29,16 @@ from swiftbatch.scheduler.runs.job_files import job_lines
 from swiftbatch.scheduler.runs.job_records import LineNotes, make_records
 from swiftbatch.scheduler.runs.manifest import computation_of, kept_or_new_manifest, with_markers, with_model
 from swiftbatch.scheduler.runs.settings import Settings
-from swiftbatch.worker.caches.room import KVRoom, bytes_per_position, check_folder, place_of_caches, state_bytes
+from swiftbatch.worker.caches.room import (
+    MEMORY,
+    KVRoom,
+    bytes_per_position,
+    check_folder,
+    held_of,
+    place_of_caches,
+    state_bytes,
+)
+from swiftbatch.worker.drafters.catalogue import engine_entry
 from swiftbatch.worker.model.files import ModelFiles, locate_model, read_config
 from swiftbatch.worker.model.text import NO_MARKERS, TextCodec
 
@@ -130,14 +139,16 @@ def kv_room(manifest: RunManifest, files: ModelFiles, settings: Settings) -> KVR
     """The place where this machine's workers keep caches; None if that can't be known here. Raises KVRoomError."""
     if settings.address is not None:
         return None
-    kv_offload = computation_of(manifest, settings).kv_offload
+    computation = computation_of(manifest, settings)
+    kv_offload = computation.kv_offload
     check_folder(kv_offload)
     place = place_of_caches(manifest.device, kv_offload)
     config = read_config(files.name, files.path)
     num_bytes = bytes_per_position(config, manifest.dtype, manifest.kv_dtype, manifest.device)
     if place is None or num_bytes is None:
         return None
-    return KVRoom(place, num_bytes, state_bytes(config, manifest.dtype))
+    forgets = place == MEMORY and manifest.device == "cpu" and not engine_entry(computation.engine).reads_caches
+    return KVRoom(place, num_bytes, state_bytes(config, manifest.dtype), held_of(config) if forgets else None)
 
 
 def add_new(run: Run, table: BinaryIO) -> tuple[JobIndex, list[Reject]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from swiftbatch.worker.caches.memory.memory_plan import SlotsWanted
 from swiftbatch.worker.drafters.base import Drafter
-from swiftbatch.worker.drafters.catalogue import ENGINES, DrafterFactory
+from swiftbatch.worker.drafters.catalogue import CHECKPOINT_ENGINES, ENGINES, DrafterFactory
 from swiftbatch.worker.target.step_costs import Costs
 from swiftbatch.worker.target.target import TargetModel
 
@@ -22,6 +22,8 @@ def _variants(paper: str) -> dict[str, DrafterFactory]:
 
 VARIANTS = {name: factory for paper in PAPERS for name, factory in _variants(paper).items()}
 BENCH_ENGINES = {name: entry.factory() for name, entry in ENGINES.items()} | VARIANTS
+BY_NAME = BENCH_ENGINES | {name: entry.factory() for name, entry in CHECKPOINT_ENGINES.items()}
+"""All that can be named; the last ones need a checkpoint, or a part, that not all models have."""
 
 
 def bench_slots(engines: Iterable[str], longest: int, num_sequences: int = 1) -> SlotsWanted:
@@ -38,4 +40,4 @@ def bench_slots(engines: Iterable[str], longest: int, num_sequences: int = 1) ->
 
 def create_bench_drafter(name: str, target: TargetModel, costs: Costs, parts_folder: Path | None = None) -> Drafter:
     """Create a drafter as `create_drafter` does, for variants, too."""
-    return BENCH_ENGINES[name](target, costs, parts_folder)
+    return BY_NAME[name](target, costs, parts_folder)

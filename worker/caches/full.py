@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,10 +16,11 @@ from swiftbatch.jobs.checkpoints.state_file import LayerStates
 from swiftbatch.jobs.run.option_values import KVDtype
 from swiftbatch.worker.caches.huge_pages import FilledPages
 from swiftbatch.worker.caches.room import MAX_TREE_NODES as MAX_TREE_NODES
-from swiftbatch.worker.caches.room import state_bytes_of
+from swiftbatch.worker.caches.room import NUM_UNWRITTEN, HeldPositions, held_positions, state_bytes_of
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights
 from swiftbatch.worker.kernels.kv_rows import CODES, coded, numbers_of
 from swiftbatch.worker.kernels.sizes import KV_SCALE_BYTES
+from swiftbatch.worker.model.layer_windows import Windows
 from swiftbatch.worker.model.recurrent_sizes import RecurrentShape
 
 NUMPY_DTYPES = {  # of what `kv` gives, by that of the bits
@@ -44,16 +45,19 @@ class CacheShape:
     kv_dtype: KVDtype | None = None  # of the rows that full caches keep; None: `dtype`
     kv_scale_bytes: int = KV_SCALE_BYTES  # behind the codes of these rows
     num_parts: int = 2  # rows of a position and a head: a key and a value; 1 where a value is the beginning of its key
+    windows: Windows = ()  # of layers, which may forget what lies behind them; () where nothing is forgotten
 
     @classmethod
     def of(cls, weights: DecoderWeights, device: torch.device, kv_dtype: KVDtype | None = None) -> CacheShape:
         """The shape of a dense decoder's caches."""
         sizes, length = weights.sizes, weights.rotary.short_length
-        num_layers = sizes.num_layers - sum(not layer.attends for layer in weights.layers)
-        counts = (num_layers, sizes.num_kv_heads, sizes.head_dim)
+        windows = tuple(layer.window for layer in weights.layers if layer.attends)
+        counts = (len(windows), sizes.num_kv_heads, sizes.head_dim)
         states = _recurrent(weights)
+        forgets = any(windows) and states is None and device.type == "cpu"
         num_parts = 2 if sizes.latent is None else 1
-        return cls(*counts, sizes.dtype, device, states, length, kv_dtype, num_parts=num_parts)
+        shape = cls(*counts, sizes.dtype, device, states, length, kv_dtype, num_parts=num_parts)
+        return replace(shape, windows=windows if forgets else ())
 
     @property
     def row_dtype(self) -> torch.dtype:
@@ -86,6 +90,10 @@ class CacheShape:
         if self.recurrent is None:
             return 0
         return self.recurrent.checkpoint_bytes(self.dtype.itemsize)
+
+    def held_positions(self, num_unwritten: int = NUM_UNWRITTEN) -> HeldPositions | None:
+        """The part of a text that caches on the device hold, if checkpoints lag by so much; None for all of it."""
+        return held_positions(self.windows, num_unwritten)
 
     def bytes_per_position(self) -> int:
         return self.num_parts * self.num_layers * self.num_kv_heads * self.row_width * self.row_dtype.itemsize
@@ -227,6 +235,17 @@ class FullKVCache:
 
     def expect_returns(self, distance: int) -> None:
         """Be ready to be rolled back by about so many positions."""
+
+    def expect_reads(self, start: int) -> None:
+        """Be ready to give `kv` from a position on; where some of it is forgotten, roll back to what is there."""
+
+    def end_reads(self, end: int) -> None:
+        """Take note that nobody will ask `kv` for positions in front of `end` any more."""
+
+    @property
+    def num_held(self) -> int:
+        """The positions that would take as much memory in a cache that forgets nothing."""
+        return self.length
 
     def copy_from(self, source: CacheSource, end: int) -> None:
         """Commit the positions behind `length` up to `end` from who has the same tokens up to there."""

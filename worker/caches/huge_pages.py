@@ -1,4 +1,5 @@
-"""Large pages for caches in a CPU's memory: a row that reads 100,000 positions is a sixth sooner."""
+"""Pages of caches in a CPU's memory: large ones, with which a row that reads 100,000 positions is a sixth sooner, and
+those that are given back."""
 
 from __future__ import annotations
 
@@ -16,11 +17,17 @@ def ask_for_huge_pages(buffer: torch.Tensor) -> None:
 
     Memory is then taken in pages of 2 MB as it is filled.
     """
-    advice = _huge_advice(buffer)
-    start = -(-buffer.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    size = (buffer.data_ptr() + buffer.nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
-    if advice is not None and size > 0:
-        _advise(start, size, advice)
+    _advise_within(buffer, _huge_advice(buffer))
+
+
+def ask_for_small_pages(buffer: torch.Tensor) -> None:
+    """Tell the system that parts of a tensor's memory are to be given back one by one."""
+    _advise_within(buffer, getattr(mmap, "MADV_NOHUGEPAGE", None))
+
+
+def give_back(buffer: torch.Tensor) -> None:
+    """Give back the memory of all pages that hold nothing but numbers of this tensor; who reads them finds zeros."""
+    _advise_within(buffer, getattr(mmap, "MADV_DONTNEED", None))
 
 
 class FilledPages:
@@ -51,6 +58,14 @@ class FilledPages:
 def _huge_advice(buffer: torch.Tensor) -> int | None:
     """Return the number of the wish for large pages; None where there are none, as on systems other than Linux."""
     return getattr(mmap, "MADV_HUGEPAGE", None) if buffer.device.type == "cpu" else None
+
+
+def _advise_within(buffer: torch.Tensor, advice: int | None) -> None:
+    """Advise the whole pages within a tensor; without a number of the advice the system does not know it."""
+    start = -(-buffer.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = (buffer.data_ptr() + buffer.nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
+    if advice is not None and size > 0:
+        _advise(start, size, advice)
 
 
 def _advise(start: int, size: int, advice: int) -> bool:

@@ -21,6 +21,7 @@ from swiftbatch.worker.caches.kept_states import KeptStates
 from swiftbatch.worker.caches.recurrent_layer import LayerState, RecurrentLayer
 from swiftbatch.worker.caches.room import FIRST_STEPS
 from swiftbatch.worker.caches.room import NUM_STEPS as NUM_STEPS
+from swiftbatch.worker.caches.windowed import WindowedKVCache
 from swiftbatch.worker.kernels.recurrence import StepBuffers, are_known_states, folding_team
 from swiftbatch.worker.kernels.sizes import BLOCK, TILE_ROWS
 from swiftbatch.worker.model.recurrent_sizes import RecurrentShape
@@ -195,6 +196,8 @@ def _arrays(layer: LayerState) -> list[tuple[str, np.ndarray]]:
 
 def new_cache_of(shape: CacheShape, max_length: int, buffer: Tensor | None = None) -> FullKVCache:
     """An empty cache on the device for a model of this shape; with a `buffer` for its keys and values."""
-    if shape.recurrent is None:
-        return FullKVCache(shape, max_length, buffer)
-    return RecurrentCache(shape, shape.recurrent, max_length, buffer)
+    if shape.recurrent is not None:
+        return RecurrentCache(shape, shape.recurrent, max_length, buffer)
+    if any(shape.windows) and buffer is None:
+        return WindowedKVCache(shape, max_length)
+    return FullKVCache(shape, max_length, buffer)

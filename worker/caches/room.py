@@ -13,7 +13,8 @@ from typing import Any
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.run.option_values import KVDtype
 from swiftbatch.worker.kernels.sizes import BLOCK, KV_SCALE_BYTES
-from swiftbatch.worker.model.dense_config import latent_sizes
+from swiftbatch.worker.model.dense_config import kernel_windows, latent_sizes
+from swiftbatch.worker.model.layer_windows import Windows
 from swiftbatch.worker.model.recurrent_sizes import RecurrentShape, num_attending_layers, recurrent_shape
 
 MEMORY = "the memory of this machine"
@@ -21,6 +22,9 @@ GB = 1e9
 MAX_TREE_NODES = 127  # which every full cache has room for behind its positions
 NUM_STEPS = 2 * BLOCK + MAX_TREE_NODES + 1  # of a layer with a state, behind a boundary: two blocks, a root, a tree
 FIRST_STEPS = 2 * BLOCK + 32  # of these, that a sequence on a CPU has room for until a forward has more rows of it
+FORGETS_EVERY = 256  # positions that layers with a window forget at a time
+NUM_ASKED = BLOCK  # newest positions from which rows may still be asked for, beside those that loops take back
+NUM_UNWRITTEN = 1024  # positions that a checkpoint has still to write, in the usual case
 OWN_GROUP = Path("/sys/fs/cgroup")  # a container's own, as it sees it
 ITEM_SIZES = {"bfloat16": 2, "float32": 4}
 
@@ -89,16 +93,44 @@ def state_bytes_of(shape: RecurrentShape, item_size: int) -> int:
 
 
 @dataclass(frozen=True)
+class HeldPositions:
+    """The part of a text that a cache holds whose layers with a window forget what no row sees any more."""
+
+    num_whole: int  # newest positions that all layers hold
+    share: float  # of the bytes of a position further back that the other layers hold
+
+    def of(self, num_positions: int) -> int:
+        """Count the positions that would take as much memory in a cache that forgets nothing."""
+        behind = max(0, num_positions - self.num_whole)
+        return num_positions - behind + math.ceil(self.share * behind)
+
+
+def held_positions(windows: Windows, num_unwritten: int = NUM_UNWRITTEN) -> HeldPositions | None:
+    """What caches of layers with these windows hold; None where all of them see all."""
+    sizes = [size for size in windows if size is not None]
+    if not sizes:
+        return None
+    return HeldPositions(max(sizes) + NUM_ASKED + FORGETS_EVERY + num_unwritten, 1 - len(sizes) / len(windows))
+
+
+def held_of(config: dict[str, Any]) -> HeldPositions | None:
+    """The same of a text model on a CPU, from its config."""
+    return None if recurrent_shape(config) is not None else held_positions(kernel_windows("cpu", config))
+
+
+@dataclass(frozen=True)
 class KVRoom:
     """A place of caches, and what they take there."""
 
     place: str  # a folder, or `MEMORY`
     bytes_per_position: int
     state_bytes: int = 0  # of a cache, whatever its length
+    held: HeldPositions | None = None  # None where caches forget nothing
 
     def refuse_too_long(self, num_positions: int, num_held: int = 0) -> None:
         """Raise KVRoomError where a cache of so many positions takes more than is left, and more than others hold."""
-        needed = num_positions * self.bytes_per_position + self.state_bytes
+        num_kept = num_positions if self.held is None else self.held.of(num_positions)
+        needed = num_kept * self.bytes_per_position + self.state_bytes
         free = self.free_bytes() + num_held * self.bytes_per_position
         if needed > free:
             raise KVRoomError(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.drawing.sequence import Sequence
@@ -60,6 +61,12 @@ class Learner:
     def learn(self, rows: ReadRows) -> None:
         """Take in the target's candidates behind tokens that were only read. Called where `needs_top_k`."""
 
+    def read(self, sequence: Sequence, position: int, hidden: torch.Tensor) -> None:
+        """Take in the target's final hidden states `[num_rows, hidden]` from a position on, of tokens only read.
+
+        Called where `needs_hidden`.
+        """
+
     def update(self, sequence: Sequence, verification: Verification) -> None:
         """Learn from a verified step, after its tokens were committed to the sequence."""
 
@@ -78,6 +85,7 @@ class Drafter(Learner, ABC):
     """Proposes draft trees. Whatever it proposes, the output stays the same."""
 
     drafts: bool = True  # whether a step may verify more than its root
+    reads_caches: bool = False  # whether it reads positions of caches that no row of the target sees any more
     phases: tuple[str, ...] = ()  # parts of proposing that it takes the time of
 
     @property

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from safetensors import SafetensorError, safe_open
 
@@ -17,11 +17,13 @@ from swiftbatch.worker.model.files import (
     DRAFT_FOLDER,
     GRIFFIN_FILE,
     HEADS_FILE,
+    MTP_FILE,
     PARTS_FOLDER,
     locate_model,
     model_folder,
     read_config,
 )
+from swiftbatch.worker.model.predictors import NoPredictorError, predictor_in
 
 if TYPE_CHECKING:
     from swiftbatch.worker.caches.memory.memory_plan import DraftMemoryOf
@@ -39,6 +41,7 @@ DrafterFactory = Callable[["TargetModel", "Costs", "Path | None"], "Drafter"]
 class TrainedPart:
     """A file of weights that an engine drafts with, in the target's folder `parts` or that of `--draft-model`."""
 
+    reads_cache: ClassVar[bool] = True  # whether its drafts read a part of the target's cache
     engine: str
     training: str  # as in `swiftbatch train`
     name: str  # of the file, or of a model's folder
@@ -93,6 +96,25 @@ class DraftModelPart(TrainedPart):
         return path
 
 
+class PredictorPart(TrainedPart):
+    """A layer that predicts further tokens: in a file as any part, or among the weights of the model itself."""
+
+    reads_cache = False
+
+    def find(self, model: str, model_path: Path, fingerprint: str, parts_folder: Path | None) -> Path:
+        """As any part; the model's folder where that has no such file, and weights of such a layer."""
+        if not ((parts_folder or model_path / PARTS_FOLDER) / self.name).exists():
+            try:
+                predictor_in(model_path, read_config(model, model_path))
+                return model_path
+            except NoPredictorError as error:
+                if str(error):
+                    raise ModelError(
+                        f"engine {self.engine}: the MTP layers of {model} are not used ({error}); {self.advice(model)}"
+                    ) from None
+        return super().find(model, model_path, fingerprint, parts_folder)
+
+
 def _tokens(folder: Path) -> object:
     """Tokens and their ids as `tokenizer.json` has them; None where there is no such file. Raises ModelError."""
     path = folder / "tokenizer.json"
@@ -105,6 +127,7 @@ def _tokens(folder: Path) -> object:
 HEADS = TrainedPart("tokenswift", "tokenswift", HEADS_FILE)
 DRAFT_MODEL = DraftModelPart("triforce", "draft", DRAFT_FOLDER)
 GRIFFIN = TrainedPart("griffin", "griffin", GRIFFIN_FILE)
+MTP = PredictorPart("mtp", "mtp", MTP_FILE)
 
 
 @dataclass(frozen=True)
@@ -117,6 +140,7 @@ class EngineEntry:
     partial_budget: int = 0  # entries of the partial cache that it keeps beside each sequence's own
     scanned_best: int = 0  # keys that queries of its drafts read exactly of texts that are scanned
     draft_length: int = 0  # positions of the cache that its draft model has for each sequence
+    reads_caches: bool = False  # as its drafters say it
     memory: str | None = None  # module:function of what it takes of a GPU beside that, by its part and the target
 
     def factory(self) -> DrafterFactory:
@@ -155,6 +179,7 @@ ENGINES = {
         "trained heads, reused n-grams: for long texts",
         HEADS,
         partial_budget=2048,
+        reads_caches=True,
     ),
     "triforce": EngineEntry(
         ".papers.triforce.triforce:triforce",
@@ -162,25 +187,34 @@ ENGINES = {
         DRAFT_MODEL,
         partial_budget=1024,
         draft_length=592,
+        reads_caches=True,
     ),
     "griffin": EngineEntry(
         ".papers.griffin.griffin:griffin",
         "one trained layer over the target's features",
         GRIFFIN,
+        reads_caches=True,
         memory=".papers.griffin.griffin_memory:griffin_memory",
     ),
 }
+CHECKPOINT_ENGINES = {
+    MTP.engine: EngineEntry(
+        ".papers.mtp.mtp:mtp", "the layer that predicts further tokens (MTP) of the checkpoint, or a trained one", MTP
+    ),
+}
+"""Engines that `auto` drafts with by itself, where a checkpoint has what they need. Benchmarks take them by name."""
 DEFAULT_ENGINE = "auto"
 
 
 def engine_entry(name: str) -> EngineEntry:
     """Look an engine up. Raises ModelError for an unknown one."""
-    if name not in ENGINES:
+    entry = (ENGINES | CHECKPOINT_ENGINES).get(name)
+    if entry is None:
         raise ModelError(
             f"unknown engine {name!r}; expected one of: {', '.join(ENGINES)}; a run that was made with another goes on "
             f"with any of them, and gives the same output: `swiftbatch resume RUN --engine {DEFAULT_ENGINE}`"
         )
-    return ENGINES[name]
+    return entry
 
 
 def check_parts(engine: str, model: str, model_fingerprint: str, parts_folder: str | Path | None) -> None:
@@ -196,7 +230,7 @@ def create_drafter(name: str, target: TargetModel, costs: Costs, parts_folder: s
     read a part of a cache in which the model's layers have states.
     """
     entry = engine_entry(name)
-    if entry.part is not None and target.cache_shape.recurrent is not None:
+    if entry.part is not None and entry.part.reads_cache and target.cache_shape.recurrent is not None:
         raise ModelError(
             f"engine {name}: its drafts read a part of the cache, and {target.files.name} has layers with a state in "
             f"place of one; use --engine {DEFAULT_ENGINE}"

@@ -57,13 +57,13 @@ class Engine:
     def new_cache(self, max_length: int) -> FullKVCache:
         """Make a cache as the target has it; where there is no room, what was kept for jobs to come makes some."""
         self.sharing.kept.trim()
-        num_held = sum(slot.cache.length for slot in self._slots.values())
+        num_held, forgets = sum(slot.cache.num_held for slot in self._slots.values()), not self.drafter.reads_caches
         try:
-            return self.target.new_cache(max_length, num_held)
+            return self.target.new_cache(max_length, num_held, forgets)
         except KVRoomError:
             if not self.sharing.kept.clear():
                 raise
-        return self.target.new_cache(max_length, num_held)
+        return self.target.new_cache(max_length, num_held, forgets)
 
     def start(self, sequence: Sequence, cache: FullKVCache | None = None, num_shared_tokens: int = 0) -> Slot:
         """Take a sequence in; what of it is not in `cache` yet is read by the next steps.

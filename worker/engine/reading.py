@@ -86,7 +86,11 @@ class Reader:
         """Keep what a forward has written of riders, `outputs` for each of their parts; drafters learn of it."""
         if riders and self._drafter.needs_top_k:
             self._drafter.learn(self._read_rows(riders, outputs))
+        given = iter(outputs)
         for rider in riders:
+            parts = [next(given).hidden for _ in rider.rows]
+            if self._drafter.needs_hidden:
+                self._drafter.read(rider.slot.sequence, rider.slot.cache.length, torch.cat(parts))
             rider.slot.cache.advance(rider.num_rows)
             self._counters.num_read_tokens += rider.num_rows
 
@@ -103,15 +107,21 @@ class Reader:
         """Run tiles of known tokens for a bounded time, so that one long prompt does not hold up the others."""
         deadline, num_before = time.perf_counter() + READ_SECONDS, slot.cache.length
         while slot.num_unread and time.perf_counter() < deadline:
-            read_tile(self._target, slot.cache, slot.sequence.token_ids[:-1], [self._drafter], self._drawing)
+            start, known = slot.cache.length, slot.sequence.token_ids[:-1]
+            hidden = read_tile(self._target, slot.cache, known, [self._drafter], self._drawing)
+            if self._drafter.needs_hidden:
+                self._drafter.read(slot.sequence, start, hidden)
             self._target.synchronize()
         self._counters.num_read_tokens += slot.cache.length - num_before
 
 
 def read_tile(
     target: TargetModel, cache: FullKVCache, token_ids: np.ndarray, drafters: list[Drafter], drawing: Drawing
-) -> None:
-    """Read the next tile of known tokens into a cache; drafters learn from the target's candidates there."""
+) -> torch.Tensor:
+    """Read the next tile of known tokens into a cache; drafters learn from the target's candidates there.
+
+    Returns the target's final hidden states, `[num_read, hidden]`.
+    """
     start = cache.length
     hidden = target.read(cache, token_ids[start : start + MOST_READ].tolist())
     learners = [drafter for drafter in drafters if drafter.needs_top_k]
@@ -121,3 +131,4 @@ def read_tile(
         rows = ReadRows(previous_ids, token_ids[positions], *drawing.top_candidates(target.logits(hidden)))
         for drafter in learners:
             drafter.learn(rows)
+    return hidden

@@ -11,7 +11,7 @@ from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.frozen import Frozen
 from swiftbatch.worker.caches.memory.memory_plan import GPUMemory, one_slot
 from swiftbatch.worker.caches.memory.model_sizes import ModelSizes, sizes_of_stored
-from swiftbatch.worker.caches.room import ITEM_SIZES, bytes_per_position, state_bytes_of
+from swiftbatch.worker.caches.room import ITEM_SIZES, bytes_per_position, held_of, state_bytes_of
 from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.inspection.sources import Source, source_of
 from swiftbatch.worker.kernels.sizes import MOST_SLOTS
@@ -24,6 +24,7 @@ from swiftbatch.worker.model.files import PARTS_FOLDER, read_whole_config, what_
 from swiftbatch.worker.model.formats.catalogue import format_of
 from swiftbatch.worker.model.formats.contract import FormatError
 from swiftbatch.worker.model.formats.layout import Layout, layout_of
+from swiftbatch.worker.model.predictors import NoPredictorError, predictor_of
 from swiftbatch.worker.model.recurrent_sizes import recurrent_shape
 from swiftbatch.worker.model.text_view import is_of_text, text_view
 from swiftbatch.worker.model.thought_markers import KNOWN
@@ -56,6 +57,8 @@ class Inspection(Frozen):
     max_positions: int | None
     bytes_per_position: int | None  # in caches of a CPU
     gpu_bytes_per_position: int | None
+    num_whole_positions: int | None  # newest ones that take all of these bytes on a CPU; None where all do
+    bytes_per_old_position: int | None  # of those further back
     state_bytes: int  # of a job, whatever its length: of layers that have a state
     checkpointed_state_bytes: int  # of these, what a checkpoint holds
     cpu: DevicePath | None
@@ -63,6 +66,7 @@ class Inspection(Frozen):
     slots: dict[str, dict[int, int]]  # by GPU and positions of a job: those that fit with plain decoding
     has_chat_template: bool
     thinking_markers: tuple[str, str] | None
+    predictor: str | None  # what is done with its layers that predict further tokens (MTP); None where it has none
     engines: tuple[str, ...]  # whose parts are there, or that need none
 
 
@@ -84,7 +88,10 @@ def inspect_model(model: str) -> Inspection:
     paths = {device: path_on(device, config, stored) for device in ("cpu", "cuda")} if refusal is None else {}
     on_devices = {device: DevicePath(name=path.name, reason=path.reason) for device, path in paths.items()}
     shape = recurrent_shape(config) if refusal is None else None
+    predictor = _predictor(source, config, on_devices.get("cpu")) if refusal is None else None
     is_planned = sizes is not None and (paths["cuda"].name == "kernels" or shape is not None)
+    num_bytes = bytes_per_position(config, DTYPE) if refusal is None else None
+    held = held_of(config) if num_bytes is not None else None
     return Inspection(
         model=model,
         kind=shown(str(whole.get("model_type"))),
@@ -95,8 +102,10 @@ def inspect_model(model: str) -> Inspection:
         quantization=layout.format.words if layout and layout.format else None,
         num_bytes=_num_bytes(source),
         max_positions=config["max_position_embeddings"] if has_numbers else None,
-        bytes_per_position=bytes_per_position(config, DTYPE) if refusal is None else None,
+        bytes_per_position=num_bytes,
         gpu_bytes_per_position=bytes_per_position(config, DTYPE, device="cuda") if refusal is None else None,
+        num_whole_positions=held.num_whole if held else None,
+        bytes_per_old_position=round(held.share * num_bytes) if held and num_bytes else None,
         state_bytes=state_bytes_of(shape, ITEM_SIZES[DTYPE]) if shape else 0,
         checkpointed_state_bytes=shape.checkpoint_bytes(ITEM_SIZES[DTYPE]) if shape else 0,
         cpu=on_devices.get("cpu"),
@@ -104,6 +113,7 @@ def inspect_model(model: str) -> Inspection:
         slots=_slots(sizes, config["max_position_embeddings"]) if sizes is not None and is_planned else {},
         has_chat_template=template is not None,
         thinking_markers=next((pair for pair in KNOWN if template and all(each in template for each in pair)), None),
+        predictor=predictor,
         engines=_engines(source.path),
     )
 
@@ -164,6 +174,17 @@ def _chat_template(path: Path) -> str | None:
         if isinstance(said, dict) and said.get("chat_template"):
             return json.dumps(said["chat_template"], ensure_ascii=False)
     return "" if has_tekken_alone(path) else None  # mistral-common writes its chats
+
+
+def _predictor(source: Source, config: dict[str, Any], on_a_cpu: DevicePath | None) -> str | None:
+    """Say what is done with a checkpoint's layers that predict further tokens; None where it has none."""
+    try:
+        predictor_of(source.tensors or (), config, source.path)
+    except NoPredictorError as error:
+        return f"not used: {error}" if str(error) else None
+    if on_a_cpu is None or on_a_cpu.name != "kernels":
+        return "not used: the kernels do not run the model"
+    return "auto drafts with the first of them on a CPU, where that is faster"
 
 
 def _engines(path: Path) -> tuple[str, ...]:

@@ -58,6 +58,18 @@ def dense_weights(files: ModelFiles, dtype: torch.dtype, device: torch.device = 
     return DecoderWeights(_sizes(dense, dtype), tensors[EMBEDDING], layers, final_norm, head, dense.rotary)
 
 
+def layer_alone(
+    tensors: Mapping[str, Weight], dense: DenseConfig, dtype: torch.dtype
+) -> tuple[DecoderSizes, LayerWeights]:
+    """The sizes and the layer of a model of one layer, from its tensors as they are stored.
+
+    Raises ValueError or IndexError for those that do not fit.
+    """
+    kept = _floats_of(dense)
+    placed = {name: each if name in kept else _placed(each, CPU, dtype) for name, each in tensors.items()}
+    return _sizes(dense, dtype), _layer(placed, 0, dense, dtype)
+
+
 def _sizes(dense: DenseConfig, dtype: torch.dtype) -> DecoderSizes:
     return DecoderSizes(
         num_layers=dense.num_layers,

@@ -167,6 +167,15 @@ def latent_sizes(device_type: str, config: dict[str, Any]) -> LatentSizes | None
     return None if latent is None else latent.sizes
 
 
+def kernel_windows(device_type: str, config: dict[str, Any]) -> Windows:
+    """The windows of a text model's layers as the kernels of a device run it; none where they do not."""
+    try:
+        refuse_layers_on(device_type, config)
+        return read_dense(config).windows
+    except OtherDecoderError:
+        return ()
+
+
 def refuse_other_tensors(dense: DenseConfig, stored: set[str]) -> None:
     """Raise OtherDecoderError where a model stores other tensors than those of its config."""
     if dense.num_layers > len(stored):

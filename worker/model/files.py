@@ -34,6 +34,7 @@ EMBEDDED = Path(__file__).parent.parent / "embedded"
 PARTS_FOLDER = "parts"  # in a model's folder, what engines draft with; a folder, since other programs read all weights
 HEADS_FILE = "tokenswift_heads.safetensors"
 GRIFFIN_FILE = "griffin.safetensors"
+MTP_FILE = "mtp.safetensors"
 DRAFT_FOLDER = "draft"  # a small model with the same vocabulary
 
 

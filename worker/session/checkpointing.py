@@ -10,6 +10,7 @@ from swiftbatch.jobs.checkpoints.writer import CheckpointWriter
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine
+from swiftbatch.worker.engine.stopping import rewind_distance
 from swiftbatch.worker.session.running_job import RunningJob
 
 MAX_SEGMENT_BYTES = 1 << 26  # what one segment may take of the memory
@@ -37,6 +38,7 @@ class Checkpointing:
             num_logprobs=job.sequence.num_generated_tokens,
             start=None if job.recovery else job.start,
         )
+        self._expect_reads(job)
 
     def rewind(self, job: RunningJob, again: Sequence) -> None:
         """Have kept that the job goes on with `again`; when this returns, its cache may be rolled back."""
@@ -44,6 +46,7 @@ class Checkpointing:
         log = TokenLog(again.output_ids.astype("uint32"), again.rewinds)
         self._writer.rewind(job.job_id, log, num_positions, again.kept_logprobs)
         job.logged, job.num_logged_tokens = time.monotonic(), again.num_generated_tokens
+        self._expect_reads(job)
 
     def put_due(self, job: RunningJob) -> None:
         """Hand over what should be kept by now; returns at once."""
@@ -52,6 +55,8 @@ class Checkpointing:
             self._put_tokens(job)
         if config.checkpoint == "state" and self._num_new_positions(job) >= config.checkpoint_tokens:
             self._put_state(job)
+        kept_end = job.cache.length - rewind_distance(job.sequence)  # a rewind drops the segment that it falls into
+        job.cache.end_reads(self._writer.num_written_positions(job.job_id, kept_end))
 
     def flush(self, jobs: Items[RunningJob], seconds: float) -> None:
         """Write all token logs, then as much state as `seconds` allow: these jobs are to go on elsewhere."""
@@ -77,6 +82,11 @@ class Checkpointing:
     def check(self) -> None:
         """Raise the StoreError of a write that failed for good."""
         self._writer.check()
+
+    def _expect_reads(self, job: RunningJob) -> None:
+        """Have the cache keep what segments are still to be written of."""
+        if self._config.checkpoint == "state" or self._config.keep_state:
+            job.cache.expect_reads(self._writer.num_written_positions(job.job_id, len(job.sequence)))
 
     def _num_new_positions(self, job: RunningJob) -> int:
         """Count the positions behind the last state. Copied ones do not count: whoever read them keeps them, too."""

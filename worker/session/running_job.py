@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from swiftbatch.jobs.checkpoints.timeline import TimelineRecorder
 from swiftbatch.metrics.worker_counters import DRAFT_KINDS
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.caches.memory.pages import pages_of
+from swiftbatch.worker.caches.room import HeldPositions
 from swiftbatch.worker.constraints.thought import Thinking
 from swiftbatch.worker.drawing.sequence import Sequence as TokenSequence
 from swiftbatch.worker.drawing.verification import Verification
@@ -123,24 +124,32 @@ class RunningJob:
         return [*(each for each in found if each.number != number), AttemptRecord.model_validate(known)]
 
 
-def without_room(
-    jobs: Collection[RunningJob], num_pages: int | None, num_beside: int = 0, page: int | None = None
-) -> list[RunningJob]:
+@dataclass(frozen=True)
+class JobSizes:
+    """The memory of a worker's jobs."""
+
+    num_beside: int = 0  # positions that the states of a job's layers take room of
+    page: int | None = None  # positions of a page, as `pages_of` has it
+    held: HeldPositions | None = None  # of a job's positions; None for all
+
+    def num_pages(self, jobs: Iterable[RunningJob]) -> int:
+        """The pages that jobs take for all tokens that they have, those that are still to be read included."""
+        return sum(pages_of(self._held(len(job.sequence)) + self.num_beside, self.page) for job in jobs)
+
+    def _held(self, num_positions: int) -> int:
+        return num_positions if self.held is None else self.held.of(num_positions)
+
+
+def without_room(jobs: Collection[RunningJob], num_pages: int | None, sizes: JobSizes = JobSizes()) -> list[RunningJob]:
     """The jobs that have to leave before the next step: the youngest, as few as possible; the eldest always stays.
 
     Age counts from a job's first attempt in the run. So no job ever makes an older one leave, on no worker: two can't
     throw each other out in turns, and the eldest of all reaches its end. The youngest is, as a rule, the one that loses
-    least, too: it has run for the shortest time, and long jobs begin first. `num_beside` are the positions that the
-    states of a job's layers take room of, `page` those of a page, as `pages_of` has it.
+    least, too: it has run for the shortest time, and long jobs begin first.
     """
     by_age = sorted(jobs, key=lambda job: job.assignment.seniority)
-    num_used, leaving = num_pages_in_use(jobs, num_beside, page), list[RunningJob]()
+    num_used, leaving = sizes.num_pages(jobs), list[RunningJob]()
     while num_pages is not None and num_used > num_pages and len(by_age) > 1:
         leaving.append(by_age.pop())
-        num_used -= num_pages_in_use(leaving[-1:], num_beside, page)
+        num_used -= sizes.num_pages(leaving[-1:])
     return leaving
-
-
-def num_pages_in_use(jobs: Collection[RunningJob], num_beside: int = 0, page: int | None = None) -> int:
-    """The pages that jobs take for all tokens that they have, those that are still to be read included."""
-    return sum(pages_of(len(job.sequence) + num_beside, page) for job in jobs)

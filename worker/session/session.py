@@ -24,10 +24,10 @@ from swiftbatch.metrics.endpoint import serve
 from swiftbatch.metrics.exporter import EngineCollector, Labels, registry_of
 from swiftbatch.metrics.worker_counters import EngineCounters
 from swiftbatch.worker.caches.memory.memory_plan import SlotsWanted
-from swiftbatch.worker.caches.room import TOO_LONG, PagesError, TooLongError, check_folder
+from swiftbatch.worker.caches.room import TOO_LONG, HeldPositions, PagesError, TooLongError, check_folder
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.constraints.thought import reasoning_of
-from swiftbatch.worker.drafters.catalogue import create_drafter
+from swiftbatch.worker.drafters.catalogue import ENGINES, create_drafter
 from swiftbatch.worker.drafters.gpu_room import slots_wanted
 from swiftbatch.worker.drawing.rules import CONSTRAINT_REFUSED, ConstraintError
 from swiftbatch.worker.drawing.sampling import NOT_FINITE
@@ -41,7 +41,7 @@ from swiftbatch.worker.model.text import TextCodec
 from swiftbatch.worker.session.checkpointing import Checkpointing
 from swiftbatch.worker.session.result_sealing import Sealing, SealingRule
 from swiftbatch.worker.session.resume import Resumer
-from swiftbatch.worker.session.running_job import RunningJob, num_pages_in_use, without_room
+from swiftbatch.worker.session.running_job import JobSizes, RunningJob, without_room
 from swiftbatch.worker.session.same_model import located_model, refuse_changed_meanwhile
 from swiftbatch.worker.session.work import Assignment, JobProgress, Orders, WorkReport
 from swiftbatch.worker.target.loading import resolve_device
@@ -74,6 +74,8 @@ class WorkerSession:
         refuse_changed_meanwhile(files)
         self.numerics, self.num_slots, self.pool_size = target.forwards.numerics, target.num_slots, target.pool_size
         self.num_free_positions, self.num_state_positions = target.num_free_positions(), target.num_state_positions()
+        self.held_positions = _held(target, config)
+        self._sizes = JobSizes(self.num_state_positions, self.pool_size and self.pool_size.page, self.held_positions)
         costs = step_costs_of(target)
         drafter = create_drafter(config.engine, target, costs, config.draft_model)
         self.engine = Engine(target, drafter, self._codec.output_text, counters, config.logprobs_mode)
@@ -223,13 +225,12 @@ class WorkerSession:
 
     def _make_room(self) -> list[JobProgress]:
         """Hand back the jobs that have no room for another step."""
-        sizes = self.num_state_positions, self.pool_size and self.pool_size.page
-        jobs = without_room(self._running.values(), self._num_held_and_free(), *sizes)
+        jobs = without_room(self._running.values(), self._num_held_and_free(), self._sizes)
         if jobs and gc.collect():  # caches of jobs that have left may hang in circles of references
-            jobs = without_room(self._running.values(), self._num_held_and_free(), *sizes)
+            jobs = without_room(self._running.values(), self._num_held_and_free(), self._sizes)
         released = self._release([job.job_id for job in jobs], self._config.grace_seconds)
         num_pages = self.pool_size.num_pages if self.pool_size else self._num_pages
-        self.engine.counters.count_pages(num_pages_in_use(self._running.values(), *sizes), num_pages)
+        self.engine.counters.count_pages(self._sizes.num_pages(self._running.values()), num_pages)
         return released
 
     def _num_held_and_free(self) -> int | None:
@@ -313,3 +314,11 @@ class WorkerSession:
                 self._checkpointing.close(job)
                 self.engine.stop(job.sequence)
         self.engine.counters.note_work(bool(self._running))
+
+
+def _held(target: TargetModel, config: EngineConfig) -> HeldPositions | None:
+    """The part of a job's positions that its cache holds; None for all."""
+    are_written = config.checkpoint == "state"
+    if ENGINES[config.engine].reads_caches or (config.keep_state and not are_written):
+        return None
+    return target.held_positions(config.checkpoint_tokens if are_written else 0)

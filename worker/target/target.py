@@ -15,7 +15,7 @@ from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.caches.memory.pages import PoolSize
 from swiftbatch.worker.caches.offloaded import OffloadedKVCache
 from swiftbatch.worker.caches.recurrent import new_cache_of
-from swiftbatch.worker.caches.room import MEMORY, KVRoom, place_of_caches
+from swiftbatch.worker.caches.room import MEMORY, HeldPositions, KVRoom, place_of_caches
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.kernels.choice import DEFAULT_KERNELS, CudaKernels
 from swiftbatch.worker.model.files import ModelFiles
@@ -117,19 +117,25 @@ class TargetModel:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def new_cache(self, max_length: int, num_held: int = 0) -> FullKVCache:
+    def new_cache(self, max_length: int, num_held: int = 0, forgets: bool = True) -> FullKVCache:
         """An empty cache for a sequence of at most `max_length` tokens. Raises KVRoomError where it has no room.
 
-        `num_held` are the positions that other sequences have filled, who make room where the memory runs out.
+        `num_held` are the positions that other sequences hold, who make room where the memory runs out. Whoever reads
+        positions that no row sees any more wants one that `forgets` none.
         """
         if arena := self.forwards.arena:
             return arena.new_cache(max_length)
+        shape = self.cache_shape if forgets and self._kv_offload is None else replace(self.cache_shape, windows=())
         if place := place_of_caches(self.device.type, self._kv_offload):
-            shape = self.cache_shape
-            KVRoom(place, shape.bytes_per_position(), shape.state_bytes()).refuse_too_long(max_length, num_held)
+            room = KVRoom(place, shape.bytes_per_position(), shape.state_bytes(), shape.held_positions())
+            room.refuse_too_long(max_length, num_held)
         if self._kv_offload is None:
-            return new_cache_of(self.cache_shape, max_length)
-        return OffloadedKVCache(self.cache_shape, max_length, self._kv_offload)
+            return new_cache_of(shape, max_length)
+        return OffloadedKVCache(shape, max_length, self._kv_offload)
+
+    def held_positions(self, num_unwritten: int) -> HeldPositions | None:
+        """The part of a text that a cache holds, if checkpoints lag by so much; None where it holds all of it."""
+        return None if self.is_offloaded else self.cache_shape.held_positions(num_unwritten)
 
     @property
     def num_slots(self) -> int | None:

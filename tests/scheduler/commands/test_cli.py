@@ -27,7 +27,7 @@ def test_all_commands_are_there() -> None:
         f"bench {name}"
         for name in ("decode", "auto", "fields", "kernels", "agreement", "checkpoints", "long", "gpu", "scale", "all")
     } | ablations
-    trainings = {"train all", "train target", "train tokenswift", "train draft", "train griffin"}
+    trainings = {"train all", "train target", "train tokenswift", "train draft", "train griffin", "train mtp"}
     assert names == runs | benches | trainings | {"inspect", "quantize", "doctor", "chaos"}
 
 

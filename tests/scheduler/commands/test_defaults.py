@@ -26,6 +26,7 @@ from swiftbatch.worker.bench.suite.suite import SuiteOptions
 from swiftbatch.worker.config import CheckpointSettings, Computation
 from swiftbatch.worker.papers.griffin.tables.ablation import GriffinAblationOptions
 from swiftbatch.worker.papers.griffin.training.recipe import GRIFFIN_RECIPE, GriffinRecipe
+from swiftbatch.worker.papers.mtp.training import MTPRecipe
 from swiftbatch.worker.papers.tokenswift.tables.ablation import AblationOptions
 from swiftbatch.worker.papers.triforce.tables.ablation import PromptAblationOptions
 from swiftbatch.worker.papers.triforce.training.recipe import DraftRecipe
@@ -70,6 +71,7 @@ FIELDS = {
     "train tokenswift": defaults(HeadRecipe),
     "train draft": defaults(DraftRecipe) | {"seed": HeadRecipe().seed},
     "train griffin": defaults(GriffinRecipe) | {"num_own_texts": GRIFFIN_RECIPE.texts.num_own_texts},
+    "train mtp": defaults(MTPRecipe) | {"num_own_texts": MTPRecipe().texts.num_own_texts},
 }
 WITHOUT = {
     "status",

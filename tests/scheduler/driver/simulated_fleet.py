@@ -25,7 +25,7 @@ from swiftbatch.scheduler.driver.slots import MEMORY_SHARE
 from swiftbatch.scheduler.driver.speed import Speed, StepPace
 from swiftbatch.scheduler.driver.worker_fleet import Reported, Worker
 from swiftbatch.worker.caches.memory.pages import PAGE
-from swiftbatch.worker.session.running_job import num_pages_in_use, without_room
+from swiftbatch.worker.session.running_job import JobSizes, without_room
 from swiftbatch.worker.session.work import Assignment, JobProgress, Orders, WorkReport
 from tests.jobs.run.run_parts import write_older_result
 from tests.scheduler.driver.driver_parts import make_context, make_run
@@ -102,8 +102,8 @@ class SimulatedWorker:
         youngest = max(job.assignment.seniority for job in staying)
         assert all(job.assignment.seniority > youngest for job in leaving), "an older job had to leave"
         if leaving or len(staying) > 1:
-            assert num_pages is None or len(staying) == 1 or num_pages_in_use(staying) <= num_pages
-        self.most_pages = max(self.most_pages, num_pages_in_use(staying))
+            assert num_pages is None or len(staying) == 1 or JobSizes().num_pages(staying) <= num_pages
+        self.most_pages = max(self.most_pages, JobSizes().num_pages(staying))
         return [job.progress for job in leaving]
 
     def _advance(self) -> list[JobProgress]:

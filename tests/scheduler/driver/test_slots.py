@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ from swiftbatch.scheduler.cluster.actors import WorkerInfo
 from swiftbatch.scheduler.driver.slots import MEMORY_SHARE, Slots
 from swiftbatch.scheduler.driver.worker_fleet import Worker
 from swiftbatch.worker.caches.memory.pages import PAGE, Growth, PoolSize, most_pages
+from swiftbatch.worker.caches.room import HeldPositions
 from swiftbatch.worker.kernels.sizes import MOST_SLOTS
 
 SHORT, LONG = Growth(10, 60), Growth(10, 2000)
@@ -100,6 +102,15 @@ def test_a_worker_whose_memory_ran_out_takes_none_until_one_of_the_others_has_le
     one.num_fitting = 3
     assert slots(None, one).is_full(one, 3)
     assert not slots(None, one).is_full(one, 2)
+
+
+def test_what_layers_with_windows_forget_is_room_for_more_jobs() -> None:
+    one = worker(most_pages([LONG]))
+    assert not slots(None, one).has_room(one, [LONG], LONG)
+    assert one.info is not None
+    one.info = replace(one.info, held_positions=HeldPositions(500, 0.25))
+    assert slots(None, one).has_room(one, [LONG], LONG)
+    assert not slots(None, one).has_room(one, [LONG] * 2, LONG)
 
 
 def test_states_take_room_beside_the_positions_of_each_job() -> None:

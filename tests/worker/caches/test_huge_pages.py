@@ -12,6 +12,7 @@ import torch
 
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
 from swiftbatch.worker.caches.huge_pages import ask_for_huge_pages
+from swiftbatch.worker.caches.recurrent import new_cache_of
 
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
@@ -47,6 +48,20 @@ def test_a_cache_takes_no_more_memory_than_its_positions() -> None:
     before = num_resident_kib()
     cache.load(kv)
     assert num_resident_kib() - before < 2 * 64 * 2000 * 128 / 1024
+
+
+def test_the_memory_of_layers_with_a_window_is_given_back_as_the_text_grows() -> None:
+    shape = CacheShape(8, 4, 64, torch.float32, torch.device("cpu"), windows=(*(40,) * 7, None))
+    held = shape.held_positions(num_unwritten=0)
+    assert held is not None
+    before = num_resident_kib()
+    cache = new_cache_of(shape, 100_000)
+    for _ in range(10):
+        cache.load(np.ones((64, 800, 64), np.float32))
+    assert cache.num_held <= held.of(8000)
+    most = (held.of(8000) + 800) * shape.bytes_per_position() / 1024 + 2 * 64 * 4  # beside two pages a head
+    assert num_resident_kib() - before < 1.3 * most
+    assert most < 0.4 * 8000 * shape.bytes_per_position() / 1024
 
 
 @pytest.mark.parametrize("size", [0, 1, mmap.PAGESIZE, 3 * mmap.PAGESIZE + 5])

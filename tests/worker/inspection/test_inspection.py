@@ -33,7 +33,7 @@ from swiftbatch.worker.model.text_view import text_view
 from swiftbatch.worker.target.native_forwards import NativeForwards
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.model.expert_configs import WITH_LATENTS, write_experts
-from tests.worker.model.kind_parts import EACH_KIND, tiny_config, tiny_target
+from tests.worker.model.kind_parts import EACH_KIND, save_tiny, tiny_config, tiny_target
 from tests.worker.model.test_nested_models import publish, whole_model
 
 
@@ -57,6 +57,16 @@ def test_latent_vectors_are_counted_on_a_cpu_and_keys_and_values_of_all_heads_on
     assert (found.bytes_per_position, found.gpu_bytes_per_position) == (2 * 2 * (64 + 32), 2 * 2 * 2 * 20 * 64)
     lines = CliRunner().invoke(main, ["inspect", str(tmp_path)]).output
     assert "384 bytes per position in bfloat16 on a CPU, as latent vectors; 10,240 on a GPU" in lines
+
+
+def test_what_layers_with_windows_hold_of_old_positions_is_shown(tmp_path: Path) -> None:
+    """Four layers, two of which see all."""
+    save_tiny(tiny_config("gpt_oss", has_wide_heads=True), tmp_path)
+    found = inspect_model(str(tmp_path))
+    assert found.bytes_per_position == 2 * found.bytes_per_old_position > 0  # type: ignore[operator]
+    assert found.num_whole_positions == 100 + 64 + 256 + 1024
+    lines = CliRunner().invoke(main, ["inspect", str(tmp_path)]).output
+    assert f"; on a CPU {found.bytes_per_old_position:,} behind the newest 1,444" in lines
 
 
 def test_a_nested_model_is_counted_without_its_tower(tmp_path: Path) -> None:

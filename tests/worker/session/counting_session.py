@@ -54,6 +54,7 @@ class CountingSession:
     numerics = "counting"
     num_free_positions = 1_000_000
     num_state_positions = 0
+    held_positions = None
     num_slots = pool_size = None
 
     def __init__(self, config: EngineConfig, run_uri: str, worker_id: str, metrics_port: int | None = None) -> None:

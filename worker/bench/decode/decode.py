@@ -12,7 +12,7 @@ from pydantic import Field, field_validator, model_validator
 
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.bench_text import own_tokens, text_tokens
-from swiftbatch.worker.bench.bench_variants import BENCH_ENGINES, bench_slots, create_bench_drafter
+from swiftbatch.worker.bench.bench_variants import BY_NAME, bench_slots, create_bench_drafter
 from swiftbatch.worker.bench.decode.contestants import Contestant, EngineContestant, TransformersContestant
 from swiftbatch.worker.bench.decode.decode_figures import DecodeRecord, make_records
 from swiftbatch.worker.bench.options import BenchOptions, Positions, check_length
@@ -45,11 +45,9 @@ class DecodeBenchOptions(BenchOptions):
     @field_validator("engines")
     @classmethod
     def _known_engines(cls, engines: tuple[str, ...]) -> tuple[str, ...]:
-        unknown = [name for name in engines if name not in BENCH_ENGINES]
+        unknown = [name for name in engines if name not in BY_NAME]
         if unknown or not engines or len(set(engines)) < len(engines):
-            raise ValueError(
-                f"got {', '.join(engines) or 'none'}; expected some of: {', '.join(BENCH_ENGINES)}, each once"
-            )
+            raise ValueError(f"got {', '.join(engines) or 'none'}; expected some of: {', '.join(BY_NAME)}, each once")
         return engines
 
     @model_validator(mode="after")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from swiftbatch.worker.caches.room import MAX_TREE_NODES
+from swiftbatch.worker.caches.room import MAX_TREE_NODES, HeldPositions
 
 PAGE = 64  # positions; a CPU's memory is taken in less
 GPU_PAGE = 1024  # positions of a GPU's: one look-up for each block of keys, and a job wastes half of one
@@ -39,15 +39,17 @@ def pages_of(num_positions: int, page: int | None = None) -> int:
     return -(-(num_positions + ROOM_BEHIND) // (page or PAGE))
 
 
-def most_pages(jobs: Iterable[Growth], page: int | None = None) -> int:
+def most_pages(jobs: Iterable[Growth], page: int | None = None, held: HeldPositions | None = None) -> int:
     """The most pages that jobs take within the horizon if they grow alike, and each leaves at its expected end.
 
     That time is one of the ends, or the horizon: a job's pages are free again when it has left, and until then all
     others grow. What lies behind the horizon is left open: by then some have ended, or the youngest makes room.
+    Caches hold what `held` says of their positions, without it all.
     """
     page = page or PAGE
-    most, now = 0, 0
-    for count, job in enumerate(sorted(jobs, key=lambda job: job.left, reverse=True), start=1):
-        now += job.now
-        most = max(most, now + count * (min(job.left, HORIZON) + ROOM_BEHIND + page - 1))
+    most, now, by_end = 0, 0, sorted(jobs, key=lambda job: job.left, reverse=True)
+    for count, job in enumerate(by_end, start=1):
+        now, time = now + job.now, min(job.left, HORIZON)
+        grown = now + count * time if held is None else sum(held.of(each.now + time) for each in by_end[:count])
+        most = max(most, grown + count * (ROOM_BEHIND + page - 1))
     return -(-most // page)

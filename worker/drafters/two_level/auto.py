@@ -1,6 +1,7 @@
 """The engine that chooses by itself: plain decoding, trees of recycled candidates, or chains drawn with scanned keys.
 
-Beside these, `repeating` drafts what a text repeats of itself, wherever that promises more.
+Beside these, `repeating` drafts what a text repeats of itself, wherever that promises more. Where a checkpoint has a
+layer that predicts further tokens, `measured` tries that by turns, and stays with what is faster.
 
 Where caches are short a tree costs next to nothing, and recycled candidates are free. Where they are long, the target
 itself drafts, with scanned keys in place of all, and a forward verifies what it drew. Which of them brings most tokens
@@ -13,10 +14,11 @@ from pathlib import Path
 
 import numpy as np
 
+from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.caches.scan_cache import SHORTEST_SCANNED, ScanKVCache
 from swiftbatch.worker.drafters.base import DraftCounters, Drafter, DraftRequest, ReadRows
-from swiftbatch.worker.drafters.catalogue import ENGINES
+from swiftbatch.worker.drafters.catalogue import ENGINES, MTP, engine_entry
 from swiftbatch.worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
 from swiftbatch.worker.drafters.shared_budget import MUCH_LONGER, RestingDrafter, SharedBudget, lengths_of
 from swiftbatch.worker.drafters.two_level.auto_plan import (
@@ -29,6 +31,7 @@ from swiftbatch.worker.drafters.two_level.auto_plan import (
 )
 from swiftbatch.worker.drafters.two_level.chain import Chain, Proposer
 from swiftbatch.worker.drafters.two_level.drafter import TwoLevelDrafter
+from swiftbatch.worker.drafters.two_level.measured import MeasuredDrafter
 from swiftbatch.worker.drafters.two_level.repeating import RepeatingDrafter
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
@@ -51,9 +54,24 @@ def auto(target: TargetModel, costs: Costs, parts_folder: Path | None) -> Drafte
     if recycling.budget is None:
         return recycling
     if rounds is None:
-        return RepeatingDrafter(recycling, recycling.budget.rate, recycling, recycling.budget)
-    otherwise = AutoDrafter(target, RoundsPlanner(costs(), rounds), recycling, recycling.budget)
-    return RepeatingDrafter(otherwise, otherwise.rate, recycling, recycling.budget)
+        repeating = RepeatingDrafter(recycling, recycling.budget.rate, recycling, recycling.budget)
+    else:
+        otherwise = AutoDrafter(target, RoundsPlanner(costs(), rounds), recycling, recycling.budget)
+        repeating = RepeatingDrafter(otherwise, otherwise.rate, recycling, recycling.budget)
+    predicting = _predicting(target, costs, parts_folder)
+    return repeating if predicting is None else MeasuredDrafter(repeating, predicting)
+
+
+def _predicting(target: TargetModel, costs: Costs, parts_folder: Path | None) -> Drafter | None:
+    """The engine `mtp`, where the model has a layer for it and runs where that does; else None."""
+    if target.forwards.team is None:
+        return None
+    files = target.files
+    try:
+        MTP.find(files.name, files.path, files.fingerprint, parts_folder)
+        return engine_entry(MTP.engine).factory()(target, costs, parts_folder)
+    except ModelError:
+        return None
 
 
 def round_costs(target: TargetModel) -> RoundCosts | None:

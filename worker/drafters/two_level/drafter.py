@@ -43,6 +43,7 @@ class _Tracked:
 class TwoLevelDrafter(Drafter):
     """Proposer, target with partial caches, and a planner for the number of rounds and nodes."""
 
+    reads_caches = True
     phases = ("follow", "propose", "check")
 
     def __init__(

@@ -107,6 +107,18 @@ class RepeatingDrafter(Drafter):
         elif verification.top_ids is not None:
             self._recycling.take(sequence, verification)
 
+    def leave_out_step(self) -> None:
+        """Let another drafter propose for the coming step, and learn nothing of how long that takes."""
+        self._wake()
+        self._is_repeating = False
+        self._budget.leave_out_step()
+
+    def hear(self, sequence: Sequence, verification: Verification) -> None:
+        """Take in the text of a step that was left out, and the target's candidates along it."""
+        self._text(sequence).catch_up(sequence)
+        if verification.top_ids is not None:
+            self._recycling.take(sequence, verification)
+
     def stop(self, sequence: Sequence) -> None:
         self._wake()
         del self._texts[sequence.sequence_id]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import statistics
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -20,11 +21,13 @@ from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 from swiftbatch.worker.kernels.sizes import BLOCK
 from swiftbatch.worker.papers.griffin.draft_input import NOTHING, Candidates, DraftRows, Room, regressed_place
-from swiftbatch.worker.papers.griffin.draft_rows import GriffinRows
 from swiftbatch.worker.papers.griffin.window import NUM_SINKS, WINDOW, entry_of, position_of, window_start
 from swiftbatch.worker.target.step_costs import seconds_of
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.tiles import SequenceRows, tree_rows
+
+if TYPE_CHECKING:
+    from swiftbatch.worker.papers.griffin.draft_rows import GriffinRows
 
 PROBE_REPEATS = 5
 PROBE_NODES = 8
@@ -47,6 +50,25 @@ class _Context:
     target_cache: FullKVCache
     room: Room
     start: int = NUM_SINKS  # position at which the window begins
+
+
+class DraftForwards(Protocol):
+    """A draft model over the target's features, and what it keeps of each sequence."""
+
+    def start(self, sequence: Sequence, target_cache: FullKVCache) -> None:
+        """Make room for a sequence whose target cache this is."""
+
+    def stop(self, sequence_id: str) -> None:
+        """Forget a sequence."""
+
+    def take(self, sequence_id: str, position: int, hidden: torch.Tensor) -> None:
+        """Take the target's features `[num_rows, hidden]` at a position and those behind it."""
+
+    def follow(self, sequences: list[Sequence]) -> list[Candidates]:
+        """Take in what was committed; returns what may follow each sequence's newest token."""
+
+    def expand(self, levels: list[Level]) -> list[list[Candidates]]:
+        """Return the candidates behind each of the new nodes of some trees."""
 
 
 class GriffinForwards:

@@ -15,10 +15,8 @@ from swiftbatch.worker.drafters.budget import LookRhythm
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.drawing.verification import Verification
-from swiftbatch.worker.papers.griffin.draft_forwards import GriffinForwards
-from swiftbatch.worker.papers.griffin.draft_rows import rows_of
+from swiftbatch.worker.papers.griffin.draft_forwards import DraftForwards, GriffinForwards
 from swiftbatch.worker.papers.griffin.griffin_tree import EVERYTHING_PAYS, GrowingTree, PricePlanner
-from swiftbatch.worker.papers.griffin.griffin_weights import load_griffin
 from swiftbatch.worker.target.step_costs import Costs
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.tiles import max_tree_depth
@@ -54,6 +52,9 @@ def griffin(
     target: TargetModel, costs: Costs, parts_folder: Path | None, options: GriffinOptions = DEFAULTS
 ) -> GriffinDrafter:
     """A `DrafterFactory`. Raises ModelError where there is no draft model for this target."""
+    from swiftbatch.worker.papers.griffin.draft_rows import rows_of  # needs transformers, whose import takes seconds
+    from swiftbatch.worker.papers.griffin.griffin_weights import load_griffin
+
     rows = rows_of(load_griffin(parts_folder, target), target, options.num_expanded)
     forwards = GriffinForwards(rows, target)
     planner = None if options.is_full else PricePlanner(costs(), forwards.level_seconds())
@@ -64,9 +65,10 @@ class GriffinDrafter(Drafter):
     """Draft model, planner and limits; sequences share the draft model's forwards."""
 
     needs_hidden = True
+    reads_caches = True
     phases = ("follow", "grow")
 
-    def __init__(self, forwards: GriffinForwards, planner: PricePlanner | None, options: GriffinOptions) -> None:
+    def __init__(self, forwards: DraftForwards, planner: PricePlanner | None, options: GriffinOptions) -> None:
         """Without `planner` trees are as large as their limits (the paper's setting)."""
         self._forwards = forwards
         self._planner = planner

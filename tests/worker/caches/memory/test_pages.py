@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from swiftbatch.worker.caches.memory.pages import HORIZON, PAGE, ROOM_BEHIND, Growth, most_pages, pages_of
+from swiftbatch.worker.caches.room import HeldPositions
+
+HELD = HeldPositions(150, 0.25)
 
 
-def peak(jobs: list[Growth]) -> int:
+def peak(jobs: list[Growth], held: HeldPositions | None) -> int:
     """The same by stepping through time."""
+    of = held.of if held else int
     times = range(max(job.left for job in jobs) + 1)
-    return max(sum(pages_of(job.now + time) for job in jobs if job.left >= time) for time in times)
+    return max(sum(pages_of(of(job.now + time)) for job in jobs if job.left >= time) for time in times)
 
 
-def test_a_plan_is_never_below_what_jobs_take_and_at_most_a_page_a_job_above() -> None:
+@pytest.mark.parametrize("held", [None, HELD])
+def test_a_plan_is_never_below_what_jobs_take_and_at_most_a_page_a_job_above(held: HeldPositions | None) -> None:
     rng = random.Random(0)
     for _ in range(200):
         jobs = [Growth(now := rng.randint(0, 400), now + rng.randint(0, 400)) for _ in range(rng.randint(1, 8))]
-        assert peak(jobs) <= most_pages(jobs) <= peak(jobs) + len(jobs)
+        assert peak(jobs, held) <= most_pages(jobs, held=held) <= peak(jobs, held) + len(jobs)
 
 
 def test_short_jobs_beside_long_ones_are_counted_until_they_end() -> None:

@@ -41,7 +41,7 @@ def _tests(trial: Trial, *chosen: str) -> Finding:
     checkout = _checkout()
     if checkout is None or importlib.util.find_spec("pytest") is None:
         return untried("the tests: no checkout with tests, or no pytest")
-    options = ["-m", "gpu", "-q", "-p", "no:cacheprovider", "--timeout=120", *chosen]
+    options = ["-m", "gpu", "-v", "-p", "no:cacheprovider", "-W", "ignore", "--timeout=120", *chosen]
     if trial.device.type != "cuda":
         options.append("--collect-only")
     return _ran([sys.executable, "-m", "pytest", *options], checkout)

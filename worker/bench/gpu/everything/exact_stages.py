@@ -19,7 +19,7 @@ from swiftbatch.worker.exactness.first_run.attention_check import OneLayer
 from swiftbatch.worker.exactness.first_run.findings import Finding, Row, differing_bits
 from swiftbatch.worker.exactness.first_run.first_run import CHECKS
 from swiftbatch.worker.exactness.first_run.parts import ArenaTarget, Parts
-from swiftbatch.worker.exactness.first_run.second_process import ROOM, work_digest
+from swiftbatch.worker.exactness.first_run.whole_forwards import ROOM, work_digest
 from swiftbatch.worker.exactness.probe import MAX_LENGTH, NUM_CACHES, probe_rows
 from swiftbatch.worker.kernels.choice import CudaKernels
 from swiftbatch.worker.kernels.kv_rows import CODES, coded, numbers_of
@@ -61,7 +61,8 @@ def flash(trial: Trial) -> Iterator[Try]:
     if importlib.util.find_spec("flash_attn") is None:
         yield "flash-attn", lambda: untried("flash-attn is not installed")
         return
-    yield from _checks(trial.parts(CudaKernels(attention="flash")), "attention", "attention speed", "rows", "replay")
+    parts = trial.parts(CudaKernels(attention="flash"), dtype="bfloat16")
+    yield from _checks(parts, "attention", "attention speed", "rows", "replay")
 
 
 def untried(why: str) -> Finding:

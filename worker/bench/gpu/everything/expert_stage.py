@@ -12,7 +12,7 @@ from swiftbatch.worker.bench.gpu.everything.trial import DEVIATION, Trial, Try
 from swiftbatch.worker.exactness.first_run.findings import Finding, Row, differing_bits
 from swiftbatch.worker.exactness.first_run.packed_products import random_matrix
 from swiftbatch.worker.exactness.first_run.parts import Parts
-from swiftbatch.worker.exactness.first_run.second_process import ROOM, work_digest
+from swiftbatch.worker.exactness.first_run.whole_forwards import ROOM, work_digest
 from swiftbatch.worker.exactness.probe import MAX_LENGTH, NUM_CACHES, probe_rows
 from swiftbatch.worker.kernels.choice import CudaKernels
 from swiftbatch.worker.kernels.cuda.stacked import StackedWeights

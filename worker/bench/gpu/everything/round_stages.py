@@ -11,7 +11,7 @@ from swiftbatch.worker.bench.gpu.everything.trial import Trial, Try, streams_of
 from swiftbatch.worker.caches.offloaded_arena import OffloadedArena
 from swiftbatch.worker.exactness.first_run.findings import Finding, Row
 from swiftbatch.worker.exactness.first_run.parts import ArenaTarget, Parts
-from swiftbatch.worker.exactness.first_run.second_process import ROOM, work_digest
+from swiftbatch.worker.exactness.first_run.whole_forwards import ROOM, work_digest
 from swiftbatch.worker.target.cuda.offloaded_forwards import OffloadedForwards
 from swiftbatch.worker.target.step_costs import step_costs_of
 from swiftbatch.worker.target.target import TargetModel

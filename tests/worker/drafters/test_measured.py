@@ -1,0 +1,90 @@
+"""Of two ways to draft, steps go the one that is faster by the clock, and the other one is tried now and then."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.caches.full import FullKVCache
+from swiftbatch.worker.drafters.base import Drafter, DraftRequest
+from swiftbatch.worker.drafters.two_level.auto import auto
+from swiftbatch.worker.drafters.two_level.measured import FIRST_TURN, TRIAL, MeasuredDrafter
+from swiftbatch.worker.drafters.two_level.repeating import RepeatingDrafter
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.drawing.verification import Verification
+from swiftbatch.worker.engine.engine import Engine
+from swiftbatch.worker.target.target import TargetModel
+from tests.worker.drafters.drafter_parts import free_rows
+
+
+class Predicting(Drafter):
+    """Drafts a chain of one token, which is always wrong, and counts what it hears."""
+
+    needs_hidden = True
+
+    def __init__(self) -> None:
+        self.heard = 0  # hidden states
+
+    def start(self, sequence: Sequence, cache: FullKVCache) -> None:
+        self.heard = 0
+
+    def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
+        return [DraftTree.chain([0]) if request.max_depth > 0 else DraftTree() for request in requests]
+
+    def read(self, sequence: Sequence, position: int, hidden: torch.Tensor) -> None:
+        assert position == self.heard
+        self.heard += len(hidden)
+
+    def update(self, sequence: Sequence, verification: Verification) -> None:
+        assert verification.hidden is not None
+        self.read(sequence, len(sequence) - len(verification.committed_ids) - 1, verification.hidden)
+
+
+class Clock:
+    """Steps with `Predicting` take `factor` seconds, all others one."""
+
+    def __init__(self, factor: float) -> None:
+        self.now, self.factor = 0.0, factor
+        self.drafter: MeasuredDrafter | None = None
+
+    def __call__(self) -> float:
+        self.now += self.factor if self.drafter is not None and self.drafter.is_predicting else 1.0
+        return self.now
+
+
+def run(target: TargetModel, factor: float, num_tokens: int) -> tuple[list[bool], Sequence]:
+    """Which way each step of a text went."""
+    clock, repeating = Clock(factor), auto(target, free_rows, None)
+    assert isinstance(repeating, RepeatingDrafter)
+    clock.drafter = drafter = MeasuredDrafter(repeating, Predicting(), clock)
+    engine = Engine(target, drafter)
+    sampling = SamplingParams(max_tokens=num_tokens, temperature=1.0, seed=3, ignore_eos=True)
+    sequence = Sequence("a", [1, 2, 3, 4, 5], sampling, target.vocab_size)
+    engine.start(sequence)
+    went = []
+    while sequence.finish_reason is None:
+        engine.step()
+        went.append(drafter.is_predicting)
+    assert isinstance(drafter.predicting, Predicting)
+    assert drafter.predicting.heard == len(sequence) - 1
+    return went, sequence
+
+
+@pytest.fixture(scope="module")
+def small(tiny_model: Path) -> TargetModel:
+    from swiftbatch.worker.model.files import locate_model
+
+    return TargetModel.load(locate_model(str(tiny_model)), "float32", "cpu")
+
+
+def test_a_way_that_is_faster_is_stayed_with_and_a_slower_one_is_tried_for_a_turn_alone(small: TargetModel) -> None:
+    fast, text = run(small, 0.01, 400)
+    slow, same = run(small, 100.0, 400)
+    assert text.token_ids.tolist() == same.token_ids.tolist()
+    assert not any(fast[:FIRST_TURN])
+    assert all(fast[FIRST_TURN : FIRST_TURN + TRIAL + 30])
+    assert sum(slow[: FIRST_TURN + TRIAL + 30]) == TRIAL

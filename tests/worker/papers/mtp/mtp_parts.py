@@ -1,0 +1,79 @@
+"""Parts for the tests of MTP layers: checkpoints with published keys and names, and what such a layer is in torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from swiftbatch.worker.model.files import locate_model, read_config
+from swiftbatch.worker.model.predictors import FORMS, ONE_LAYER, OWN, PredictorForm, one_layer_config
+from swiftbatch.worker.papers.mtp.predictor_module import PredictorModule
+from swiftbatch.worker.target.native_forwards import NativeForwards
+from swiftbatch.worker.target.target import TargetModel
+from tests.worker.model.expert_configs import WITH_EXPERTS as EXPERTS
+from tests.worker.model.expert_configs import WITH_LATENTS
+from tests.worker.model.test_hybrid_configs import PUBLISHED as HYBRIDS
+from tests.worker.model.test_hybrid_configs import publish
+from tests.worker.model.test_published_configs import PUBLISHED as DENSE
+
+OF_LAYERS, OF_MIMO, OF_DEEPSEEK = FORMS
+CHECKPOINTS: dict[str, tuple[dict[str, Any], PredictorForm]] = {
+    "DeepSeek R1": (WITH_LATENTS["DeepSeek R1"], OF_DEEPSEEK),
+    "GLM 4.5": (EXPERTS["GLM 4.5"], OF_DEEPSEEK),
+    "MiMo": (DENSE["MiMo 7B, which is Qwen2 with a layer more"], OF_MIMO),
+    "Qwen3.5": (HYBRIDS["Qwen3.5"], OF_LAYERS),
+    "Qwen3-Next": (HYBRIDS["Qwen3-Next"], OF_LAYERS),
+}
+
+
+def publish_with_layer(name: str, folder: Path) -> PredictorModule:
+    """Write a random model with an MTP layer by its published names; returns what the layer is in torch."""
+    config, form = CHECKPOINTS[name]
+    if config["model_type"] == "mimo":  # that class is not transformers' own; its layers are
+        publish(config | {"model_type": "qwen2"}, folder)
+        (folder / "config.json").write_text(json.dumps(config))
+    else:
+        publish(config, folder)
+    view = read_config(str(folder), folder)
+    torch.manual_seed(7)
+    module = PredictorModule(view).eval().requires_grad_(False)
+    for parameter in module.parameters():
+        parameter += 0.1 * torch.randn_like(parameter) if parameter.ndim == 1 else 0.0
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "layer").mkdir()
+    stored = _stored(module, view, folder / "layer")
+    if form.is_hidden_first:
+        stored[f"{OWN}join.weight"] = stored[f"{OWN}join.weight"].roll(config["hidden_size"], dims=1)
+    tensors |= {_published(each, form, view["num_hidden_layers"]): tensor for each, tensor in stored.items()}
+    tensors |= {each.format(view["num_hidden_layers"]): torch.zeros(3) for each in form.copies}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return module
+
+
+def loaded(folder: Path, dtype: str = "float32") -> TargetModel:
+    target = TargetModel.load(locate_model(str(folder)), dtype, "cpu")
+    assert isinstance(target.forwards, NativeForwards)
+    return target
+
+
+def _stored(module: PredictorModule, view: dict[str, Any], folder: Path) -> dict[str, torch.Tensor]:
+    """The layer's tensors as its class writes them, and its own parts."""
+    one = one_layer_config(view)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(one.pop("model_type"), **one))
+    model.model.layers[0].load_state_dict(module.decoder.layers[0].state_dict())
+    model.save_pretrained(folder)
+    written = load_file(folder / "model.safetensors")
+    layer = {name: tensor for name, tensor in written.items() if name.startswith(ONE_LAYER)}
+    return layer | {name: tensor for name, tensor in module.tensors().items() if name.startswith(OWN)}
+
+
+def _published(name: str, form: PredictorForm, num_layers: int) -> str:
+    if name.startswith(ONE_LAYER):
+        return form.layer.format(num_layers) + name.removeprefix(ONE_LAYER)
+    role, _, what = name.removeprefix(OWN).partition(".")
+    return f"{form.names[role].format(num_layers)}.{what}"

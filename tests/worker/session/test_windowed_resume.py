@@ -1,0 +1,180 @@
+"""Jobs of a model whose layers forget what lies behind their windows: resumes, rewinds, shared prompts, longer jobs.
+
+What is forgotten is NaN here, and so would be all that is computed from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
+from swiftbatch.jobs.job import JobRecord
+from swiftbatch.worker.caches.windowed import WindowedKVCache
+from swiftbatch.worker.session.session import _held
+from tests.worker.caches.window_parts import spoil_what_is_forgotten
+from tests.worker.session.recurrent_parts import save_recurrent_model
+from tests.worker.session.session_parts import (
+    body,
+    claimed,
+    digest,
+    have_caches_loaded,
+    make_run,
+    preempted,
+    record,
+    run_at,
+    session,
+    to_the_end,
+    undisturbed_digest,
+)
+from tests.worker.session.test_rewind_resume import moments as moments
+from tests.worker.session.test_rewind_resume import wait_for_files
+
+pytestmark = pytest.mark.long
+
+BOOK = "the quick brown fox jumps over the lazy dog. " * 5
+JOB = record("fox", 450, prompt=BOOK)
+LOOPING = {  # loops of 80 tokens
+    "repetition_penalty": 1.0,
+    "logit_bias": {"17": 32},
+    "seed": 3,
+    "repetition_detection": {"max_pattern_size": 1, "min_count": 80, "action": "rewind", "max_rewinds": 2},
+}
+
+
+@pytest.fixture(autouse=True)
+def _forgets_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    have_caches_loaded(monkeypatch)
+    spoil_what_is_forgotten(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_recurrent_model(tmp_path_factory.mktemp("windowed-model"), "mistral")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, model: Path) -> str:
+    """Its caches have forgotten nothing."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WindowedKVCache, "_forget", lambda _: None)
+        return undisturbed_digest(tmp_path_factory.mktemp("undisturbed") / "run", model, JOB)
+
+
+@pytest.mark.parametrize("engine", ["auto", "suffix", "autoregressive"])
+def test_jobs_have_the_tokens_of_caches_that_forget_nothing(
+    tmp_path: Path, model: Path, undisturbed: str, engine: str
+) -> None:
+    run = make_run(tmp_path / "run")
+    to_the_end(session(run, model, engine=engine), claimed(run, JOB))
+    assert digest(run, JOB) == undisturbed
+
+
+@pytest.mark.parametrize("damaged", [None, "kv-256-*.arrow"])
+def test_a_job_goes_on_from_segments_that_end_anywhere(
+    tmp_path: Path, model: Path, undisturbed: str, damaged: str | None
+) -> None:
+    run = make_run(tmp_path / "run")
+    preempted(run, model, JOB, 400, checkpoint="state", checkpoint_tokens=128)
+    for path in (Path(run.store.uri) / "checkpoints" / JOB.job_id / "0001").glob(damaged or "nothing"):
+        path.write_bytes(path.read_bytes()[:100])
+    worker = session(run, model)
+    to_the_end(worker, claimed(run, JOB))
+    assert digest(run, JOB) == undisturbed
+    assert worker.engine.counters.num_resumes == {"kv": 1}
+    num_loaded = body(run, JOB)["metrics"]["attempts"][1]["resume"]["num_loaded_positions"]
+    assert num_loaded == 256 if damaged else num_loaded > 400
+
+
+def test_a_job_that_is_replayed_forgets_as_it_goes(
+    tmp_path: Path, model: Path, undisturbed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    have_caches_loaded(monkeypatch, is_worth_it=False)
+    run = make_run(tmp_path / "run")
+    preempted(run, model, JOB, 400, checkpoint="state")
+    worker = session(run, model)
+    to_the_end(worker, claimed(run, JOB))
+    assert digest(run, JOB) == undisturbed
+    assert worker.engine.counters.num_resumes == {"replay": 1}
+
+
+def test_a_kill_at_any_moment_costs_no_token(
+    tmp_path: Path, model: Path, undisturbed: str, moments: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "run")
+    with monkeypatch.context() as patch:
+        wait_for_files(patch)
+        often = {"checkpoint_seconds": 1000.0, "checkpoint_tokens": 48}
+        to_the_end(session(run, model, checkpoint="state", **often), claimed(run, JOB))
+    num_moments = len(moments)
+    for number, moment in enumerate(moments[3 : num_moments : num_moments // 3]):
+        again = run_at(moment, tmp_path / f"again-{number}")
+        to_the_end(session(again, model), claimed(again, JOB))
+        assert digest(again, JOB) == undisturbed, moment
+
+
+def looping_outcome(run: Any, job: JobRecord) -> dict[str, Any]:
+    found = body(run, job)
+    return {"digest": digest(run, job), "num_rewinds": found["metrics"]["num_rewinds"]}
+
+
+def test_a_loop_is_taken_back_exactly_behind_every_kill(
+    tmp_path: Path, model: Path, moments: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = record("fox", 230, drawn=LOOPING, prompt=5 * BOOK)
+    plain = make_run(tmp_path / "plain")
+    with monkeypatch.context() as patch:
+        patch.setattr(WindowedKVCache, "_forget", lambda _: None)
+        to_the_end(session(plain, model, engine="autoregressive", checkpoint="tokens"), claimed(plain, job))
+    undisturbed, num_before = looping_outcome(plain, job), len(moments)
+    assert undisturbed["num_rewinds"] > 0
+    run = make_run(tmp_path / "run")
+    with monkeypatch.context() as patch:
+        wait_for_files(patch)
+        often = {"checkpoint_seconds": 1000.0, "checkpoint_tokens": 32}
+        to_the_end(session(run, model, checkpoint="state", **often), claimed(run, job))
+    assert looping_outcome(run, job) == undisturbed
+    later = moments[num_before:]
+    for number, moment in enumerate(later[3 :: len(later) // 2]):
+        again = run_at(moment, tmp_path / f"again-{number}")
+        to_the_end(session(again, model), claimed(again, job))
+        assert looping_outcome(again, job) == undisturbed, moment
+
+
+@pytest.mark.parametrize("checkpoint", ["state", "tokens"])
+def test_jobs_copy_a_shared_prompt_that_the_first_has_long_passed(tmp_path: Path, model: Path, checkpoint: str) -> None:
+    """At once, one reads and the other copies; later, from what was kept."""
+    prompts = [4 * BOOK + ending for ending in ("", "a fox", "the dog")]
+    jobs = [record(f"j{number}", 400, prompt=prompt) for number, prompt in enumerate(prompts)]
+    run = make_run(tmp_path / "run")
+    worker = session(run, model, checkpoint=checkpoint)
+    num_shared = len(worker._codec.encode_job(jobs[0].job)) - 1
+    to_the_end(worker, *(replace(claimed(run, job), num_shared_tokens=num_shared) for job in jobs[:2]))
+    to_the_end(worker, replace(claimed(run, jobs[2]), num_shared_tokens=num_shared))
+    assert worker.engine.counters.num_copied_tokens >= 2 * num_shared
+    for number, job in enumerate(jobs):
+        assert digest(run, job) == undisturbed_digest(tmp_path / f"alone-{number}", model, job)
+
+
+def test_segments_of_a_job_that_is_kept_have_all_positions(tmp_path: Path, model: Path) -> None:
+    """Any of them may be the last that a longer job can load."""
+    for number, changes in enumerate(({"checkpoint": "state"}, {"checkpoint": "tokens"})):
+        run = make_run(tmp_path / f"run-{number}")
+        to_the_end(session(run, model, keep_state=True, checkpoint_tokens=64, **changes), claimed(run, JOB))
+        store = CheckpointStore.of(run)
+        [manifest] = store.read_manifests(JOB.job_id)
+        segments = [store.read_segment(JOB.job_id, entry) for entry in manifest.segments]
+        assert len(segments) > 4
+        assert all(segment is not None and segment.kv.view("float32").max() < 1e9 for segment in segments)
+
+
+def test_a_worker_counts_what_its_caches_hold(tmp_path: Path, model: Path) -> None:
+    run = make_run(tmp_path / "run")
+    worker = session(run, model, checkpoint="tokens")
+    assert worker.held_positions == worker.engine.target.held_positions(0)
+    assert worker.held_positions is not None
+    for changes in ({"engine": "triforce"}, {"checkpoint": "tokens", "keep_state": True}):
+        assert _held(worker.engine.target, replace(worker._config, **changes)) is None
