@@ -42,7 +42,7 @@ def dying(trial: Trial) -> Iterator[Try]:
 
 STAGES = tuple(
     GPUStage(name, f"{__name__}:{name}", seconds, (f"the item of {name}",))
-    for name, seconds in (("raising", 300), ("hanging", 30), ("dying", 300), ("good", 300))
+    for name, seconds in (("raising", 300), ("hanging", 2), ("dying", 300), ("good", 300))
 )
 
 if __name__ == "__main__":

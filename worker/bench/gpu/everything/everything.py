@@ -29,6 +29,7 @@ from swiftbatch.worker.training.hold import held
 
 PROCESS = "swiftbatch.worker.bench.gpu.everything.stage_process"
 FEWEST_SECONDS = 15  # that are worth the start of a stage
+SETTLE_SECONDS = 5  # behind a process that did not end by itself, whose memory a GPU gives back late
 LOG_LINES = 3  # of what a process said last that stand in its record
 SCRATCH = "scratch"  # in the folder: weights and runs, which are removed when all stages are over
 
@@ -103,6 +104,7 @@ class _StageRuns:
             state, words = ("killed", f"after {took:.0f} s") if exit_code is None else ("ended", _last(exit_code, log))
             record = record.model_copy(update={"state": state, "words": words, "seconds": took})
             record.write(folder)
+            time.sleep(SETTLE_SECONDS if torch.cuda.is_available() else 0)
         self._report(f"{stage.name}: {record.state} {record.words}".rstrip() + f" ({record.seconds:.0f} s)")
         return record
 

@@ -10,6 +10,7 @@ import torch
 from swiftbatch.worker.bench.bench_variants import create_bench_drafter
 from swiftbatch.worker.bench.gpu.everything.decoding import (
     NUM_WARM_STEPS,
+    Decoded,
     decoded,
     random_ids,
     sequences_of,
@@ -17,6 +18,7 @@ from swiftbatch.worker.bench.gpu.everything.decoding import (
 from swiftbatch.worker.bench.gpu.everything.trial import Trial, Try
 from swiftbatch.worker.bench.gpu.measuring import free_bytes
 from swiftbatch.worker.caches.full import FullKVCache
+from swiftbatch.worker.caches.room import KVRoomError
 from swiftbatch.worker.exactness.first_run.findings import Finding, Row
 from swiftbatch.worker.exactness.first_run.parts import ArenaTarget, Parts
 from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK
@@ -41,27 +43,36 @@ def _steps(trial: Trial, parts: Parts, num_jobs: int) -> Finding:
     target = parts.target(num_jobs + 1, length + num_tokens)
     target.arena.buffer.normal_(generator=parts.generator(5))
     prompts = [random_ids(target.vocab_size, length, number) for number in range(num_jobs)]
-    costs, rows, found = step_costs_of(target), list[Row](), list[list[list[int]]]()
+    costs, rows, found, left_out = step_costs_of(target), list[Row](), list[list[list[int]]](), list[str]()
     for name in ENGINES:
-        drafter = create_bench_drafter(name, target, costs)
-        kept = _contents(target, prompts, num_tokens)
-        done = decoded(target, drafter, sequences_of(target, prompts, num_tokens), kept, trial.sizes.num_steps)
+        try:
+            drafter = create_bench_drafter(name, target, costs)
+            kept = _contents(target, prompts, num_tokens)
+            done = decoded(target, drafter, sequences_of(target, prompts, num_tokens), kept, trial.sizes.num_steps)
+            del drafter, kept
+        except (torch.OutOfMemoryError, KVRoomError) as error:  # what others showed stays
+            print(f"{name}, {num_jobs} jobs: {error}", flush=True)
+            left_out.append(name)
+            continue
         found.append(done.token_ids)
-        rows.append(
-            {
-                "engine": name,
-                "length": length,
-                "ms a step": 1000 * done.seconds / max(1, done.num_steps),
-                "tokens a step": done.num_tokens / max(1, done.num_steps),
-                "tokens/s": done.num_tokens / done.seconds,
-                "GB taken": reserved_bytes(trial.device) / 1e9,
-            }
-        )
-        del drafter, kept
+        rows.append(_row(name, length, done, trial.device))
     del target
     parts.forget_unused()
     is_same = all(_agree(plain, others) for each in found[1:] for plain, others in zip(found[0], each, strict=True))
-    return Finding(passed=is_same, words=f"{'the same' if is_same else 'OTHER'} tokens with all engines", rows=rows)
+    words = f"{'the same' if is_same else 'OTHER'} tokens with all engines"
+    words += f"; no memory for {', '.join(left_out)}" if left_out else ""
+    return Finding(passed=is_same, words=words, rows=rows)
+
+
+def _row(engine: str, length: int, done: Decoded, device: torch.device) -> Row:
+    return {
+        "engine": engine,
+        "length": length,
+        "ms a step": 1000 * done.seconds / max(1, done.num_steps),
+        "tokens a step": done.num_tokens / max(1, done.num_steps),
+        "tokens/s": done.num_tokens / done.seconds,
+        "GB taken": reserved_bytes(device) / 1e9,
+    }
 
 
 def _length(trial: Trial, parts: Parts, num_jobs: int, num_tokens: int) -> int:

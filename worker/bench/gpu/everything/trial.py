@@ -119,10 +119,10 @@ class TrialSizes:
     copied_bytes: int = 1 << 32
     checkpoint_length: int = 20_000
     drawn_vocab: int = 128_256
-    num_drawn: int = 256
+    num_drawn: int = 120
     engine_positions: tuple[int, ...] = (1000, 8000)
     engine_tokens: int = 128
-    restart_tokens: int = 1500
+    restart_tokens: int = 6000
 
 
 SMALL_SIZES = TrialSizes(  # for Triton's interpreter: a second for each forward
