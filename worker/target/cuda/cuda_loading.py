@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import replace
 
 import torch
@@ -44,6 +45,9 @@ from swiftbatch.worker.target.forwards import Forwards
 # Pages where the kernels are ours: flash-attn cuts splits by the capacity of a slot.
 PLANS: dict[AttentionName, PlanMemory] = {"triton": plan_pages, "flash": plan_memory}
 BLAS_LIBRARY = "cublas"  # as products were measured exact; an environment may prefer cuBLASLt, which chooses others
+EMPTY_SHARE = 0.97  # of a GPU's memory, free: nobody else has any
+STILL_SECONDS, MOST_SETTLING_SECONDS = 2.0, 30.0  # without a rise of free memory; of waiting for that
+POLL_SECONDS = 0.1
 PROGRAMS_PER_MULTIPROCESSOR = 4  # attention's programs: two waves of two, as their shared memory allows
 
 
@@ -70,7 +74,7 @@ def load_cuda_forwards(
     kernels.refuse_unfit(dtype_name, sizes.head_dim)
     hold_products_steady()
     num_splits = splits_of(torch.cuda.get_device_properties(device).multi_processor_count, sizes.num_kv_heads)
-    gpu = GPUMemory(torch.cuda.mem_get_info(device)[0], num_splits, kernels.attention)
+    gpu = GPUMemory(settled_free_bytes(device), num_splits, kernels.attention)
     drafts = with_rounds(drafts_of(wanted, sizes), wanted, sizes, gpu)
     copies: Staging | Streams
     if wanted.host_bytes is not None:
@@ -97,8 +101,8 @@ def planned_forwards(
     weights = dense_weights(files, dtype, device)
     if weights is None:
         return None
+    shape = cuda_cache_shape(weights, device, kv_dtype)  # first: the layers are handed over behind it
     stacked = stacked_weights(weights, device, handed_over(weights))
-    shape = cuda_cache_shape(weights, device, kv_dtype)
     try:
         if isinstance(copies, Streams):
             offloaded = OffloadedArena(shape, plan.num_slots, plan.longest_job, copies)
@@ -140,14 +144,25 @@ def forwards_beside(target: Forwards, files: ModelFiles, longest_job: int, num_s
     weights = dense_weights(files, target.dtype, target.device)
     if weights is None:
         return None
-    stacked = stacked_weights(weights, target.device, handed_over(weights))
     shape = CacheShape.of(weights, target.device)
+    stacked = stacked_weights(weights, target.device, handed_over(weights))
     arena = KVArena(shape, num_slots, longest_job)
     try:
         kernels = CudaKernels(linear=target.kernels.linear)
         return CudaForwards(stacked, arena, frozenset(), draft_splits(longest_job), kernels, target.capture)
     except ValueError:  # sizes that the kernels have no tiles for
         return None
+
+
+def settled_free_bytes(device: torch.device) -> int:
+    """Return the free bytes of a GPU once no more come free: a worker that was killed gives its memory back late."""
+    free, total = torch.cuda.mem_get_info(device)
+    risen = started = time.monotonic()
+    while free < EMPTY_SHARE * total and time.monotonic() < min(risen + STILL_SECONDS, started + MOST_SETTLING_SECONDS):
+        time.sleep(POLL_SECONDS)
+        before, free = free, torch.cuda.mem_get_info(device)[0]
+        risen = time.monotonic() if free > before else risen
+    return int(free)
 
 
 def hold_products_steady() -> None:

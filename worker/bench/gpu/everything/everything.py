@@ -14,7 +14,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -29,9 +29,17 @@ from swiftbatch.worker.training.hold import held
 
 PROCESS = "swiftbatch.worker.bench.gpu.everything.stage_process"
 FEWEST_SECONDS = 15  # that are worth the start of a stage
+INTERPRETED = 20  # times as long as a GPU may take
 SETTLE_SECONDS = 5  # behind a process that did not end by itself, whose memory a GPU gives back late
 LOG_LINES = 3  # of what a process said last that stand in its record
 SCRATCH = "scratch"  # in the folder: weights and runs, which are removed when all stages are over
+
+
+def stages_here() -> tuple[GPUStage, ...]:
+    """The stages with their times on this machine: Triton's interpreter takes long even for small sizes."""
+    if torch.cuda.is_available():
+        return STAGES
+    return tuple(replace(stage, seconds=INTERPRETED * stage.seconds) for stage in STAGES)
 
 
 @dataclass(frozen=True)
@@ -40,7 +48,7 @@ class EverythingOptions:
 
     output: Path
     minutes: float
-    stages: Sequence[GPUStage] = STAGES
+    stages: Sequence[GPUStage] = field(default_factory=stages_here)
     command: Sequence[str] = tuple(module_command(PROCESS))
 
 

@@ -25,11 +25,10 @@ from swiftbatch.worker.bench.checkpoints.bench_worker import BenchWorker, make_r
 from swiftbatch.worker.bench.gpu.everything.trial import Trial, Try
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.exactness.first_run.findings import Finding, Row
+from swiftbatch.worker.target.cuda.cuda_loading import settled_free_bytes
 
 PARTS = 6  # of the text, after each of which a worker says how far it is
 KILLED_AFTER = 3  # of them
-STILL_SECONDS = 1.0  # without a rise, behind which memory has come back
-MOST_SECONDS = 60  # to wait for it
 
 
 def restart(trial: Trial) -> Iterator[Try]:
@@ -48,8 +47,9 @@ def _killed_and_resumed(trial: Trial) -> Finding:
         ready = killed.number_of_tokens()
     started, held = time.perf_counter(), _free_bytes(trial.device)
     killed.kill()
-    waited = _wait_for_memory(trial.device)
-    rows.append({"what": "memory is back", "seconds": waited})
+    if trial.device.type == "cuda":
+        settled_free_bytes(trial.device)
+    rows.append({"what": "memory is back", "seconds": time.perf_counter() - started})
     digests = {}
     for name, folder in folders.items():
         started = time.perf_counter()
@@ -111,16 +111,6 @@ def _new_run(trial: Trial, name: str) -> Path:
 
 def _free_bytes(device: torch.device) -> int:
     return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else 0
-
-
-def _wait_for_memory(device: torch.device) -> float:
-    """The seconds until the device's free memory has risen for the last time."""
-    started, risen, most = time.perf_counter(), 0.0, -1
-    while (now := time.perf_counter() - started) < min(MOST_SECONDS, risen + STILL_SECONDS):
-        if (free := _free_bytes(device)) > most:
-            most, risen = free, now
-        time.sleep(0.02)
-    return risen
 
 
 def main(order: dict[str, Any]) -> None:
