@@ -25,6 +25,7 @@ STORE_FAILED = "store_failed"  # the worker could not read or write the run fold
 OTHER_MODEL = "other_model"  # the worker's model is not the run's
 NODE_LOST = "node_lost"  # the worker's node is gone, or cut off for longer than the cluster waits
 NODE_DRAINED = "node_drained"
+TORCH_OUT_OF_MEMORY = "OutOfMemoryError"  # of a GPU; by its name, since the driver has no use for torch
 NO_MEMORY = "no_memory"  # it could not start for want of memory, which others may give back
 OTHER_CODE = "other_code"  # the worker's code is not the driver's
 NUM_LINES, MAX_CHARACTERS = 3, 400  # of a dead worker's log, in a message
@@ -115,8 +116,8 @@ def _explain_cause(cause: Exception) -> tuple[str, str]:
         return "model_refused", str(cause)
     if isinstance(cause, StoreError):
         return STORE_FAILED, str(cause)
-    if isinstance(cause, KVRoomError):
-        return NO_MEMORY, str(cause)
+    if isinstance(cause, KVRoomError) or type(cause).__name__ == TORCH_OUT_OF_MEMORY:
+        return NO_MEMORY, " ".join(str(cause).split())
     return "worker_error", " ".join(f"{type(cause).__name__}: {cause}".split())
 
 

@@ -27,6 +27,7 @@ from swiftbatch.scheduler.commands.options.numbers import ANY_NUMBER, ANY_WHOLE_
 from swiftbatch.worker.config import CheckpointSettings, Computation
 from swiftbatch.worker.drafters.catalogue import ENGINES
 
+NOT_PASSED = 1
 SINGLES = [name for name in ENGINES if name not in (Computation.engine, "autoregressive")]
 
 
@@ -296,20 +297,45 @@ def long(**options: Any) -> None:
 @DTYPE
 @CUDA_KERNELS
 @JSON
-def gpu(**options: Any) -> None:
+@click.option("--everything", "is_everything", is_flag=True, help="Run all checks and measurements, stage by stage.")
+@click.option("--minutes", type=WholeNumber(1), default=27, help="With --everything: time for all stages together.")
+@click.option(
+    "--output", type=click.Path(path_type=Path, file_okay=False), help="With --everything: folder for what is found."
+)
+def gpu(is_everything: bool, minutes: int, output: Path | None, **options: Any) -> None:
     """Measure a GPU: steps against the roofline, prefill, a resume, every engine, and the memory used.
 
     Run `swiftbatch doctor --device cuda` first. Without --text the model generates its own, which takes minutes.
 
+    With --everything it brings its own models, and needs neither Ray nor a network. Every stage has a process of its
+    own, which is killed when its time is over, and leaves a JSON file and a log in the folder; `summary.md` has all
+    tables. The same command goes on after an interruption. Exit code: 0 all stages passed, 1 not all did.
+
     \b
     Example:
       swiftbatch bench gpu --model DIR --text book.txt --json gpu.json
+      swiftbatch bench gpu --everything --minutes 27 --output found
     """
+    if is_everything != (output is not None):
+        raise click.UsageError("--everything and --output DIR go together: a folder for what its stages find")
+    if output is not None:
+        _everything_on_a_gpu(output, minutes)
+        return
     from swiftbatch.worker.bench.gpu.gpu import run_gpu_bench
     from swiftbatch.worker.bench.gpu.gpu_figures import render
     from swiftbatch.worker.bench.gpu.gpu_options import GPUBenchOptions
 
     show(render(run_gpu_bench(checked(GPUBenchOptions, options), say)))
+
+
+def _everything_on_a_gpu(output: Path, minutes: int) -> None:
+    from swiftbatch.worker.bench.gpu.everything.everything import EverythingOptions, run_everything
+    from swiftbatch.worker.bench.gpu.everything.everything_page import PAGE
+
+    has_passed = run_everything(EverythingOptions(output, minutes), say)
+    click.echo(f"tables: {output / PAGE}")
+    if not has_passed:
+        click.get_current_context().exit(NOT_PASSED)
 
 
 @bench.command()
@@ -320,6 +346,13 @@ def gpu(**options: Any) -> None:
     "--seconds", "num_seconds", type=ANY_NUMBER, default=20.0, show_default=True, help="Simulated time of the driver."
 )
 @click.option(
+    "--store-ms",
+    type=ANY_NUMBER,
+    default=0.0,
+    show_default=True,
+    help="Simulated time of a request to the store, 100 in a busy bucket.",
+)
+@click.option(
     "--folder",
     type=click.Path(path_type=Path, file_okay=False),
     help="Folder for the run, which stays; in memory (/dev/shm) it goes sooner. [default: one that is removed]",
@@ -328,7 +361,8 @@ def gpu(**options: Any) -> None:
 def scale(folder: Path | None, **options: Any) -> None:
     """Measure the driver with stub workers and a simulated clock: CPU seconds and memory, from submit to cancel.
 
-    Nothing is generated, Ray is left out. "core" is the driver's share of one, "turn" a turn of its loop.
+    Nothing is generated, Ray is left out. "core" is the driver's share of one, "turn" a turn of its loop, "no beat"
+    the longest time without a heartbeat.
 
     \b
     Example:

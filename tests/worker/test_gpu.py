@@ -5,12 +5,18 @@
 
 from __future__ import annotations
 
+import importlib
+from pathlib import Path
+
 import pytest
 import torch
 import triton
 
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.bench_variants import BENCH_ENGINES, bench_slots, create_bench_drafter
+from swiftbatch.worker.bench.gpu.everything.gpu_stages import STAGES, GPUStage
+from swiftbatch.worker.bench.gpu.everything.stage_process import tried
+from swiftbatch.worker.bench.gpu.everything.trial import SMALL_SIZES, Trial
 from swiftbatch.worker.caches.memory.memory_plan import SlotsWanted
 from swiftbatch.worker.config import Computation
 from swiftbatch.worker.drafters.catalogue import ENGINES
@@ -31,6 +37,8 @@ pytestmark = [
     pytest.mark.skipif(triton.knobs.runtime.interpret, reason="Triton interprets; run with TRITON_INTERPRET=0"),
 ]
 
+# Chains behind scanned texts, caches on the host, filters, flash-attn, pages, 8 bits, experts: in small sizes.
+SMALL_STAGES = ("pages", "packed", "kept rows", "experts", "forced rounds", "offload", "draws", "copies", "flash")
 PARAMS = SamplingParams(max_tokens=200, seed=5, min_p=0.1, ignore_eos=True)
 
 
@@ -72,3 +80,13 @@ def test_doctor_gives_a_verdict_on_cuda(dtype: str) -> None:
     diagnosis = diagnose(Computation(dtype=dtype, device="cuda"))
     assert diagnosis.device == "cuda"
     assert diagnosis.num_rows >= 2000
+
+
+@pytest.mark.parametrize(
+    "stage", [pytest.param(stage, id=stage.name) for stage in STAGES if stage.name in SMALL_STAGES]
+)
+def test_a_stage_of_everything_passes_on_cuda_in_small_sizes(stage: GPUStage, tmp_path: Path) -> None:
+    module, function = stage.module_and_function
+    trial = Trial(torch.device("cuda"), tmp_path, SMALL_SIZES)
+    record = tried(stage, getattr(importlib.import_module(module), function)(trial), tmp_path)
+    assert record.state == "passed", record

@@ -9,6 +9,7 @@ from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.run.option_values import AttentionName, LinearName
 
 FLASH_PACKAGE = "flash-attn"
+CUBLAS_WORKSPACES = ":4096:8"  # their sizes; what cuBLAS chooses follows from them, so they never change
 MOST_FLASH_DIM = 256  # of a head
 
 
@@ -21,9 +22,9 @@ class CudaKernels:
 
     @property
     def words(self) -> str:
-        """The name that verdicts are kept under. It has a library's version, since another one may round otherwise."""
+        """The name that verdicts are kept under. It has libraries' versions, since other ones may round otherwise."""
         attention = f"flash {flash_version() or 'absent'}" if self.attention == "flash" else self.attention
-        return f"{attention} prefixes, {self.linear} products"
+        return f"{attention} prefixes, {self.linear} products, triton {triton_version()}"
 
     @property
     def options(self) -> str:
@@ -66,7 +67,16 @@ DEFAULT_KERNELS = CudaKernels()
 
 def flash_version() -> str | None:
     """Return the version of the installed flash-attn, as in `2.8.3`; None where there is none."""
+    return _version(FLASH_PACKAGE)
+
+
+def triton_version() -> str:
+    """The version of Triton, which compiles the kernels: another one may sum in another order."""
+    return _version("triton") or "absent"
+
+
+def _version(package: str) -> str | None:
     try:
-        return importlib.metadata.version(FLASH_PACKAGE)
+        return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
 from swiftbatch.jobs.backoff import Backoff
@@ -17,8 +18,8 @@ from tests.scheduler.driver.dispatch_parts import NUM_WORKERS, with_driver
 
 @pytest.mark.parametrize(
     ("error", "num_tries"),
-    [(KVRoomError("no room on the GPU"), 6), (ValueError("no number"), 3)],
-    ids=["room", "value"],
+    [(KVRoomError("no room on the GPU"), 6), (torch.OutOfMemoryError("no\nroom"), 6), (ValueError("no number"), 3)],
+    ids=["room", "torch", "value"],
 )
 def test_a_start_for_which_memory_may_come_free_is_tried_more_often(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, num_tries: int

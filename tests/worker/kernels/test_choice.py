@@ -28,15 +28,23 @@ def test_what_is_not_at_its_default_is_named_by_its_options() -> None:
     assert EngineConfig(linear="triton").cuda_kernels == CudaKernels(linear="triton")
 
 
-def test_a_verdict_is_known_under_the_version_of_the_library_that_attends(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert CudaKernels().words == "triton prefixes, cublas products"
-    monkeypatch.setattr(importlib.metadata, "version", lambda package: {"flash-attn": "2.8.3.post2"}[package])
-    assert CudaKernels("flash", "triton").words == "flash 2.8.3.post2 prefixes, triton products"
+def test_a_verdict_is_known_under_the_versions_of_the_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"flash-attn": "2.8.3.post2", "triton": "3.6.0"}
+    monkeypatch.setattr(importlib.metadata, "version", versions.__getitem__)
+    assert CudaKernels().words == "triton prefixes, cublas products, triton 3.6.0"
+    assert CudaKernels("flash", "triton").words == "flash 2.8.3.post2 prefixes, triton products, triton 3.6.0"
+
+
+def test_without_triton_verdicts_are_those_of_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(package: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(importlib.metadata, "version", absent)
+    assert FLASH.words == "flash absent prefixes, cublas products, triton absent"
 
 
 def test_without_flash_attn_it_cannot_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "flash_version", lambda: None)
-    assert FLASH.words == "flash absent prefixes, cublas products"
     with pytest.raises(ModelError, match=r"^--attention flash: flash-attn is not installed here; "):
         FLASH.refuse_absent()
     CudaKernels().refuse_absent()

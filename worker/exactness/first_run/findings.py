@@ -1,13 +1,16 @@
-"""The findings of a check, and the page that they are printed on."""
+"""The findings of a check, and the page that they are printed on. Light: a command reads what its processes found."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from swiftbatch.jobs.frozen import Frozen
 from swiftbatch.jobs.run.option_values import LinearName
-from swiftbatch.worker.exactness.first_run.parts import Parts
+
+if TYPE_CHECKING:
+    from swiftbatch.worker.exactness.first_run.parts import Parts
 
 Row = dict[str, int | float | str]
 
@@ -54,7 +57,7 @@ def _table(rows: list[Row]) -> Iterator[str]:
     if not rows:
         return
     columns = list(rows[0])
-    cells = [columns, *([_cell(row[column]) for column in columns] for row in rows)]
+    cells = [columns, *([cell_of(row[column]) for column in columns] for row in rows)]
     widths = [max(len(line[place]) for line in cells) for place in range(len(columns))]
     is_text = [isinstance(rows[0][column], str) for column in columns]
     for line in cells:
@@ -65,7 +68,8 @@ def _table(rows: list[Row]) -> Iterator[str]:
         yield f"    {'  '.join(parts)}".rstrip()
 
 
-def _cell(value: float | str) -> str:
+def cell_of(value: float | str) -> str:
+    """One figure as pages show it."""
     if isinstance(value, float):
         return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
     return value if isinstance(value, str) else f"{value:,}"

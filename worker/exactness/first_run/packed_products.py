@@ -59,10 +59,11 @@ def _random_matrices(parts: Parts) -> Iterator[tuple[str, list[PackedMatrix]]]:
         for code, group, has_offsets in FORMS:
             if depth % (group or depth) == 0:
                 shape = (min(columns, MOST_COLUMNS), depth)
-                yield f"random {code}", _copies(parts, _random(parts, code, shape, group or depth, has_offsets))
+                yield f"random {code}", _copies(parts, random_matrix(parts, code, shape, group or depth, has_offsets))
 
 
-def _random(parts: Parts, code: Code, shape: tuple[int, int], group: int, has_offsets: bool) -> PackedMatrix:
+def random_matrix(parts: Parts, code: Code, shape: tuple[int, int], group: int, has_offsets: bool) -> PackedMatrix:
+    """Make a matrix of random codes, all of them numbers."""
     columns, depth = shape
     generator, device = parts.generator(6), parts.device
     width = depth * CODE_BITS[code] // 8

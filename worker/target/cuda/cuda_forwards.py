@@ -19,7 +19,7 @@ from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.caches.partial import NewEntries, PartialCacheFactory
 from swiftbatch.worker.drawing.cuda.cuda_drawing import CudaDrawing
 from swiftbatch.worker.drawing.tree import DraftTree
-from swiftbatch.worker.kernels.choice import CudaKernels
+from swiftbatch.worker.kernels.choice import CUBLAS_WORKSPACES, CudaKernels, triton_version
 from swiftbatch.worker.kernels.cuda.attentions import ATTENTION_KERNELS
 from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS
 from swiftbatch.worker.kernels.cuda.decoder import CudaDecoder
@@ -98,8 +98,8 @@ class CudaForwards:
     def numerics(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         computed = (
-            f"cuda {hardware_of('cuda')}, {dtype}, torch {torch.__version__}, triton kernels 1, "
-            f"{self._decoder.attention.numerics}, {self.kernels.linear}"
+            f"cuda {hardware_of('cuda')}, workspaces {CUBLAS_WORKSPACES}, {dtype}, torch {torch.__version__}, "
+            f"triton {triton_version()}, triton kernels 1, {self._decoder.attention.numerics}, {self.kernels.linear}"
         )
         return with_kv(computed, self.cache_shape.kv_dtype)
 

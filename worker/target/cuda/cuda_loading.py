@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import replace
 
 import torch
@@ -31,7 +32,7 @@ from swiftbatch.worker.caches.offloaded_arena import OffloadedArena
 from swiftbatch.worker.caches.paged_arena import PagedArena
 from swiftbatch.worker.caches.scan_slots import scan_memory
 from swiftbatch.worker.caches.summary import CHUNK_SIZE, summary_positions
-from swiftbatch.worker.kernels.choice import DEFAULT_KERNELS, CudaKernels
+from swiftbatch.worker.kernels.choice import CUBLAS_WORKSPACES, DEFAULT_KERNELS, CudaKernels
 from swiftbatch.worker.kernels.cuda.stacked import handed_over, stacked_weights
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights
 from swiftbatch.worker.kernels.sizes import CUDA_SCALE_BYTES
@@ -43,6 +44,10 @@ from swiftbatch.worker.target.forwards import Forwards
 
 # Pages where the kernels are ours: flash-attn cuts splits by the capacity of a slot.
 PLANS: dict[AttentionName, PlanMemory] = {"triton": plan_pages, "flash": plan_memory}
+BLAS_LIBRARY = "cublas"  # as products were measured exact; an environment may prefer cuBLASLt, which chooses others
+EMPTY_SHARE = 0.97  # of a GPU's memory, free: nobody else has any
+STILL_SECONDS, MOST_SETTLING_SECONDS = 2.0, 30.0  # without a rise of free memory; of waiting for that
+POLL_SECONDS = 0.1
 PROGRAMS_PER_MULTIPROCESSOR = 4  # attention's programs: two waves of two, as their shared memory allows
 
 
@@ -69,7 +74,7 @@ def load_cuda_forwards(
     kernels.refuse_unfit(dtype_name, sizes.head_dim)
     hold_products_steady()
     num_splits = splits_of(torch.cuda.get_device_properties(device).multi_processor_count, sizes.num_kv_heads)
-    gpu = GPUMemory(torch.cuda.mem_get_info(device)[0], num_splits, kernels.attention)
+    gpu = GPUMemory(settled_free_bytes(device), num_splits, kernels.attention)
     drafts = with_rounds(drafts_of(wanted, sizes), wanted, sizes, gpu)
     copies: Staging | Streams
     if wanted.host_bytes is not None:
@@ -96,8 +101,8 @@ def planned_forwards(
     weights = dense_weights(files, dtype, device)
     if weights is None:
         return None
+    shape = cuda_cache_shape(weights, device, kv_dtype)  # first: the layers are handed over behind it
     stacked = stacked_weights(weights, device, handed_over(weights))
-    shape = cuda_cache_shape(weights, device, kv_dtype)
     try:
         if isinstance(copies, Streams):
             offloaded = OffloadedArena(shape, plan.num_slots, plan.longest_job, copies)
@@ -139,8 +144,8 @@ def forwards_beside(target: Forwards, files: ModelFiles, longest_job: int, num_s
     weights = dense_weights(files, target.dtype, target.device)
     if weights is None:
         return None
-    stacked = stacked_weights(weights, target.device, handed_over(weights))
     shape = CacheShape.of(weights, target.device)
+    stacked = stacked_weights(weights, target.device, handed_over(weights))
     arena = KVArena(shape, num_slots, longest_job)
     try:
         kernels = CudaKernels(linear=target.kernels.linear)
@@ -149,9 +154,24 @@ def forwards_beside(target: Forwards, files: ModelFiles, longest_job: int, num_s
         return None
 
 
+def settled_free_bytes(device: torch.device) -> int:
+    """Return the free bytes of a GPU once no more come free: a worker that was killed gives its memory back late."""
+    free, total = torch.cuda.mem_get_info(device)
+    risen = started = time.monotonic()
+    while free < EMPTY_SHARE * total and time.monotonic() < min(risen + STILL_SECONDS, started + MOST_SETTLING_SECONDS):
+        time.sleep(POLL_SECONDS)
+        before, free = free, torch.cuda.mem_get_info(device)[0]
+        risen = time.monotonic() if free > before else risen
+    return int(free)
+
+
 def hold_products_steady() -> None:
-    """Keep cuBLAS from choosing by itself to sum in less than float32, or in a workspace of another size."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when it is first used
+    """Keep cuBLAS from choosing by itself to sum in less than float32, or in a workspace of another size.
+
+    Whatever the environment says: the numerics name what is set here, so it is the same for all workers of a run.
+    """
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = CUBLAS_WORKSPACES  # read when it is first used
+    torch.backends.cuda.preferred_blas_library(BLAS_LIBRARY)
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_tf32 = False
 

@@ -142,8 +142,10 @@ def test_products_are_tried_with_the_settings_that_workers_run_with(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
     products = SimpleNamespace(allow_bf16_reduced_precision_reduction=True)
     monkeypatch.setattr(torch.backends.cuda, "matmul", products)
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # of whoever started it, who has no say in a run's bits
+    chosen: list[str] = []
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", chosen.append)
     Parts.of(locate_model(str(tiny_model)), "bfloat16", torch.device("cuda"))
     assert products.allow_bf16_reduced_precision_reduction is False
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert chosen == ["cublas"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ from swiftbatch.worker.caches.layer_ring import Streams
 from swiftbatch.worker.caches.memory.memory_plan import GPUMemory, MemoryPlan, SlotsWanted, plan_memory
 from swiftbatch.worker.caches.memory.model_sizes import ModelSizes, read_sizes
 from swiftbatch.worker.caches.room import KVRoom
-from swiftbatch.worker.kernels.choice import CudaKernels
+from swiftbatch.worker.kernels.choice import CudaKernels, triton_version
 from swiftbatch.worker.model.files import ModelFiles, locate_model
 from swiftbatch.worker.target.cuda import cuda_loading as loading
 from swiftbatch.worker.target.cuda.cuda_loading import planned_forwards
@@ -57,7 +58,8 @@ def test_a_gpu_runs_the_kernels_that_the_run_chose(
     monkeypatch.setattr(loading, "hold_products_steady", lambda: None)
     monkeypatch.setattr(loading, "PLANS", {"triton": plan, "flash": plan})
     forwards = load_forwards(files, torch.bfloat16, torch.device("cpu"), SlotsWanted(64), kernels)
-    assert forwards.numerics.endswith(f", triton kernels 1, {words}")
+    assert forwards.numerics.endswith(f", triton {triton_version()}, triton kernels 1, {words}")
+    assert ", workspaces :4096:8, " in forwards.numerics
     assert planned[0].attention == kernels.attention
 
 
@@ -103,3 +105,24 @@ def test_a_gpu_s_caches_have_the_free_memory_of_the_host_where_they_lie_there(
     with pytest.raises(LoadingError) as told:
         TargetModel.load(locate_model(str(tiny_model)), "float32", "cuda", kv_offload, SlotsWanted(64))
     assert told.value.args == (SlotsWanted(64, host_bytes=host_bytes),)
+
+
+@pytest.mark.parametrize(
+    ("free", "found", "seconds"),
+    [([98], 98, 0.0), ([10, 40, 70, 90], 90, 2.3), ([50, 45], 45, 2.0), (range(10, 1000), 310, 30.0)],
+    ids=["an empty GPU", "one whose worker was killed", "one that another worker fills", "one that never settles"],
+)
+def test_memory_is_planned_for_once_a_killed_worker_has_given_it_back(
+    monkeypatch: pytest.MonkeyPatch, free: Iterable[int], found: int, seconds: float
+) -> None:
+    left, now, answer = iter(free), [0.0], [0]
+
+    def mem_get_info(device: object) -> tuple[int, int]:
+        answer[0] = next(left, answer[0])
+        return answer[0], 100 if max(free) <= 100 else 10_000
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
+    monkeypatch.setattr(loading.time, "monotonic", lambda: round(now[0], 1))
+    monkeypatch.setattr(loading.time, "sleep", lambda wait: now.__setitem__(0, now[0] + wait))
+    assert loading.settled_free_bytes(torch.device("cuda")) == found
+    assert round(now[0], 1) == seconds

@@ -1,0 +1,44 @@
+"""What waits for a CUDA device: every kind of model that the kernels run, small, against transformers.
+
+Triton's interpreter has the same in `tests/worker/target/cuda/` and `tests/worker/kernels/cuda/`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+
+from swiftbatch.worker.exactness.first_run.parts import Parts
+from swiftbatch.worker.exactness.probe import MAX_LENGTH, NUM_CACHES, probe_rows
+from swiftbatch.worker.exactness.transformers_agreement import compare
+from swiftbatch.worker.model.dense_kinds import KINDS
+from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.model.kinds import RECURRENT_KINDS
+from tests.worker.model.kind_parts import save_tiny, tiny_config
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
+    pytest.mark.skipif(triton.knobs.runtime.interpret, reason="Triton interprets; run with TRITON_INTERPRET=0"),
+]
+
+OF_KERNELS = [kind for kind, form in KINDS.items() if form.latent is None and kind not in RECURRENT_KINDS]
+NUM_COMPARED, NUM_PROBED = 200, 60  # rows; windows have 100 positions
+
+
+@pytest.mark.parametrize("kind", OF_KERNELS)
+def test_a_kind_says_what_transformers_says_and_its_rows_are_exact_on_cuda(kind: str, tmp_path: Path) -> None:
+    check_kind(kind, tmp_path, torch.device("cuda"))
+
+
+def check_kind(kind: str, folder: Path, device: torch.device, num_compared: int = NUM_COMPARED) -> None:
+    save_tiny(tiny_config(kind, has_wide_heads=True), folder)
+    parts = Parts.of(locate_model(str(folder)), "float32", device)
+    assert parts.loaded is not None
+    target = parts.target(NUM_CACHES, MAX_LENGTH)
+    found = compare(target, num_compared)
+    assert found.agrees, found
+    assert probe_rows(target, min(NUM_PROBED, num_compared)).num_differing == 0
