@@ -43,7 +43,7 @@ no_checks = (hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_sc
 hypothesis.settings.register_profile("busy machine", deadline=None, suppress_health_check=no_checks)
 hypothesis.settings.load_profile("busy machine")
 
-DRIVER = "tests/scheduler/driver/"
+DRIVER, WORKER = "tests/scheduler/driver/", "tests/worker/"
 NUM_THREADS = 1 if name else min(2, len(os.sched_getaffinity(0)))  # more than there are cores are ten times slower
 
 
@@ -78,20 +78,31 @@ def leave_out_all_but_a_sample(items: list[pytest.Item]) -> None:
 
 
 def in_order(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Return files of `ray` spread among those of `long`, since they wait while those compute; short ones come last."""
+    """Return short files last. Those that wait, for Ray or a store, are spread among those that compute.
+
+    The driver's come third: they take longest, and the first two processes have no core but their own.
+    """
+    groups: dict[str, list[list[pytest.Item]]] = {name: [] for name in ("driver", "ray", "long", "computing", "short")}
     files: dict[Path, list[pytest.Item]] = {}
     for item in items:
         files.setdefault(item.path, []).append(item)
+    for file in files.values():
+        groups[group_of(file)].append(file)
+    driver, *between, short = groups.values()
+    places = [(number / len(group), file) for group in between for number, file in enumerate(group)]
+    spread = [file for _, file in sorted(places, key=lambda place: place[0])]
+    return [item for file in (*spread[:2], *driver, *spread[2:], *short) for item in file]
 
-    def having(marker: str, among: list[list[pytest.Item]]) -> list[list[pytest.Item]]:
-        return [file for file in among if any(item.get_closest_marker(marker) for item in file)]
 
-    of_ray = having("ray", list(files.values()))
-    computing = having("long", [file for file in files.values() if file not in of_ray])
-    others = [file for file in files.values() if file not in of_ray and file not in computing]
-    places = [(number / len(group), file) for group in (of_ray, computing) for number, file in enumerate(group)]
-    first = [file for _, file in sorted(places, key=lambda place: place[0])]
-    return [item for file in (*first, *others) for item in file]
+def group_of(file: list[pytest.Item]) -> str:
+    """Name what the tests of a file spend their time with; long ones outside `worker` wait for stores."""
+    if file[0].nodeid.startswith(DRIVER):
+        return "driver"
+    if any(item.get_closest_marker("ray") for item in file):
+        return "ray"
+    if not any(item.get_closest_marker("long") for item in file):
+        return "short"
+    return "computing" if file[0].nodeid.startswith(WORKER) else "long"
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from swiftbatch.jobs.json_lines import dump_line, sealed, unsealed
@@ -131,12 +131,23 @@ def parsed_line(
 
 
 def read_lines(
-    read: ReadPlace, places: Iterable[LinePlace | None], damaged: dict[str, str], fingerprint: str | None
+    read: ReadPlace,
+    places: Iterable[LinePlace | None],
+    damaged: dict[str, str],
+    fingerprint: str | None,
+    elsewhere: Callable[[LinePlace], Iterable[LinePlace]] = lambda place: (),
 ) -> Iterator[dict[str, Any] | None]:
-    """`parsed_line` of many places in their order, None for a place that is None. Reads ahead, a bounded number."""
+    """`parsed_line` of many places in their order, None for a place that is None. Reads ahead, a bounded number.
+
+    Where a line is not whole, the first whole one of those `elsewhere` stands for it.
+    """
+
+    def line_of(place: LinePlace) -> dict[str, Any] | None:
+        found = (parsed_line(each, read(each), damaged, fingerprint) for each in chain([place], elsewhere(place)))
+        return next((line for line in found if line is not None), None)
 
     def lines_of(some: list[LinePlace | None]) -> list[dict[str, Any] | None]:
-        return [None if place is None else parsed_line(place, read(place), damaged, fingerprint) for place in some]
+        return [None if place is None else line_of(place) for place in some]
 
     remaining, each = iter(places), NUM_READ_AHEAD // NUM_READERS  # a thread takes several: handing over costs, too
     with ThreadPoolExecutor(NUM_READERS) as pool:

@@ -16,7 +16,7 @@ from threading import Lock
 from typing import IO, Any
 from weakref import finalize
 
-from swiftbatch.jobs.run.line_files import DAMAGED, NO_FILE, LineFiles, LinePlace, parsed_line, read_lines
+from swiftbatch.jobs.run.line_files import DAMAGED, NO_FILE, LineFiles, LinePlace, read_lines
 from swiftbatch.jobs.run.run_files import NUM_READERS
 from swiftbatch.jobs.run.segment_format import (
     SEGMENTS,
@@ -33,7 +33,7 @@ from swiftbatch.jobs.storage.spool import told_of_room
 from swiftbatch.jobs.storage.store import Store
 
 ROWS = 2**40  # more than a segment has
-NOT_WHOLE = "found content that does not match its checksum"
+NOT_WHOLE = "found content that does not match its checksum, or its index"
 
 
 class ResultFiles:
@@ -67,12 +67,13 @@ class ResultFiles:
         if job_id not in self._places:
             self._look()
         place = self.place(job_id)
-        return parsed_line(place, self._read(place), self._damaged, self._fingerprint)
+        [line] = read_lines(self._read, [place], self._damaged, self._fingerprint, self.elsewhere)
+        return line
 
     def read_all(self, job_ids: Iterable[str]) -> Iterator[dict[str, Any] | None]:
         """The lines of jobs in that order, as `read` gives them."""
         self._look()
-        return read_lines(self.data, map(self.place, job_ids), self._damaged, self._fingerprint)
+        return read_lines(self.data, map(self.place, job_ids), self._damaged, self._fingerprint, self.elsewhere)
 
     def place(self, job_id: str) -> LinePlace:
         """The place of a job's line as far as it was found; else where an older version would have it."""
@@ -82,6 +83,16 @@ class ResultFiles:
             return self._older.place(job_id)
         _, start, length, _ = index.entry(row)
         return LinePlace(job_id, self._paths[number], start, length)
+
+    def elsewhere(self, place: LinePlace) -> Iterator[LinePlace]:
+        """The other places that may have a job's result, for the few whose line in a segment is damaged."""
+        if place.length is None:
+            return
+        for path, index in list(self._segments.items()):
+            if path != place.path and place.job_id in index.job_ids:
+                _, start, length, _ = index.entry(index.job_ids.index(place.job_id))
+                yield LinePlace(place.job_id, path, start, length)
+        yield self._older.place(place.job_id)
 
     def data(self, place: LinePlace) -> bytes | None:
         """The bytes at a place of an output line, one of many that are asked for in any order."""
@@ -94,12 +105,13 @@ class ResultFiles:
         paths = list(self._segments)
         with ThreadPoolExecutor(NUM_READERS) as pool:
             for path, entries in zip(paths, pool.map(self._whole_of, paths), strict=True):
-                broken = set(self._segments[path].job_ids).difference(entry.job_id for entry in entries)
-                for job_id in broken:
-                    self._damaged[f"{path}/{job_id}"] = self._broken[path] = NOT_WHOLE
-                if broken:
-                    self._segments[path] = SegmentIndex.of(entries)
-                    self._place_all()
+                if entries is None:
+                    continue
+                lost = set(self._segments[path].job_ids).difference(entry.job_id for entry in entries)
+                for name in [f"{path}/{job_id}" for job_id in lost] or [path]:
+                    self._damaged[name] = self._broken[path] = NOT_WHOLE
+                self._segments[path] = SegmentIndex.of(entries)
+                self._place_all()
         return self._numbers("num_tokens")
 
     def set_damaged_aside(self, job_ids: Iterable[str]) -> list[tuple[str, str, str]]:
@@ -167,9 +179,11 @@ class ResultFiles:
             self._damaged[path] = self._broken[path] = " ".join(str(error).split())
             return SegmentIndex.of(found_lines(self._store.read(path) or b"", self._fingerprint))
 
-    def _whole_of(self, path: str) -> list[ResultEntry]:
+    def _whole_of(self, path: str) -> list[ResultEntry] | None:
+        """The results that are in a segment as their lines say; None where all are as its index says."""
         data = self._store.read(path) or b""
-        return [entry for entry in self._segments[path].entries() if is_whole(data, entry)]
+        is_as_said = all(is_whole(data, entry) for entry in self._segments[path].entries())
+        return None if is_as_said else list(found_lines(data, self._fingerprint))
 
     def _read(self, place: LinePlace) -> bytes | None:
         if place.length is None:

@@ -289,7 +289,7 @@ class Run:
         return (self._results if job_id in finished else self._errors).place(job_id)
 
     def _read_places(self, places: Iterable[LinePlace | None]) -> Iterator[dict[str, Any] | None]:
-        return read_lines(self._results.data, places, self.damaged, self._fingerprint)
+        return read_lines(self._results.data, places, self.damaged, self._fingerprint, self._results.elsewhere)
 
     def result_file(self, job_id: str) -> str:
         """The path of the file that has a job's result, as far as results were read."""

@@ -23,7 +23,7 @@ from pydantic import Field, ValidationError
 from swiftbatch.jobs.frozen import Strict
 from swiftbatch.jobs.input.reasons import reasons
 from swiftbatch.jobs.json_lines import dump_line, sealed, unsealed
-from swiftbatch.jobs.run.line_parts import LINE_ID, num_completion_tokens, parse_line
+from swiftbatch.jobs.run.line_parts import LINE_ID, line_id, num_completion_tokens, parse_line
 
 SEGMENTS = "results/segments"
 SUFFIX = ".seg"
@@ -137,7 +137,7 @@ def found_lines(data: bytes, fingerprint: str | None) -> Iterator[ResultEntry]:
     for line in data.splitlines(keepends=True):
         try:
             if (text := unsealed(line)) is not None:
-                job_id = str(json.loads(text).get("id", "")).removeprefix(LINE_ID)
+                job_id = _job_of(text)
                 num_tokens = num_completion_tokens(parse_line(text, job_id, fingerprint))
                 yield ResultEntry(job_id, start, len(line), num_tokens)
         except (ValueError, RecursionError):
@@ -146,8 +146,17 @@ def found_lines(data: bytes, fingerprint: str | None) -> Iterator[ResultEntry]:
 
 
 def is_whole(data: bytes, entry: ResultEntry) -> bool:
-    """Tell whether a result in a segment is as it was written."""
+    """Tell whether a result in a segment is as it was written, and of the job that the index names."""
     try:
-        return unsealed(data[entry.start : entry.start + entry.length]) is not None
-    except ValueError:
+        text = unsealed(data[entry.start : entry.start + entry.length])
+        if text is None:
+            return False
+        begins_as_expected = text.startswith(f'{{"id": "{line_id(entry.job_id)}"'.encode())  # parsing costs far more
+        return begins_as_expected or _job_of(text) == entry.job_id
+    except (ValueError, RecursionError):
         return False
+
+
+def _job_of(text: bytes) -> str:
+    """The id of the job whose output line it is. Raises ValueError, RecursionError."""
+    return str(json.loads(text).get("id", "")).removeprefix(LINE_ID)

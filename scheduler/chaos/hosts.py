@@ -49,9 +49,10 @@ class NamespaceHosts:
         self._names = [self._switch]
 
     def open(self) -> None:
-        """Make the switch. Raises ChaosError if this process may not, or the machine has no command for it."""
-        if shutil.which("ip") is None:
-            raise ChaosError("nodes with networks of their own need the program `ip` (package iproute2), not found")
+        """Make the switch. Raises ChaosError if this process may not, or the machine has no commands for it."""
+        for program, package in (("ip", "iproute2"), ("unshare", "util-linux"), ("hostname", "hostname")):
+            if shutil.which(program) is None:
+                raise ChaosError(f"nodes with networks of their own need `{program}`; install the package {package}")
         _ip("netns", "add", self._switch)
         _ip("-n", self._switch, "link", "add", SWITCH_PORT, "type", "bridge")
         _ip("-n", self._switch, "addr", "add", f"{SUBNET}.1/24", "dev", SWITCH_PORT)

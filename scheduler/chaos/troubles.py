@@ -83,27 +83,27 @@ class Troubles:
         self._driver_hosts.append(host)
         return host.prefix
 
-    def _hang(self, workers: Sequence[WorkerStatus]) -> str | None:
+    def _hang(self, _workers: Sequence[WorkerStatus]) -> str | None:
         """Stop all processes of a node for a while."""
-        node = self._choose(workers)
+        node = self._choose()
         if node is None:
             return None
         node.signal(signal.SIGSTOP)
         seconds = self._begin(LONGEST_SECONDS, lambda: node.signal(signal.SIGCONT), node)
         return f"{node.host.address} for {seconds:.0f} s"
 
-    def _cut(self, workers: Sequence[WorkerStatus]) -> str | None:
+    def _cut(self, _workers: Sequence[WorkerStatus]) -> str | None:
         """Cut a node off for a while: its workers go on."""
-        node = self._choose(workers)
+        node = self._choose()
         if node is None:
             return None
         self._hosts.cut(node.host)
         seconds = self._begin(LONGEST_SECONDS, lambda: self._hosts.mend(node.host), node)
         return f"{node.host.address} for {seconds:.0f} s"
 
-    def _drain(self, workers: Sequence[WorkerStatus]) -> str | None:
+    def _drain(self, _workers: Sequence[WorkerStatus]) -> str | None:
         """Give a node notice, and end it a little later; it may be cut off for the rest of its life."""
-        node = self._choose(workers)
+        node = self._choose()
         if node is None:
             return None
         node.process.terminate()
@@ -148,8 +148,7 @@ class Troubles:
         self._due.append((self._clock() + seconds, end_it))
         return seconds
 
-    def _choose(self, workers: Sequence[WorkerStatus]) -> Node | None:
-        """The node of a worker, one without trouble; None if there is none."""
-        nodes = {self._cluster.node_of(worker.pid): None for worker in workers}  # in this order, for the seed
-        fine = [node for node in nodes if node is not None and node not in self._troubled]
+    def _choose(self) -> Node | None:
+        """A node without trouble, also one that starts or whose workers do; None if there is none."""
+        fine = [node for node in self._cluster.raylets if node not in self._troubled]
         return self._random.choice(fine) if fine else None

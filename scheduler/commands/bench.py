@@ -346,6 +346,13 @@ def _everything_on_a_gpu(output: Path, minutes: int) -> None:
     "--seconds", "num_seconds", type=ANY_NUMBER, default=20.0, show_default=True, help="Simulated time of the driver."
 )
 @click.option(
+    "--store-ms",
+    type=ANY_NUMBER,
+    default=0.0,
+    show_default=True,
+    help="Simulated time of a request to the store, 100 in a busy bucket.",
+)
+@click.option(
     "--folder",
     type=click.Path(path_type=Path, file_okay=False),
     help="Folder for the run, which stays; in memory (/dev/shm) it goes sooner. [default: one that is removed]",
@@ -354,7 +361,8 @@ def _everything_on_a_gpu(output: Path, minutes: int) -> None:
 def scale(folder: Path | None, **options: Any) -> None:
     """Measure the driver with stub workers and a simulated clock: CPU seconds and memory, from submit to cancel.
 
-    Nothing is generated, Ray is left out. "core" is the driver's share of one, "turn" a turn of its loop.
+    Nothing is generated, Ray is left out. "core" is the driver's share of one, "turn" a turn of its loop, "no beat"
+    the longest time without a heartbeat.
 
     \b
     Example:

@@ -66,10 +66,27 @@ class Attempts:
 
     def begin(self, job_id: str) -> tuple[int, int]:
         """Begin the next attempt at a job: returns its number, and how many the job has had with it."""
-        self._newest[job_id] = number = self._newest.get(job_id, self._base(0)) + 1
+        number, _ = self.reserve(job_id)
+        return number, self.note_begun(job_id)
+
+    def reserve(self, job_id: str) -> tuple[int, int]:
+        """Number the next attempt at a job as `begin` does; it counts once it has begun."""
+        self._newest[job_id] = number = self.newest(job_id) + 1
+        return number, self.count(job_id) + 1
+
+    def note_begun(self, job_id: str) -> int:
+        """Count the attempt at a job that was reserved; returns how many the job has had with it."""
         self._counts[job_id] = num_attempts = self.count(job_id) + 1
         self._has_changed = True
-        return number, num_attempts
+        return num_attempts
+
+    def give_back(self, job_id: str) -> None:
+        """Take back the newest attempt, which never begins: whoever had it has said so."""
+        self._newest[job_id] -= 1
+
+    def newest(self, job_id: str) -> int:
+        """The number of the newest attempt at a job, or one in front of the first."""
+        return self._newest.get(job_id, self._base(0))
 
     def count(self, job_id: str) -> int:
         """The number of attempts that a job has had, those of earlier drivers included."""

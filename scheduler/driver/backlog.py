@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -55,13 +56,16 @@ def _ended(run: Run, index: JobIndex, lengths: Lengths) -> tuple[NDArray[np.bool
     is_waiting = np.ones(len(index), bool)
     num_jobs: Counter[str] = Counter()
     num_tokens: Counter[str] = Counter()
+    finished = array("q")  # rows and tokens
     for row, error_code, length in run.ended_jobs(index):
         is_waiting[row] = False
         state = "finished" if error_code is None else _state_of_failure(error_code)
         num_jobs[state] += 1
         if error_code is None:
             num_tokens[state] += length
-            lengths.note(length, int(index.columns["max_tokens"][row]))
+            finished.extend((row, length))
+    rows, tokens = np.asarray(finished, np.int64).reshape(-1, 2).T
+    lengths.note_all(index.columns["num_prompt_tokens"][rows], tokens, index.columns["max_tokens"][rows])
     return is_waiting, {state: (num_jobs[state], num_tokens[state]) for state in num_jobs}
 
 

@@ -57,7 +57,7 @@ class Balance:
         lefts = self._lefts(last.worker)
         num_jobs = len(lefts) + 1
         seconds = lefts[-1] * self._fleet.pace.seconds_per_token(num_jobs)
-        return seconds * last.speed_of_others <= self._queue.num_tokens_left - num_jobs * lefts[-1]
+        return seconds * last.speed_of_others <= self._queue.num_expected_left - num_jobs * lefts[-1]
 
     def too_many(self, last: Last) -> list[str]:
         """The jobs that a worker should hand back so that its longest does not end long after all others.
@@ -69,7 +69,7 @@ class Balance:
         alone = lefts[-1] * self._fleet.pace.seconds_per_token(1)
         num_kept = len(entries) - 1
         while num_kept and self._seconds_of([*lefts[:num_kept], lefts[-1]]) > SLACK * max(
-            alone, (self._queue.num_tokens_left - sum(lefts[:num_kept]) - lefts[-1]) / last.speed_of_others
+            alone, (self._queue.num_expected_left - sum(lefts[:num_kept]) - lefts[-1]) / last.speed_of_others
         ):
             num_kept -= 1
         surplus = [entry.job_id for entry in entries[num_kept:-1] if entry.job_id not in self._relieved]
@@ -80,7 +80,7 @@ class Balance:
         return sorted(self._num_left(entry) for entry in self._queue.held_by(worker.id))
 
     def _num_left(self, entry: JobEntry) -> int:
-        return entry.max_tokens - self._queue.num_reported_tokens(entry.job_id)
+        return self._queue.num_expected(entry.job_id)
 
     def _seconds_of(self, lefts: list[int]) -> float:
         """Seconds until jobs with so many tokens left, the fewest first, have ended on a worker that gets no more."""

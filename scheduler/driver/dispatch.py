@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,13 +11,15 @@ from heapq import heapify, heappop, heapreplace
 
 from swiftbatch.jobs.run.job_index import JobEntry
 from swiftbatch.scheduler.display.job_events import JobStarted
-from swiftbatch.scheduler.driver.balance import Balance
+from swiftbatch.scheduler.driver.balance import Balance, Last
 from swiftbatch.scheduler.driver.context import DriverContext
 from swiftbatch.scheduler.driver.slots import Slots
 from swiftbatch.scheduler.driver.worker_fleet import Worker
 from swiftbatch.worker.session.work import Assignment
 
 SLICE_SECONDS = 0.5  # the work of a worker between two reports
+SECONDS_PER_WORKER = 0.002  # of a slice: from so many workers on, each reports the more seldom the more there are
+RESERVE_SLICES = 1.5  # that a reserve lasts for: a worker begins no more jobs before its next orders
 MIN_MOVE_SECONDS = 10.0  # a job that ends sooner stays where it is
 MIN_SHARE_LEFT = 0.25  # of the tokens so far: to load or replay them costs, and the rest has to make up for it
 
@@ -29,42 +32,56 @@ class Dispatcher:
         self._queue, self._fleet, self._attempts = context.queue, context.fleet, context.attempts
         self._slots = Slots(context.num_slots, context.fleet)
         self._balance = Balance(context.queue, context.fleet, context.num_workers)
+        self._last: Last | None = None  # as of the last look
+        self._spread = -math.inf
         self._bodies = context.run.job_bodies(self._queue.places())
 
     def hand_out(self, now: float) -> None:
         """Start a call on every idle worker that has something to do."""
-        idle = [worker for worker in self._fleet.workers if worker.is_idle]
+        idle = list(self._fleet.idle)
         staying = [worker for worker in idle if worker.state != "draining"]
         for worker in idle:
             if worker.state == "draining":
                 self._end(worker)
         dealt = self._deal(staying, now)
         for worker in staying:
-            self._begin_slice(worker, dealt.get(worker.id, ()))
+            self._begin_slice(worker, dealt.get(worker.id, ()), now)
 
-    def order_relief(self, now: float) -> None:
+    def spread(self, now: float) -> None:
+        """Have jobs leave workers where others could end them sooner. Looks at all workers, once a slice."""
+        if now - self._spread < self._slice_seconds():
+            return
+        self._spread, self._last = now, self._balance.of_last(now)
+        self._order_relief()
+        if not self._queue.num_waiting and self._queue.counts()["running"]:
+            self._order_move(now)
+
+    def _slice_seconds(self) -> float:
+        """The work of a worker between two reports: among many workers more, so that the driver keeps up with them."""
+        return max(SLICE_SECONDS, SECONDS_PER_WORKER * len(self._fleet.workers))
+
+    def _order_relief(self) -> None:
         """Let the worker with the job that ends last hand others back, where the run ends much sooner then."""
-        last = self._balance.of_last(now)
-        if last is None or last.worker.orders.released:
-            return
-        for job_id in self._balance.too_many(last):
-            last.worker.ask_back(job_id)
+        if self._last is not None and not self._last.worker.orders.released:
+            for job_id in self._balance.too_many(self._last):
+                self._last.worker.ask_back(job_id)
 
-    def order_move(self, now: float) -> None:
-        """Let a worker with several jobs hand one over to a worker without any, once no job waits any more."""
-        counts = self._queue.counts()
-        if counts["pending"] or not counts["running"]:
-            return
+    def _order_move(self, now: float) -> None:
+        """Let workers with several jobs hand some over to a worker without any: first those that have not begun."""
         ready = [worker for worker in self._fleet.workers if worker.state == "ready"]
-        held = [(worker, self._queue.held_by(worker.id)) for worker in ready]
-        if all(entries for _, entries in held) or any(worker.orders.released for worker in ready):
+        num_held = [self._queue.num_held_by(worker.id) + self._queue.num_reserved_by(worker.id) for worker in ready]
+        if all(num_held) or any(worker.orders.released or worker.orders.recalled for worker in ready):
             return  # nobody is without, or one is on its way
-        job_speed = self._fleet.speed.tokens_per_second(now) / max(1, sum(len(entries) for _, entries in held))
+        if self._queue.num_leased:
+            for worker in ready:
+                worker.recall(entry.job_id for entry in self._queue.reserve_of(worker.id))
+            return
+        job_speed = self._fleet.speed.tokens_per_second(now) / max(1, sum(num_held))
         movable = [
             (num_left, worker, entry.job_id)
-            for worker, entries in held
-            if len(entries) > 1
-            for entry in entries
+            for worker, num_jobs in zip(ready, num_held, strict=True)
+            if num_jobs > 1
+            for entry in self._queue.held_by(worker.id)
             if (num_left := self._num_left_to_move(entry)) > job_speed * MIN_MOVE_SECONDS > 0
         ]
         if movable:
@@ -72,7 +89,8 @@ class Dispatcher:
             worker.ask_back(job_id)
 
     def _end(self, worker: Worker) -> None:
-        if self._queue.held_by(worker.id) or self._queue.unsealed_by(worker.id):
+        queue = self._queue
+        if queue.num_held_by(worker.id) or queue.num_reserved_by(worker.id) or queue.unsealed_by(worker.id):
             self._fleet.drain(worker)
         else:
             self._fleet.retire(worker)
@@ -82,15 +100,13 @@ class Dispatcher:
 
         The worker with the job that ends last gets no more than let it end in time.
         """
-        last = self._balance.of_last(now) if self._queue.counts()["pending"] else None
         takers = [(self._queue.num_left(worker.id), number) for number, worker in enumerate(workers)]
         heapify(takers)
         dealt: defaultdict[str, list[JobEntry]] = defaultdict(list)  # by worker
         while takers:
             num_left, number = takers[0]
             worker = workers[number]
-            is_spared = last is not None and last.worker is worker and not self._balance.may_have_more(last)
-            entry = None if is_spared else self._next_for(worker, num_left, now)
+            entry = None if self._is_spared(worker) else self._next_for(worker, num_left, now)
             if entry is None:
                 heappop(takers)
                 continue
@@ -98,35 +114,85 @@ class Dispatcher:
             heapreplace(takers, (num_left + entry.max_tokens, number))
         return dealt
 
+    def _is_spared(self, worker: Worker) -> bool:
+        """Tell whether a worker should get no more beside the job that ends last."""
+        last = self._last
+        if last is None or last.worker is not worker or not self._queue.num_waiting:
+            return False
+        return self._queue.num_held_by(worker.id) > 0 and not self._balance.may_have_more(last)
+
     def _next_for(self, worker: Worker, num_left: int, now: float) -> JobEntry | None:
         """Take a job for a worker that has so many tokens left to draw, if it should have one more."""
-        num_held = len(self._queue.held_by(worker.id))
-        if self._balance.has_share(num_held, num_left) or self._slots.is_full(worker, num_held):
+        num_held = self._queue.num_held_by(worker.id)
+        num_reserved = self._queue.num_reserved_by(worker.id)
+        if self._slots.is_full(worker, num_held) or self._balance.has_share(num_held + num_reserved, num_left):
             return None
         has_room = partial(self._slots.has_room, worker, self._queue.growths(worker.id))
         return self._queue.take(worker.id, now, has_room)
 
-    def _begin_slice(self, worker: Worker, dealt: Sequence[JobEntry]) -> None:
+    def _refill(self, worker: Worker, now: float) -> list[JobEntry]:
+        """Take jobs for a worker's reserve: as many as it will begin before its next orders.
+
+        A job that fits once those have left that end first may wait for that. Nobody gets more than its share.
+        """
+        queue, entries = self._queue, list[JobEntry]()
+        if not queue.num_waiting or self._is_spared(worker):
+            return entries
+        held = sorted(queue.growths(worker.id), key=lambda job: job.left)
+        seconds = RESERVE_SLICES * self._slice_seconds()
+        num_wanted = self._slots.num_to_reserve(held, queue.mean_length(worker.id), seconds)
+        num_held, num_left = len(held), queue.num_left(worker.id)
+        while (num_reserved := queue.num_reserved_by(worker.id)) < num_wanted:
+            has_room = partial(self._slots.has_room, worker, held[num_reserved + 1 :])
+            if self._balance.has_share(num_held + num_reserved, num_left):
+                break
+            if (entry := queue.lease(worker.id, now, has_room)) is None:
+                break
+            entries.append(entry)
+            num_left += entry.max_tokens
+        return entries
+
+    def _begin_slice(self, worker: Worker, dealt: Sequence[JobEntry], now: float) -> None:
         """Have a worker go on with its jobs, and with those that are `dealt` to it.
 
         It writes the results that it has at once where it gets no more jobs: those that wait are others'.
         """
-        has_jobs, has_results = bool(self._queue.held_by(worker.id)), bool(self._queue.unsealed_by(worker.id))
-        if has_jobs or has_results or worker.orders.cancelled:
-            assignments = tuple(self._assignment(entry, worker) for entry in dealt)
-            num_pages = self._slots.num_pages(worker)
-            seals = not self._queue.counts()["pending"] or not has_jobs
-            orders = replace(worker.orders, assignments=assignments, num_pages=num_pages, seals=seals)
-            self._fleet.work(worker, orders, SLICE_SECONDS)
+        queue, reserve = self._queue, self._refill(worker, now)
+        has_jobs = queue.num_held_by(worker.id) + queue.num_reserved_by(worker.id) > 0
+        if has_jobs or queue.unsealed_by(worker.id) or worker.orders.cancelled:
+            orders = replace(
+                worker.orders,
+                assignments=tuple(self._assignment(entry, worker) for entry in dealt),
+                reserve=tuple(self._reserved(entry) for entry in reserve),
+                num_pages=self._slots.num_pages(worker),
+                num_slots=self._slots.most_jobs(worker),
+                seals=not queue.num_waiting or not has_jobs,
+            )
+            self._fleet.work(worker, orders, self._slice_seconds())
+
+    def _reserved(self, entry: JobEntry) -> Assignment:
+        """The next attempt at a job, which counts once the worker says that it has begun."""
+        return self._numbered(entry, *self._attempts.reserve(entry.job_id))
 
     def _assignment(self, entry: JobEntry, worker: Worker) -> Assignment:
-        """The next attempt at a job: whoever had it before can't touch the new attempt's files."""
-        queue, job_id = self._queue, entry.job_id
-        number, num_attempts = self._attempts.begin(job_id)
-        num_tokens = queue.num_reported_tokens(job_id)
+        """The next attempt at a job, which begins now."""
+        number, num_attempts = self._attempts.begin(entry.job_id)
+        num_tokens = self._queue.num_reported_tokens(entry.job_id)
         self._context.display.note(JobStarted(entry.name, worker.id, num_attempts, num_tokens))
-        shared, seniority = queue.num_shared_tokens(job_id), queue.seniority(job_id)
-        return Assignment(self._bodies.record(entry), number, num_attempts, num_tokens, shared, seniority)
+        return self._numbered(entry, number, num_attempts)
+
+    def _numbered(self, entry: JobEntry, number: int, num_attempts: int) -> Assignment:
+        """An attempt at a job: whoever had it before can't touch the new attempt's files."""
+        queue, job_id = self._queue, entry.job_id
+        return Assignment(
+            self._bodies.record(entry),
+            number,
+            num_attempts,
+            num_reported_tokens=queue.num_reported_tokens(job_id),
+            num_shared_tokens=queue.num_shared_tokens(job_id),
+            seniority=queue.seniority(job_id),
+            num_expected_tokens=queue.num_expected_tokens(job_id),
+        )
 
     def _num_left_to_move(self, entry: JobEntry) -> int:
         """Tokens that a job has left, 0 where that is too few for the move to pay."""

@@ -108,26 +108,25 @@ class Driver:
             self._sharding.look(self._queue.counts()["finished"], self._queue.num_generated_tokens)
         for worker, seconds in self._fleet.leaving():
             self._context.display.note(WorkerStopping(worker.id, "node_drained"))
-            worker.begin_drain("node_drained", min(self._context.grace_seconds, seconds))
+            self._fleet.begin_drain(worker, "node_drained", min(self._context.grace_seconds, seconds))
         self._fleet.fill(min(self._context.num_workers, self._queue.num_to_run), now)
-        self._dispatcher.order_relief(now)
-        self._dispatcher.order_move(now)
+        self._dispatcher.spread(now)
         self._dispatcher.hand_out(now)
         events = self._fleet.wait(WAIT_SECONDS, now)
         for event in events:
             self._intake.take_in(event)
         self._refuse_others(events)
         self._refuse_endless_starts(events)
-        if not events and all(worker.is_idle for worker in self._fleet.workers):
+        if not events and len(self._fleet.idle) == len(self._fleet.workers):
             time.sleep(WAIT_SECONDS)  # every job left waits for its next attempt
 
     def _drain_all(self, reason: str, longest: float = math.inf) -> None:
         """Have all workers write their checkpoints and hand their jobs back, in the grace period."""
         seconds = min(self._context.grace_seconds, longest)
         for worker in self._fleet.workers:
-            worker.begin_drain(reason, seconds)
+            self._fleet.begin_drain(worker, reason, seconds)
         last = self._clock() + seconds + DRAIN_SLACK_SECONDS
-        while self._queue.counts()["running"] and (now := self._clock()) < last:
+        while self._queue.handed_out() and (now := self._clock()) < last:
             self._dispatcher.hand_out(now)
             for event in self._fleet.wait(WAIT_SECONDS, now):
                 self._intake.take_in(event)

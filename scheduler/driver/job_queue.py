@@ -1,5 +1,7 @@
 """Tracks the jobs of a run: who has each, how often it was lost, when it is given up. No Ray and no files.
 
+A worker has running jobs, and a reserve of others that it begins by itself: until it says so, these are still pending.
+
 Which one runs next is decided in `waiting_jobs.py`.
 """
 
@@ -23,6 +25,9 @@ from swiftbatch.worker.caches.memory.pages import Growth
 
 RETRIES = Backoff(first=0.5, longest=60.0)
 NUM_GROUPS = 8  # of prompts, those that a worker had last: it may still have keys and values of them
+FIRST_ORDER = 16  # jobs that have ended before the order of others follows from their lengths
+NUM_ORDERS = 16  # parts of the jobs that wait: one ends before the rest is put in order anew
+MOVES_SHARE = 8  # of the running jobs one in so many has moved on before a forecast is made anew
 PROGRESS_SHARE = 0.01  # an attempt that adds less than this share of max_tokens has made no progress
 
 
@@ -51,12 +56,17 @@ class JobQueue:
         self._num_tokens_left = 0  # of the jobs in `_touched`, if each runs to its max_tokens
         self._touched: dict[str, UnfinishedJob] = {}  # unfinished jobs that are not among the untouched
         self._running: dict[str, UnfinishedJob] = {}
+        self._leased: dict[str, UnfinishedJob] = {}  # those in reserves
+        self._reserves: dict[str, dict[str, None]] = defaultdict(dict)  # the same jobs by worker, in order
         self._held: dict[str, set[str]] = defaultdict(set)  # the same jobs by worker, but for those that have ended
         self._unsealed: dict[str, set[str]] = defaultdict(set)  # those that have ended, by worker
         self._groups: dict[str, deque[int]] = defaultdict(lambda: deque(maxlen=NUM_GROUPS))  # of prompts, by worker
         self._waiting = WaitingJobs(self._untouched)
         self._lengths, self._seniorities = lengths or Lengths(), count()
-        self._known_forecast: Forecast | None = None  # None once jobs have moved on
+        self._known_forecast: Forecast | None = None
+        self._num_moves = 0  # of jobs that have moved on since then
+        self._num_unexpected = 0  # tokens that running jobs may draw yet and are not expected to
+        self._next_order = FIRST_ORDER  # so many ended jobs
 
     def add(
         self, entry: JobEntry, num_generated_tokens: int = 0, priority: int = 0, prompt: SharedPrompt = NOT_SHARED
@@ -75,41 +85,76 @@ class JobQueue:
 
         Of equal priority and about as long, one comes first whose prompt is like those that the worker has read.
         """
-        if self._has_loner(worker_id):
-            return None
-        held, groups, forecast = self._held[worker_id], self._groups[worker_id], self._forecast()
-        job = self._waiting.first(bool(held), now, groups, lambda job: has_room(_growth(job, forecast)))
+        forecast = self._forecast()
+        job = self._first(worker_id, now, lambda job: has_room(_growth(job, forecast)))
         if job is None:
             return None
-        self._waiting.take(job)
-        if job.prompt.group is not None and job.prompt.group not in groups:
-            groups.append(job.prompt.group)
-        if job.seniority is None:
-            job.seniority = next(self._seniorities)
-        job.worker_id = worker_id
-        if job.entry.job_id not in self._touched:
-            self._touched[job.entry.job_id] = job
-            self._num_tokens_left += job.num_left
-        held.add(job.entry.job_id)
-        self._running[job.entry.job_id] = job
+        self._hand_to(worker_id, job)
+        self._run(job)
         return job.entry
+
+    def lease(self, worker_id: str, now: float, has_room: Callable[[Growth], bool] = _always) -> JobEntry | None:
+        """Give a worker the job that `take` would, for its reserve. None that may have to run alone."""
+        forecast = self._forecast()
+        job = self._first(worker_id, now, lambda job: not job.is_suspect and has_room(_growth(job, forecast)))
+        if job is None or job.runs_alone:
+            return None
+        self._hand_to(worker_id, job)
+        self._leased[job.entry.job_id] = job
+        self._reserves[worker_id][job.entry.job_id] = None
+        return job.entry
+
+    def begin(self, job_id: str) -> JobEntry | None:
+        """Note that a worker has begun with a job of its reserve; None if it is no longer there."""
+        if (job := self._leased.pop(job_id, None)) is None:
+            return None
+        del self._reserves[job.worker_id][job_id]
+        self._run(job)
+        return job.entry
+
+    def suspect(self, job_id: str) -> None:
+        """Have a job never wait in a reserve again: next time, it is known to have begun."""
+        self._known(job_id).is_suspect = True
+
+    def reserve_of(self, worker_id: str) -> list[JobEntry]:
+        """The jobs that a worker is to begin by itself, in order."""
+        return [self._leased[job_id].entry for job_id in self._reserves.get(worker_id, ())]
+
+    def num_held_by(self, worker_id: str) -> int:
+        """The number of jobs that run on a worker."""
+        return len(self._held.get(worker_id, ()))
+
+    def num_reserved_by(self, worker_id: str) -> int:
+        """The number of jobs in a worker's reserve."""
+        return len(self._reserves.get(worker_id, ()))
 
     def held_by(self, worker_id: str) -> list[JobEntry]:
         """The jobs that a worker has: taken for it, and since then not put back or ended."""
-        return [self._running[job_id].entry for job_id in sorted(self._held[worker_id])]
+        return [self._running[job_id].entry for job_id in sorted(self._held.get(worker_id, ()))]
 
     def unsealed_by(self, worker_id: str) -> list[JobEntry]:
         """The jobs that have ended on a worker, which has yet to write their results."""
-        return [self._running[job_id].entry for job_id in sorted(self._unsealed[worker_id])]
+        return [self._running[job_id].entry for job_id in sorted(self._unsealed.get(worker_id, ()))]
 
     def num_left(self, worker_id: str) -> int:
-        """The tokens that a worker's jobs have left if all run to their `max_tokens`."""
-        return sum(self._running[job_id].num_left for job_id in self._held[worker_id])
+        """The tokens that a worker's jobs have left if all run to their `max_tokens`, those in reserve included."""
+        running = sum(self._running[job_id].num_left for job_id in self._held.get(worker_id, ()))
+        return running + sum(self._leased[job_id].num_left for job_id in self._reserves.get(worker_id, ()))
 
     def growths(self, worker_id: str) -> list[Growth]:
-        """The positions of the jobs that a worker has: now, and as expected at their ends."""
+        """The positions of the jobs that run on a worker: now, and as expected at their ends."""
         forecast = self._forecast()
-        return [_growth(self._running[job_id], forecast) for job_id in self._held[worker_id]]
+        return [_growth(self._running[job_id], forecast) for job_id in self._held.get(worker_id, ())]
+
+    def mean_length(self, worker_id: str) -> float:
+        """The tokens that the jobs running on a worker are expected to end with, on average; 0.0 without any."""
+        held = self._held.get(worker_id, ())
+        return sum(map(self.num_expected_tokens, held)) / max(1, len(held))
+
+    def num_expected_tokens(self, job_id: str) -> int:
+        """The tokens that a job is expected to end with."""
+        job = self._known(job_id)
+        return job.num_generated_tokens + _num_expected(job, self._forecast())
 
     def progress(self, job_id: str, num_generated_tokens: int) -> None:
         """Note how far a job is; enough progress clears its strikes."""
@@ -124,7 +169,7 @@ class JobQueue:
         """Note that a running job has ended: its worker has room for another, but its result is yet to be written."""
         if job := self._running.get(job_id):
             self._set_tokens(job, num_generated_tokens)
-            self._lengths.note(num_generated_tokens, job.entry.max_tokens)
+            self._note_length(job)
             self._held[job.worker_id].discard(job_id)
             self._unsealed[job.worker_id].add(job_id)
             self._set_ended(job, True)
@@ -134,7 +179,7 @@ class JobQueue:
         if job := self._find(job_id):
             self._set_tokens(job, num_generated_tokens)
             if not job.has_ended:
-                self._lengths.note(num_generated_tokens, job.entry.max_tokens)
+                self._note_length(job)
             self.drop(job_id, "finished")
 
     def drop(self, job_id: str, state: str) -> None:
@@ -156,13 +201,13 @@ class JobQueue:
         return job.num_strikes < self._max_attempts
 
     def release(self, job_id: str) -> None:
-        """Put a running job back whose worker gave it up on purpose: without blame, and at once."""
-        if job := self._running.get(job_id):
+        """Put a job back whose worker gave it up on purpose, or had it in reserve: without blame, and at once."""
+        if job := self._running.get(job_id) or self._leased.get(job_id):
             self._put_back(job, 0.0)
 
     def stop_running(self) -> None:
-        """Put all running jobs back, without blame, since all workers are gone."""
-        for job_id in list(self._running):
+        """Put all jobs of workers back, without blame, since all workers are gone."""
+        for job_id in [*self._running, *self._leased]:
             self.release(job_id)
 
     def entry(self, job_id: str) -> JobEntry | None:
@@ -202,6 +247,10 @@ class JobQueue:
         """Running jobs with the tokens they have, in the order they were taken."""
         return [(job.entry, job.num_generated_tokens) for job in self._running.values()]
 
+    def handed_out(self) -> set[str]:
+        """The ids of all jobs that workers have, those in reserves included."""
+        return {*self._running, *self._leased}
+
     @property
     def num_unfinished(self) -> int:
         return len(self._touched) + self._untouched.num_left
@@ -212,13 +261,59 @@ class JobQueue:
         return self.num_unfinished - self._num_unsealed
 
     @property
+    def num_waiting(self) -> int:
+        """Count the jobs that no worker has."""
+        return self.num_unfinished - len(self._running) - len(self._leased)
+
+    @property
+    def num_leased(self) -> int:
+        """Count the jobs in the reserves of all workers."""
+        return len(self._leased)
+
+    @property
     def num_tokens_left(self) -> int:
         """Tokens that are still to come if every job runs to its max_tokens."""
         return self._num_tokens_left + self._untouched.num_tokens_left
 
+    @property
+    def num_expected_left(self) -> int:
+        """Tokens that are still to come as far as those that have ended tell."""
+        self._forecast()
+        return max(0, self._num_tokens_left - self._num_unexpected) + self._untouched.num_expected_left
+
+    def num_expected(self, job_id: str) -> int:
+        """Tokens that a running job is expected to draw yet."""
+        return _num_expected(self._running[job_id], self._forecast())
+
     def counts(self) -> dict[str, int]:
         num_running = len(self._running)
         return {"pending": self.num_unfinished - num_running, "running": num_running, **self._num_ended}
+
+    def _first(self, worker_id: str, now: float, has_room: Callable[[UnfinishedJob], bool]) -> UnfinishedJob | None:
+        """The waiting job that a worker should have next; nobody else's beside one that runs alone."""
+        if self._has_loner(worker_id):
+            return None
+        self._order_anew()
+        has_neighbours = self.num_held_by(worker_id) + self.num_reserved_by(worker_id) > 0
+        return self._waiting.first(has_neighbours, now, self._groups[worker_id], has_room)
+
+    def _hand_to(self, worker_id: str, job: UnfinishedJob) -> None:
+        """Have a job wait no longer: it is a worker's."""
+        self._waiting.take(job)
+        groups = self._groups[worker_id]
+        if job.prompt.group is not None and job.prompt.group not in groups:
+            groups.append(job.prompt.group)
+        if job.seniority is None:
+            job.seniority = next(self._seniorities)
+        job.worker_id = worker_id
+        if job.entry.job_id not in self._touched:
+            self._touched[job.entry.job_id] = job
+            self._num_tokens_left += job.num_left
+        self._num_unexpected += job.num_left - _num_expected(job, self._forecast())
+
+    def _run(self, job: UnfinishedJob) -> None:
+        self._held[job.worker_id].add(job.entry.job_id)
+        self._running[job.entry.job_id] = job
 
     def _find(self, job_id: str) -> UnfinishedJob | None:
         if job_id not in self._touched:
@@ -237,21 +332,34 @@ class JobQueue:
         self._waiting.put(job)
 
     def _forecast(self) -> Forecast:
-        if self._known_forecast is None:
-            jobs = (job for job in self._running.values() if not job.has_ended)
-            running = ((job.num_generated_tokens, job.entry.max_tokens) for job in jobs)
-            self._known_forecast = self._lengths.forecast(running)
+        """What is expected by now, or was a moment ago: most of what is known of many jobs is still true."""
+        if self._known_forecast is None or self._num_moves * MOVES_SHARE >= max(1, len(self._running)):
+            jobs = [job for job in (*self._running.values(), *self._leased.values()) if not job.has_ended]
+            running = ((job.entry.num_prompt_tokens, job.num_generated_tokens, job.entry.max_tokens) for job in jobs)
+            forecast = self._known_forecast = self._lengths.forecast(running)
+            self._num_moves = 0
+            self._num_unexpected = sum(job.num_left - _num_expected(job, forecast) for job in jobs)
         return self._known_forecast
 
+    def _order_anew(self) -> None:
+        """Order the jobs that no worker has had by what is expected of them, once enough others have ended."""
+        num_ended = self._lengths.num_ended
+        if num_ended >= self._next_order:
+            self._next_order = max(int(1.5 * num_ended), num_ended + self._untouched.num_left // NUM_ORDERS)
+            self._untouched.expect(self._forecast())
+
+    def _note_length(self, job: UnfinishedJob) -> None:
+        self._lengths.note(job.entry.num_prompt_tokens, job.num_generated_tokens, job.entry.max_tokens)
+
     def _has_loner(self, worker_id: str) -> bool:
-        return any(self._running[job_id].runs_alone for job_id in self._held[worker_id])
+        return any(self._running[job_id].runs_alone for job_id in self._held.get(worker_id, ()))
 
     def _has_progressed(self, job: UnfinishedJob) -> bool:
         needed = max(1, int(PROGRESS_SHARE * job.entry.max_tokens))
         return job.num_generated_tokens >= job.num_tokens_at_last_loss + needed
 
     def _set_tokens(self, job: UnfinishedJob, num_generated_tokens: int) -> None:
-        self._known_forecast = None
+        self._num_moves += 1
         num_left = job.num_left
         self.num_generated_tokens += num_generated_tokens - job.num_generated_tokens
         job.num_generated_tokens = num_generated_tokens
@@ -269,15 +377,24 @@ class JobQueue:
         self._waiting.put(job)
 
     def _take_back(self, job: UnfinishedJob) -> None:
-        if self._running.pop(job.entry.job_id, None):
-            self._held[job.worker_id].discard(job.entry.job_id)
+        job_id = job.entry.job_id
+        if self._running.pop(job_id, None):
+            self._held[job.worker_id].discard(job_id)
+        elif self._leased.pop(job_id, None):
+            del self._reserves[job.worker_id][job_id]
         if job.has_ended:
-            self._unsealed[job.worker_id].discard(job.entry.job_id)
+            self._unsealed[job.worker_id].discard(job_id)
             self._set_ended(job, False)
 
 
 def _growth(job: UnfinishedJob, forecast: Forecast) -> Growth:
     """The positions of a job: its prompt's, and those of the tokens that it has and is expected to have."""
     num_prompt_tokens = job.entry.num_prompt_tokens
-    num_final_tokens = forecast.final_tokens(job.num_generated_tokens, job.entry.max_tokens)
+    num_final_tokens = job.num_generated_tokens + _num_expected(job, forecast)
     return Growth(num_prompt_tokens + job.num_generated_tokens, num_prompt_tokens + num_final_tokens)
+
+
+def _num_expected(job: UnfinishedJob, forecast: Forecast) -> int:
+    """The tokens that a job is expected to draw yet."""
+    entry, num_tokens = job.entry, job.num_generated_tokens
+    return forecast.final_tokens(entry.num_prompt_tokens, num_tokens, entry.max_tokens) - num_tokens

@@ -2,50 +2,106 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
+import numpy as np
+from numpy.typing import NDArray
+
+Counts = NDArray[np.int32] | NDArray[np.int64]
+
 NUM_SHARES = 64  # parts of `max_tokens` that lengths are counted in
+NUM_CLASSES = 64  # of prompts by their lengths
+CLASSES_PER_DOUBLING = 2
 NUM_DOUBTS = 4  # jobs that reach their limit, counted beside those that ended: the first few say little
+NEIGHBOURS = (0.25, 0.5, 1.0, 0.5, 0.25)  # what a job of each class about another counts there
+NUM_OTHERS = 8  # jobs that end as those of other classes do, counted beside those of a class
 
 
 class Lengths:
-    """Counts at which share of their `max_tokens` jobs have ended."""
+    """Counts at which share of their `max_tokens` jobs have ended, for prompts of about a length each."""
 
     def __init__(self) -> None:
-        self._num_ended = [0] * (NUM_SHARES + 1)
+        self._num_ended = np.zeros((NUM_CLASSES, NUM_SHARES + 1))
+        self.num_ended = 0
 
-    def note(self, num_tokens: int, max_tokens: int) -> None:
+    def note(self, num_prompt_tokens: int, num_tokens: int, max_tokens: int) -> None:
         """Count a job that has ended by itself or at its limit."""
-        self._num_ended[_share(num_tokens, max_tokens)] += 1
+        self._num_ended[_class(num_prompt_tokens), _share(num_tokens, max_tokens)] += 1
+        self.num_ended += 1
 
-    def forecast(self, running: Iterable[tuple[int, int]]) -> Forecast:
-        """Forecast what comes; `running` are the tokens and the `max_tokens` of jobs that have not ended.
+    def note_all(self, num_prompt_tokens: Counts, num_tokens: Counts, max_tokens: Counts) -> None:
+        """Count many such jobs."""
+        shares = np.minimum(NUM_SHARES, num_tokens.astype(np.int64) * NUM_SHARES // max_tokens)
+        np.add.at(self._num_ended, (_classes(num_prompt_tokens), shares), 1)
+        self.num_ended += len(shares)
+
+    def forecast(self, running: Iterable[tuple[int, int, int]]) -> Forecast:
+        """Forecast what comes; `running` are the prompts' tokens, tokens and `max_tokens` of jobs that have not ended.
 
         These count as having lived so far (the estimate of Kaplan and Meier): short jobs end first, and would make all
         others look short.
         """
-        num_alive = [0] * (NUM_SHARES + 1)
-        for num_tokens, max_tokens in running:
-            num_alive[_share(num_tokens, max_tokens)] += 1
-        mean_left, num_at_risk = [0.0], NUM_DOUBTS + num_alive[-1] + self._num_ended[-1]
-        for ended, alive in zip(self._num_ended[-2::-1], num_alive[-2::-1], strict=True):
-            num_at_risk += ended + alive
-            end_now = ended / num_at_risk
-            mean_left.append(end_now / 2 + (1 - end_now) * (1 + mean_left[-1]))
-        return Forecast(mean_left[::-1])
+        num_seen = self._num_ended.copy()
+        for num_prompt_tokens, num_tokens, max_tokens in running:
+            num_seen[_class(num_prompt_tokens), _share(num_tokens, max_tokens)] += 1
+        num_at_risk = num_seen[:, ::-1].cumsum(axis=1)[:, ::-1]
+        others_ended, others_at_risk = (each.sum(axis=0) - each for each in (self._num_ended, num_at_risk))
+        end_of_others = others_ended / (others_at_risk + NUM_DOUBTS)
+        end_now = (self._num_ended + NUM_OTHERS * end_of_others) / (num_at_risk + NUM_OTHERS)
+        end_as_neighbours = _with_neighbours(self._num_ended) / (_with_neighbours(num_at_risk) + 1)
+        mean_left, mean_as_neighbours = _mean_left(np.stack([end_now, end_as_neighbours]))
+        return Forecast(mean_left, mean_as_neighbours[:, 0])
 
 
 class Forecast:
     """Says how many tokens a job may still be expected to draw."""
 
-    def __init__(self, mean_left: list[float]) -> None:
-        """`mean_left`, at each share of a limit: the shares that come behind it on average."""
-        self._mean_left = mean_left
+    def __init__(self, mean_left: NDArray[np.float64], at_start: NDArray[np.float64]) -> None:
+        """`mean_left`, for each class of prompts and share of a limit: the shares that come behind it on average.
 
-    def final_tokens(self, num_tokens: int, max_tokens: int) -> int:
+        `at_start` are those of jobs without tokens where only classes about theirs say something of them.
+        """
+        self._at_start = at_start / NUM_SHARES
+        self._mean_left: list[list[float]] = mean_left.tolist()
+
+    def final_tokens(self, num_prompt_tokens: int, num_tokens: int, max_tokens: int) -> int:
         """The tokens that a job with so many is expected to end with."""
-        left = self._mean_left[_share(num_tokens, max_tokens)] * max_tokens / NUM_SHARES
+        left = self._mean_left[_class(num_prompt_tokens)][_share(num_tokens, max_tokens)] * max_tokens / NUM_SHARES
         return min(max_tokens, num_tokens + round(left))
+
+    def of_new(self, num_prompt_tokens: Counts, max_tokens: Counts) -> NDArray[np.int64]:
+        """The tokens that jobs without any may well end with: up to their limits, where nobody has seen such prompts.
+
+        Whoever works by it begins early with jobs of whose kind it knows too little, and soon knows it.
+        """
+        return np.rint(self._at_start[_classes(num_prompt_tokens)] * max_tokens).astype(np.int64)
+
+
+def _with_neighbours(of_classes: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Counts of each class with those of the classes about it, the less the farther these are."""
+    reach = len(NEIGHBOURS) // 2
+    padded = np.pad(of_classes, ((reach, reach), (0, 0)))
+    return sum(weight * padded[n : n + NUM_CLASSES] for n, weight in enumerate(NEIGHBOURS))  # type: ignore[return-value]
+
+
+def _mean_left(end_now: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The shares that come behind each on average, by the chance that a job ends within it."""
+    mean_left = np.zeros_like(end_now)
+    for share in range(NUM_SHARES - 1, -1, -1):
+        end = end_now[..., share]
+        mean_left[..., share] = end / 2 + (1 - end) * (1 + mean_left[..., share + 1])
+    return mean_left
+
+
+def _class(num_prompt_tokens: int) -> int:
+    return min(NUM_CLASSES - 1, int(CLASSES_PER_DOUBLING * math.log2(max(1, num_prompt_tokens))))
+
+
+def _classes(num_prompt_tokens: Counts) -> NDArray[np.int64]:
+    """The class of each of many, as `_class` has it."""
+    classes = (CLASSES_PER_DOUBLING * np.log2(np.maximum(1, num_prompt_tokens))).astype(np.int64)
+    return np.minimum(NUM_CLASSES - 1, classes)
 
 
 def _share(num_tokens: int, max_tokens: int) -> int:

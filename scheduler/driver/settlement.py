@@ -6,15 +6,18 @@ A job then has a result, is back in the queue, given up, or cancelled.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 
+from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.run.job_index import JobEntry
 from swiftbatch.jobs.run.line_parts import num_completion_tokens
 from swiftbatch.jobs.run.output_line import error_line
+from swiftbatch.jobs.run.run_files import NUM_READERS
 from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.metrics.driver_counters import OUTGROWN
 from swiftbatch.scheduler.cluster.remote import STORE_FAILED
 from swiftbatch.scheduler.display.events import WorkerLost, WorkerReady, WorkerStopping
-from swiftbatch.scheduler.display.job_events import JobCancelled, JobFinished, JobGivenUp, JobPutBack
+from swiftbatch.scheduler.display.job_events import JobCancelled, JobFinished, JobGivenUp, JobPutBack, JobStarted
 from swiftbatch.scheduler.driver.backlog import CANCELLED, write_cancelled
 from swiftbatch.scheduler.driver.context import DriverContext
 from swiftbatch.scheduler.driver.worker_fleet import Event, Lost, Reported, Started, Worker
@@ -30,6 +33,7 @@ class Settlement:
         self._run, self._queue, self._attempts = context.run, context.queue, context.attempts
         self._counters, self._display = context.counters, context.display
         self._clock = context.clock
+        self._checkpoints = CheckpointStore.of(context.run)
         self._cancelling: set[str] = set()  # job ids to cancel as soon as no worker has them
 
     def put_back(self, job_id: str, reason: str, message: str) -> None:
@@ -44,6 +48,40 @@ class Settlement:
         else:
             text = f"given up after {self._attempts.count(job_id)} attempts; the last one: {message}"
             self._give_up(job_id, "attempts_failed", text)
+
+    def begin(self, worker: Worker, job_id: str) -> None:
+        """Note that a worker has begun with a job of its reserve."""
+        if entry := self._queue.begin(job_id):
+            num_attempts, num_tokens = self._attempts.note_begun(job_id), self._queue.num_reported_tokens(job_id)
+            self._display.note(JobStarted(entry.name, worker.id, num_attempts, num_tokens))
+
+    def take_back(self, job_id: str) -> None:
+        """Queue a job again that a worker had in its reserve, and has not begun, as it says."""
+        if self._queue.entry(job_id) is not None and not self._has_ended(job_id):
+            self._attempts.give_back(job_id)
+            self._queue.release(job_id)
+
+    def begin_found(self, worker: Worker) -> None:
+        """Note which jobs of a lost worker's reserve had begun: those whose attempts have left files."""
+        job_ids = [entry.job_id for entry in self._queue.reserve_of(worker.id)]
+        if not job_ids:
+            return
+        with ThreadPoolExecutor(NUM_READERS) as pool:
+            for job_id, numbers in zip(job_ids, pool.map(self._checkpoints.attempts, job_ids), strict=True):
+                if self._attempts.newest(job_id) in numbers:
+                    self.begin(worker, job_id)
+
+    def lose_reserve(self, worker: Worker, *, is_unblamed: bool) -> None:
+        """Queue the jobs again that a lost worker had in its reserve: nobody knows whether they had begun.
+
+        None is blamed, but none waits in a reserve again: one that ends its worker at its very beginning would never
+        be known.
+        """
+        for entry in self._queue.reserve_of(worker.id):
+            if not self._has_ended(entry.job_id):
+                if not is_unblamed:
+                    self._queue.suspect(entry.job_id)
+                self._queue.release(entry.job_id)
 
     def refuse(self, job_id: str, code: str, message: str) -> None:
         """Give a job up at once: every attempt would end so; `code` and `message` as in `error_line`."""
@@ -65,11 +103,14 @@ class Settlement:
         is_whole_run, requested = self._run.cancel_requests()
         wanted = self._queue.unfinished() if is_whole_run else [e.job_id for e in self._queue.entries(requested)]
         self._cancelling = set(wanted)
-        self._cancel(self._cancelling.difference(entry.job_id for entry, _ in self._queue.running()))
+        self._cancel(self._cancelling - self._queue.handed_out())
 
     def cancel_held(self, worker: Worker) -> None:
         """Cancel those of a worker's jobs that are to be cancelled, and have it drop them."""
-        cancelled = self._cancelling.intersection(entry.job_id for entry in self._queue.held_by(worker.id))
+        if not self._cancelling:
+            return
+        entries = [*self._queue.held_by(worker.id), *self._queue.reserve_of(worker.id)]
+        cancelled = self._cancelling.intersection(entry.job_id for entry in entries)
         self._cancel(cancelled)
         worker.cancel(cancelled)
 
@@ -146,12 +187,7 @@ class Intake:
         if report.counters is not None:
             self._counters.take_in(worker.id, report.counters)
         self._spent.num_tokens += report.num_generated_tokens
-        for progress in (*report.progress, *report.released, *report.outgrown):
-            self._queue.progress(progress.job_id, progress.num_generated_tokens)
-        for progress in report.ended:
-            self._queue.end(progress.job_id, progress.num_generated_tokens)
-        for progress in report.finished:
-            self._settlement.finish(progress.job_id, progress.num_generated_tokens)
+        self._take_progress(worker, report)
         left = [progress.job_id for progress in (*report.released, *report.outgrown)]
         self._settlement.take_results([*left, *(job_id for job_id, *_ in (*report.failed, *report.refused))])
         for job_id, message in report.failed:
@@ -159,6 +195,8 @@ class Intake:
         for job_id, code, message in report.refused:
             self._settlement.refuse(job_id, code, message)
         self._take_back_outgrown(worker, report)
+        for job_id in report.unbegun:
+            self._settlement.take_back(job_id)
         reason = worker.drain_reason or ("worker_terminated" if report.is_draining else "migrated")
         for progress in report.released:
             self._settlement.release(progress.job_id, reason)
@@ -167,14 +205,25 @@ class Intake:
         else:
             self._settlement.cancel_held(worker)
 
+    def _take_progress(self, worker: Worker, report: WorkReport) -> None:
+        """Note how far a worker's jobs are, those first that it began by itself."""
+        for job_id in report.begun:
+            self._settlement.begin(worker, job_id)
+        for progress in (*report.progress, *report.released, *report.outgrown):
+            self._queue.progress(progress.job_id, progress.num_generated_tokens)
+        for progress in report.ended:
+            self._queue.end(progress.job_id, progress.num_generated_tokens)
+        for progress in report.finished:
+            self._settlement.finish(progress.job_id, progress.num_generated_tokens)
+
     def _take_back_outgrown(self, worker: Worker, report: WorkReport) -> None:
         """Queue jobs again that a worker's memory did not hold, and note how many it holds."""
         for progress in report.outgrown:
             self._settlement.release(progress.job_id, OUTGROWN)
-        num_held = len(self._queue.held_by(worker.id))
+        num_held = self._queue.num_held_by(worker.id)
         if report.outgrown:
             worker.num_fitting = num_held
-        elif worker.num_fitting is not None and num_held < worker.num_fitting:
+        elif worker.num_fitting is not None and (report.ended or num_held < worker.num_fitting):
             worker.num_fitting = None
 
     def _take_leave(self, worker: Worker, reason: str) -> None:
@@ -183,6 +232,8 @@ class Intake:
             self._display.note(WorkerStopping(worker.id, reason))
         for entry in self._left_by(worker):
             self._settlement.release(entry.job_id, reason)
+        for entry in self._queue.reserve_of(worker.id):
+            self._settlement.take_back(entry.job_id)
         self._fleet.retire(worker)
 
     def _take_in_loss(self, worker: Worker, reason: str, message: str) -> None:
@@ -190,15 +241,17 @@ class Intake:
         ended = {entry.job_id for entry in self._queue.unsealed_by(worker.id)}
         is_unblamed = worker.drain_reason is not None or reason == "node_drained"
         self._display.note(WorkerLost(worker.id, reason, message))
+        self._settlement.begin_found(worker)
         for entry in self._left_by(worker):
             self._lost_ids.add(entry.job_id)
             if is_unblamed or entry.job_id in ended:
                 self._settlement.release(entry.job_id, worker.drain_reason or reason)
             else:
                 self._settlement.put_back(entry.job_id, reason, f"worker {worker.id} was lost: {message}")
+        self._settlement.lose_reserve(worker, is_unblamed=is_unblamed)
 
     def _left_by(self, worker: Worker) -> list[JobEntry]:
-        """The jobs that a worker leaves unfinished, now that it is gone."""
+        """The jobs that a worker leaves unfinished, now that it is gone; its reserve may have results, too."""
         left = [*self._queue.held_by(worker.id), *self._queue.unsealed_by(worker.id)]
-        self._settlement.take_results(entry.job_id for entry in left)
+        self._settlement.take_results(entry.job_id for entry in (*left, *self._queue.reserve_of(worker.id)))
         return [entry for entry in left if self._queue.entry(entry.job_id) is not None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from swiftbatch.worker.caches.memory.pages import PAGE, Growth, most_pages
@@ -10,6 +11,7 @@ from swiftbatch.worker.kernels.sizes import MOST_SLOTS
 if TYPE_CHECKING:
     from swiftbatch.scheduler.driver.worker_fleet import Fleet, Worker
 
+MOST_RESERVED = 1000  # jobs: more would be a second's work for nobody, and orders would be large
 MEMORY_SHARE = 0.8  # of what is free, for caches; drafts and checkpoints on their way need some, too
 
 
@@ -27,10 +29,26 @@ class Slots:
 
     def is_full(self, worker: Worker, num_held: int) -> bool:
         """Tell whether a worker with so many jobs takes no other, however short it is."""
+        return 0 < num_held >= self.most_jobs(worker)
+
+    def most_jobs(self, worker: Worker) -> int:
+        """The most jobs that run on a worker at a time, however short they are; one always may."""
         of_gpu = worker.info.num_slots if worker.info else None  # made when it started
         wanted = MOST_SLOTS if self._num_slots is None and of_gpu is None else self._num_slots
-        bounds = [bound for bound in (wanted, of_gpu, worker.num_fitting) if bound is not None]
-        return 0 < num_held >= min(bounds)
+        return min(bound for bound in (wanted, of_gpu, worker.num_fitting) if bound is not None)
+
+    def num_to_reserve(self, held: Sequence[Growth], mean_length: float, seconds: float) -> int:
+        """The jobs that a worker with others begins within so many seconds, one where each of those ends.
+
+        A job that follows another is believed to be about as long as those that run, `mean_length` tokens.
+        """
+        seconds_per_token = self._fleet.pace.seconds_per_token(len(held))
+        if not held or seconds_per_token == 0.0:
+            return 0
+        num_tokens, mean_length = seconds / seconds_per_token, max(1.0, mean_length)
+        lefts = [max(1, job.left) for job in held]
+        ends = (num_tokens / left if left > num_tokens else 1 + (num_tokens - left) / mean_length for left in lefts)
+        return min(MOST_RESERVED, round(sum(ends)))
 
     def has_room(self, worker: Worker, held: list[Growth], job: Growth) -> bool:
         """Tell whether a job would fit beside those that a worker has, for a while; alone it always does."""
@@ -52,5 +70,5 @@ class Slots:
             return worker.info.pool_size.num_pages
         if worker.info.num_slots is not None:
             return None
-        nodes = [each.info.node_id if each.info else worker.info.node_id for each in self._fleet.workers]
-        return int(MEMORY_SHARE * worker.info.num_free_positions / nodes.count(worker.info.node_id)) // PAGE
+        num_sharing = self._fleet.num_sharing(worker.info.node_id)
+        return int(MEMORY_SHARE * worker.info.num_free_positions / num_sharing) // PAGE

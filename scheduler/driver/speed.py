@@ -44,8 +44,8 @@ class StepPace:
     def __init__(self) -> None:
         self._weight = self._num_jobs = self._seconds = self._num_jobs_squared = self._product = 0.0
 
-    def add(self, num_jobs: int, num_tokens: int, seconds: float) -> None:
-        """Learn from a report: so many jobs drew so many tokens altogether."""
+    def add(self, num_jobs: float, num_tokens: int, seconds: float) -> None:
+        """Learn from a report: so many jobs at a time drew so many tokens altogether."""
         if not num_jobs or not num_tokens:
             return
         per_token = num_jobs * seconds / num_tokens

@@ -25,8 +25,13 @@ class UnfinishedJob:
     not_before: float = 0.0
     seniority: int | None = None  # its number among all jobs that workers were given; None before its first attempt
     worker_id: str = ""  # the worker that has it, or had it last
+    is_suspect: bool = False  # it may have ended a worker that had it in reserve, and no report will say so
     has_ended: bool = False  # on that worker, which has yet to write its result
     ticket: int | None = None  # its newest place among the waiting; None while it runs and when it has ended
+    length: int = 0  # positions that it is expected to need, by which it waits; 0: as many as it may have
+
+    def __post_init__(self) -> None:
+        self.length = self.length or self.entry.max_length
 
     @property
     def num_left(self) -> int:
@@ -35,11 +40,11 @@ class UnfinishedJob:
     @property
     def length_class(self) -> int:
         """A number for jobs of about this length."""
-        return length_class(self.entry.max_length)
+        return length_class(self.length)
 
     def may_precede(self, first: UnfinishedJob) -> bool:
         """Return whether the job may go before `first`, which comes first, for the sake of its prompt."""
-        is_as_long = self.entry.max_length >= LEAST_LENGTH * first.entry.max_length
+        is_as_long = self.length >= LEAST_LENGTH * first.length
         return is_as_long and self.priority == first.priority
 
 

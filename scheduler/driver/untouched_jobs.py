@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from swiftbatch.jobs.run.job_index import JobIndex
 from swiftbatch.jobs.shared_prompts import SharedPrompt
+from swiftbatch.scheduler.driver.lengths import Forecast
 from swiftbatch.scheduler.driver.unfinished_job import JobPlace, UnfinishedJob, length_class
 
 NO_GROUP = -1
@@ -26,23 +27,34 @@ class UntouchedJobs:
         """For each job of `index`: its priority, and what `SharedPrompt` says of its prompt; `NO_GROUP` for none."""
         self._index = index
         self._priorities, self._groups, self._shared = priorities, groups, shared
-        columns = index.columns
-        lengths = columns["num_prompt_tokens"].astype(np.int64) + columns["max_tokens"]
-        self._order = np.lexsort((columns["line_number"], -lengths, priorities)).astype(np.int32)
-        self._first_of_class = _starts(priorities[self._order], lengths[self._order])  # in `_order`
-        self._by_group = self._order[np.argsort(groups[self._order], kind="stable")]
-        self._sorted_groups = groups[self._by_group]
         self._is_out = np.zeros(len(index), bool)
         self.num_left = len(index)
-        self.num_tokens_left = int(columns["max_tokens"].sum(dtype=np.int64))
-        self._first = self._first_fresh = 0  # in `_order`
-        self._first_of: dict[int, int] = {}  # in `_by_group`
-        self._known: dict[int, JobPlace] = {}  # of the rows that were looked at and are still in
+        self.num_tokens_left = int(index.columns["max_tokens"].sum(dtype=np.int64))
+        self._put_in_order(index.columns["max_tokens"].astype(np.int64))
 
     @classmethod
     def none(cls) -> UntouchedJobs:
         none = np.zeros(0, np.int32)
         return cls(JobIndex.of([]), none.astype(np.int64), none, none)
+
+    def expect(self, forecast: Forecast) -> None:
+        """Have the jobs that are left wait by the lengths that they are expected to come to."""
+        columns = self._index.columns
+        self._put_in_order(forecast.of_new(columns["num_prompt_tokens"], columns["max_tokens"]))
+
+    def _put_in_order(self, num_tokens: NDArray[np.int64]) -> None:
+        """Work the order out of the numbers of tokens that jobs are to draw."""
+        rows, columns = np.flatnonzero(~self._is_out), self._index.columns
+        self._lengths = columns["num_prompt_tokens"] + num_tokens
+        order = np.lexsort((columns["line_number"][rows], -self._lengths[rows], self._priorities[rows]))
+        self._order = rows[order].astype(np.int32)
+        self._first_of_class = _starts(self._priorities[self._order], self._lengths[self._order])  # in `_order`
+        self._by_group = self._order[np.argsort(self._groups[self._order], kind="stable")]
+        self._sorted_groups = self._groups[self._by_group]
+        self._first = self._first_fresh = 0  # in `_order`
+        self._first_of: dict[int, int] = {}  # in `_by_group`
+        self._known: dict[int, JobPlace] = {}  # of the rows that were looked at and are still in
+        self.num_expected_left = int(num_tokens[rows].sum())
 
     def first(self) -> JobPlace | None:
         """The first job."""
@@ -87,6 +99,7 @@ class UntouchedJobs:
             self._known.pop(row, None)
             self.num_left -= 1
             self.num_tokens_left -= int(self._index.columns["max_tokens"][row])
+            self.num_expected_left -= int(self._lengths[row]) - int(self._index.columns["num_prompt_tokens"][row])
 
     def take_all(self, job_ids: Iterable[str]) -> list[UnfinishedJob]:
         """Take out the jobs of these ids that are still in; what is no id of theirs is passed over."""
@@ -115,8 +128,8 @@ class UntouchedJobs:
         row = int(order[start])
         if row not in self._known:
             job = self._job(row)
-            length, number = job.entry.max_length, job.entry.line_number
-            self._known[row] = JobPlace(job.priority, -length, number, row - len(self._index), job)
+            number, ticket = job.entry.line_number, row - len(self._index)
+            self._known[row] = JobPlace(job.priority, -job.length, number, ticket, job)
         return self._known[row]
 
     def _job(self, row: int) -> UnfinishedJob:
@@ -126,6 +139,7 @@ class UntouchedJobs:
             self._index.entry(row),
             priority=int(self._priorities[row]),
             prompt=prompt,
+            length=int(self._lengths[row]),
             ticket=row - len(self._index),
         )
 

@@ -92,7 +92,7 @@ class WaitingJobs:
         """Let the jobs whose time has come into the order."""
         while self._delayed and self._delayed[0][0] <= now:
             _, ticket, job = heappop(self._delayed)
-            place = JobPlace(job.priority, -job.entry.max_length, job.entry.line_number, ticket, job)
+            place = JobPlace(job.priority, -job.length, job.entry.line_number, ticket, job)
             heappush(self._loners if job.runs_alone else self._sociable, place)
             if job.runs_alone:
                 continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 RESTARTS = Backoff(first=1.0, longest=30.0)
 DIED = ("worker_died", "worker_unreachable")  # for a reason of its own, or with its node
+LOOK_SECONDS = 1.0  # between two looks for workers that are silent: each goes through all of them
 LONGER = 10  # times the patience, where a worker reads a prompt or gigabytes of checkpoints before it reports
 
 
@@ -43,10 +45,6 @@ class Worker:
     num_failed_before: int = 0  # starts of the fleet in a row, when this one began
 
     @property
-    def is_idle(self) -> bool:
-        return self.call is None
-
-    @property
     def state(self) -> str:
         """A word for the metrics; one that is ready takes work."""
         return "draining" if self.drain_reason else "ready" if self.info else "starting"
@@ -58,10 +56,9 @@ class Worker:
     def ask_back(self, job_id: str) -> None:
         self.orders = replace(self.orders, released=(*self.orders.released, job_id))
 
-    def begin_drain(self, reason: str, seconds: float) -> None:
-        """Let it take no more work, and hand all jobs back within `seconds`; `reason` is a word for the metrics."""
-        if self.drain_reason is None:
-            self.drain_reason, self.drain_by = reason, time.monotonic() + seconds
+    def recall(self, job_ids: Iterable[str]) -> None:
+        """Have it hand jobs of its reserve back that it has not begun."""
+        self.orders = replace(self.orders, recalled=(*self.orders.recalled, *job_ids))
 
 
 @dataclass(frozen=True)
@@ -103,7 +100,8 @@ class Calls(Protocol):
 class Fleet:
     """Keeps up to a wished number of workers alive and carries one call to each at a time.
 
-    A started worker that does not answer for `timeout` seconds is lost.
+    A started worker that does not answer for `timeout` seconds is lost. What changes with events is kept up to date, so
+    that a turn of the driver's loop need not go through all workers.
     """
 
     def __init__(
@@ -125,10 +123,15 @@ class Fleet:
         self.speed = Speed(clock())  # the speed of all workers, the lost ones too
         self.pace = StepPace()
         self.workers: list[Worker] = []
+        self.idle: dict[Worker, None] = {}  # those without a call, in the order of their last answers
+        self._calls_out: dict[Any, Worker] = {}
+        self._num_draining = self._num_starting = 0
+        self._num_on_nodes: Counter[str] = Counter()  # started workers
+        self._looked = 0.0
 
     def fill(self, num_workers: int, now: float) -> None:
         """Start workers until there are `num_workers` that stay; after a failed start, wait longer each time."""
-        num_staying = sum(worker.state != "draining" for worker in self.workers)
+        num_staying = len(self.workers) - self._num_draining
         for _ in range(num_workers - num_staying if now >= self._restart_not_before else 0):
             self._num_created += 1
             worker_id = f"w{self._num_created}"
@@ -137,6 +140,12 @@ class Fleet:
             worker = Worker(worker_id, actor, actor.start.remote(), speed=Speed(self._now()))
             worker.num_failed_before = self.num_failed_starts
             self.workers.append(worker)
+            self._calls_out[worker.call] = worker
+            self._num_starting += 1
+
+    def num_sharing(self, node_id: str) -> int:
+        """The workers that share a node's memory: those there, and those that start and may come to it."""
+        return self._num_on_nodes[node_id] + self._num_starting
 
     def num_gpus_per_worker(self) -> int:
         """1 where each worker has a GPU to itself, 0 where they run on CPUs."""
@@ -150,12 +159,19 @@ class Fleet:
         if self._cluster.watch is None:
             return []
         self._cluster.watch.check()
-        draining = self._cluster.watch.draining()
+        if not (draining := self._cluster.watch.draining()):
+            return []
         staying = [(worker, worker.info) for worker in self.workers if worker.info and worker.state == "ready"]
         return [(worker, draining[info.node_id]) for worker, info in staying if info.node_id in draining]
 
+    def begin_drain(self, worker: Worker, reason: str, seconds: float) -> None:
+        """Let a worker take no more work, and hand all jobs back in `seconds`; `reason` is a word for the metrics."""
+        if worker.drain_reason is None:
+            worker.drain_reason, worker.drain_by = reason, time.monotonic() + seconds
+            self._num_draining += 1
+
     def work(self, worker: Worker, orders: Orders, seconds: float) -> None:
-        is_longer = orders.assignments or orders.released
+        is_longer = orders.assignments or orders.reserve or orders.released
         self._await(worker, worker.actor.work.remote(orders, seconds), self._timeout * (LONGER if is_longer else 1))
 
     def drain(self, worker: Worker) -> None:
@@ -165,16 +181,23 @@ class Fleet:
 
     def wait(self, seconds: float, now: float) -> list[Event]:
         """Wait at most `seconds`, and return the events since."""
-        calls = {worker.call: worker for worker in self.workers if worker.call is not None}
-        if not calls:
+        if not self._calls_out:
             return []
-        events = [self._event(calls[call], now) for call in self._calls.wait(list(calls), seconds)]
+        answered = self._calls.wait(list(self._calls_out), seconds)
+        events = [self._event(self._calls_out.pop(call), now) for call in answered]
         return [*events, *self._silent()]
 
     def retire(self, worker: Worker) -> None:
         """End a worker that is no longer wanted, or out of reach, or broken inside: it must not work on."""
         self._calls.kill(worker.actor)
         self.workers.remove(worker)
+        self.idle.pop(worker, None)
+        self._calls_out.pop(worker.call, None)
+        self._num_draining -= worker.drain_reason is not None
+        if worker.info is None:
+            self._num_starting -= 1
+        else:
+            self._num_on_nodes[worker.info.node_id] -= 1
 
     def stop(self) -> None:
         """End all workers at once; what they had not written yet is recomputed on resume."""
@@ -183,13 +206,17 @@ class Fleet:
 
     def _await(self, worker: Worker, call: Any, patience: float) -> None:
         worker.call, worker.patience, worker.silent_since = call, patience, self._clock.now()
+        self._calls_out[call] = worker
+        self.idle.pop(worker, None)
 
     def _silent(self) -> list[Event]:
         """Give up the workers whose answer is overdue: stopped, hanging or cut off, they hold their jobs up."""
         now = self._clock.now()
-        overdue = [
-            worker for worker in self.workers if worker.call is not None and now - worker.silent_since > worker.patience
-        ]
+        if now - self._looked < LOOK_SECONDS:
+            return []
+        self._looked = now
+        waited_for = self._calls_out.values()
+        overdue = [worker for worker in waited_for if now - worker.silent_since > worker.patience]
         for worker in overdue:
             self.retire(worker)
         return [Lost(worker, "worker_silent", f"it has not reported for {worker.patience:.0f} s") for worker in overdue]
@@ -200,13 +227,15 @@ class Fleet:
             answer = self._calls.answer(call)
         except remote.WorkerLostError as error:
             return self._lose(worker, error, now)
+        self.idle[worker] = None
         if isinstance(answer, WorkerInfo):
             worker.info = answer
             self.num_failed_starts = 0
+            self._num_starting -= 1
+            self._num_on_nodes[answer.node_id] += 1
             return Started(worker, answer)
         worker.orders = Orders()
-        num_jobs = len(answer.progress) + len(answer.ended)
-        self.pace.add(num_jobs, answer.num_generated_tokens, self._clock.now() - worker.silent_since)
+        self.pace.add(answer.num_jobs, answer.num_generated_tokens, self._clock.now() - worker.silent_since)
         for speed in (self.speed, worker.speed):
             speed.add(answer.num_generated_tokens, self._now())
         return Reported(worker, answer)

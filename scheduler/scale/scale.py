@@ -80,7 +80,9 @@ def render(options: ScaleOptions, found: list[dict[str, Any]]) -> Table:
         f"{options.num_seconds:g} simulated seconds"
     )
     table = new_table(
-        title, ["stage"], ["CPU s", "us/job", "MiB", "core", "ms/report", "reports", "ended", "turn p99 s"]
+        title,
+        ["stage"],
+        ["CPU s", "us/job", "MiB", "core", "ms/report", "reports", "ended", "requests", "turn p99 s", "no beat s"],
     )
     for figures in found:
         seconds = figures["cpu_seconds"]
@@ -94,6 +96,8 @@ def render(options: ScaleOptions, found: list[dict[str, Any]]) -> Table:
             number(figures.get("ms_per_report"), ".3f"),
             number(figures.get("num_reports"), ",.0f"),
             number(figures.get("num_finished"), ",.0f"),
+            number(figures.get("num_requests"), ",.0f"),
             number(figures.get("turn_p99_seconds"), ".3f"),
+            number(figures.get("longest_without_beat_seconds"), ".1f"),
         )
     return table

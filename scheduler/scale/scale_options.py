@@ -10,6 +10,7 @@ from swiftbatch.jobs.frozen import Frozen
 
 JOBS_FILE, RUN, OPTIONS_FILE = "jobs.jsonl", "run", "options.json"
 MOST_JOBS, MOST_WORKERS, MOST_SLOTS, MOST_SECONDS = 10_000_000, 100_000, 256, 86_400
+MOST_STORE_MS = 10_000
 
 
 class ScaleOptions(Frozen):
@@ -19,6 +20,7 @@ class ScaleOptions(Frozen):
     num_workers: int = Field(ge=1, le=MOST_WORKERS)
     num_slots: int = Field(ge=1, le=MOST_SLOTS)
     num_seconds: float = Field(gt=0, le=MOST_SECONDS)  # simulated ones, with jobs at work
+    store_ms: float = Field(default=0.0, ge=0, le=MOST_STORE_MS)  # of a request to the store, simulated; 0: a disk
     share_done: float = Field(default=0.9, ge=0, le=1)
     folder: Path
     json_path: Path | None = None

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.run.output_line import success_line
-from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.run import Progress, Run
 from swiftbatch.jobs.run.segment_format import SealedResult
+from swiftbatch.jobs.storage.store import Store
 from swiftbatch.metrics.driver_counters import DriverCounters
 from swiftbatch.scheduler.cluster.actors import WorkerSpec
 from swiftbatch.scheduler.cluster.cluster import Cluster
-from swiftbatch.scheduler.display.display import open_display
+from swiftbatch.scheduler.display.events import Event
 from swiftbatch.scheduler.driver.attempts import Attempts
 from swiftbatch.scheduler.driver.backlog import load_queue
 from swiftbatch.scheduler.driver.context import DriverContext
@@ -38,6 +40,8 @@ from swiftbatch.worker.session.result_sealing import MOST_RESULTS
 MAX_ATTEMPTS = 5
 PATIENCE = 1e9  # seconds: no stub worker is ever given up
 
+Result = TypeVar("Result")
+
 
 def submit(options: ScaleOptions) -> dict[str, float]:
     """Read the file of jobs, tokenize it, and add what is new to the run."""
@@ -47,52 +51,96 @@ def submit(options: ScaleOptions) -> dict[str, float]:
 
 def drive(options: ScaleOptions) -> dict[str, float]:
     """Run jobs for a while with stub workers: `busy` is the driver's share of a core, and turns are its loop's."""
-    clock, run = SimulatedClock(), Run.open(str(options.folder / RUN))
+    clock = SimulatedClock()
+    store = SlowStore(str(options.folder / RUN), clock, options.store_ms / 1000)
+    run, beats = Run(store, Run.open(store.uri).manifest), BeatTimes(clock)
     calls = StubCalls(clock)
     cluster = Cluster(is_embedded=True, num_gpus=0, watch=None)
     fleet = Fleet(WorkerSpec(EngineConfig(), run.store.uri), cluster, PATIENCE, calls, clock.now)
     hold = Hold(run, clock=clock.now)
     attempts = Attempts.read(run.store, hold.epoch.number)
     queue = load_queue(run, MAX_ATTEMPTS, attempts)
-    with open_display("quiet") as display:
-        context = DriverContext(
-            *(run, queue, attempts, fleet, display, DriverCounters(), options.num_workers, options.num_slots),
-            grace_seconds=0.0,
-            limits=Limits(),
-            spent=Spending(),
-            clock=clock.now,
-        )
-        driver = Driver(context, hold)
-        turns = DriverTurns(calls, options.num_seconds, driver.request_stop)
-        calls.at_turn = turns.turn
-        driver.run()
-    return turns.figures()
+    context = DriverContext(
+        *(run, queue, attempts, fleet, beats, DriverCounters(), options.num_workers, options.num_slots),
+        grace_seconds=0.0,
+        limits=Limits(),
+        spent=Spending(),
+        clock=clock.now,
+    )
+    driver = Driver(context, hold)
+    turns = DriverTurns(calls, store, options.num_seconds, driver.request_stop)
+    calls.at_turn = turns.turn
+    driver.run()
+    return turns.figures() | beats.figures(*turns.span)
+
+
+class SlowStore(Store):
+    """A folder whose requests take a simulated time, and are counted. They delay the thread that made it alone."""
+
+    def __init__(self, uri: str, clock: SimulatedClock, seconds: float) -> None:
+        super().__init__(uri)
+        self.is_local = not seconds
+        self.num_requests = 0
+        self._clock, self._seconds, self._loop = clock, seconds, threading.current_thread()
+
+    def _try(self, action: str, path: str, call: Callable[[], Result], is_root_meant: bool = False) -> Result:
+        self.num_requests += 1
+        if threading.current_thread() is self._loop:
+            self._clock.skip_to(self._clock.now() + self._seconds)
+        return super()._try(action, path, call, is_root_meant)
+
+
+class BeatTimes:
+    """Stands for a display, which hears of each beat."""
+
+    def __init__(self, clock: SimulatedClock) -> None:
+        self._clock = clock
+        self._times: list[float] = []
+
+    def note(self, event: Event) -> None:
+        pass
+
+    def update(self, progress: Progress) -> None:
+        self._times.append(self._clock.now())
+
+    def figures(self, start: float, end: float) -> dict[str, float]:
+        """The longest time without a beat within another."""
+        times = [start, *(time for time in self._times if start < time < end), end]
+        return {"longest_without_beat_seconds": float(np.diff(times).max())}
 
 
 class DriverTurns:
     """Run a driver from its first turn until enough seconds are over."""
 
-    def __init__(self, calls: StubCalls, num_seconds: float, stop: Callable[[], None]) -> None:
-        self._calls, self._num_seconds, self._stop = calls, num_seconds, stop
+    def __init__(self, calls: StubCalls, store: SlowStore, num_seconds: float, stop: Callable[[], None]) -> None:
+        self._calls, self._store, self._num_seconds, self._stop = calls, store, num_seconds, stop
         self._turns: list[tuple[float, float]] = []  # simulated time and CPU time
-        self._counts = (0, 0)
+        self._counts = self._first = (0, 0, 0)
 
     def turn(self) -> None:
         if self._turns and self._turns[-1][0] - self._turns[0][0] >= self._num_seconds:
             self._stop()
             return
         self._turns.append((self._calls.clock.now(), time.process_time()))
-        self._counts = (self._calls.num_reports, self._calls.num_finished)
+        self._counts = (self._calls.num_reports, self._calls.num_finished, self._store.num_requests)
+        if len(self._turns) == 1:
+            self._first = self._counts
+
+    @property
+    def span(self) -> tuple[float, float]:
+        """The simulated times of the first turn and of the last one."""
+        return self._turns[0][0], self._turns[-1][0]
 
     def figures(self) -> dict[str, float]:
         (start, cpu_start), (end, cpu_end) = self._turns[0], self._turns[-1]
-        num_reports, num_finished = self._counts
+        num_reports, num_finished, num_requests = np.subtract(self._counts, self._first).tolist()
         turns = np.diff([now for now, _ in self._turns])
         return {
             "busy": (cpu_end - cpu_start) / max(end - start, 1e-9),
             "ms_per_report": 1e3 * (cpu_end - cpu_start) / max(num_reports, 1),
             "num_reports": num_reports,
             "num_finished": num_finished,
+            "num_requests": num_requests,
             "turn_p99_seconds": float(np.quantile(turns, 0.99)) if len(turns) else 0.0,
         }
 

@@ -15,9 +15,10 @@ from typing import Any
 from swiftbatch.metrics.worker_counters import EngineCounters
 from swiftbatch.scheduler.cluster.actors import WorkerInfo, WorkerSpec
 from swiftbatch.scheduler.cluster.bootstrap import Code
-from swiftbatch.worker.session.work import JobProgress, Orders, WorkReport
+from swiftbatch.worker.session.work import Assignment, JobProgress, Orders, WorkReport
 
 TOKENS_PER_SECOND = 200.0  # of each job
+COUNTERS_SECONDS = 2.0  # between two reports with counters, as of real workers
 NUM_POSITIONS = 10_000_000  # that a worker has room for
 
 
@@ -52,13 +53,34 @@ class Method:
         return self.function(*args)
 
 
+@dataclass(frozen=True)
+class StubJob:
+    """A job that had `num_tokens` at `begin`, and ends with `most`."""
+
+    job_id: str
+    begin: float
+    num_tokens: int
+    most: int
+
+    @property
+    def end(self) -> float:
+        return self.begin + (self.most - self.num_tokens) / TOKENS_PER_SECOND
+
+    def tokens(self, now: float) -> int:
+        """The tokens that it has by now."""
+        return min(self.most, self.num_tokens + int((now - self.begin) * TOKENS_PER_SECOND))
+
+
 @dataclass(eq=False)
 class StubWorker:
     """Has every job generate at one speed, and finishes it after as many tokens as it may have."""
 
     calls: StubCalls
-    _jobs: dict[str, tuple[float, int, int]] = field(default_factory=dict)  # begin, tokens then, tokens at the end
+    _jobs: dict[str, StubJob] = field(default_factory=dict)
+    _reserve: dict[str, Assignment] = field(default_factory=dict)
+    _num_slots: int = 1
     _counters: EngineCounters = field(default_factory=EngineCounters)
+    _counted: float = 0.0  # when the counters were last reported
 
     def __post_init__(self) -> None:
         info = WorkerInfo("simulated", 0, None, "node", "", NUM_POSITIONS)
@@ -68,34 +90,71 @@ class StubWorker:
     def _work(self, orders: Orders, seconds: float) -> Call:
         now = self.calls.clock.now()
         released = self._given_back(orders.released, now)
+        unbegun = tuple(job_id for job_id in orders.recalled if self._reserve.pop(job_id, None))
         for job_id in orders.cancelled:
             self._jobs.pop(job_id, None)
+            self._reserve.pop(job_id, None)
+        self._num_slots = orders.num_slots or 1
+        self._reserve |= {each.record.job_id: each for each in orders.reserve}
         for assignment in orders.assignments:
-            record = assignment.record
-            self._jobs[record.job_id] = (now, assignment.num_reported_tokens, record.job.sampling.max_tokens)
-        progress = [self._progress(job_id, now + seconds) for job_id in self._jobs]
-        finished = tuple(each for each in progress if each.num_generated_tokens == self._jobs[each.job_id][2])
-        for each in finished:
-            del self._jobs[each.job_id]
+            self._begin(assignment, now)
+        end, ended, begun = self._run(now, now + seconds, goes_on=orders.seals)
+        finished = tuple(JobProgress(job.job_id, job.most) for job in ended)
+        job_seconds = sum(end - max(now, job.begin) for job in self._jobs.values())
+        job_seconds += sum(job.end - max(now, job.begin) for job in ended)
+        report = WorkReport(
+            progress=tuple(JobProgress(job.job_id, job.tokens(end)) for job in self._jobs.values()),
+            finished=finished,
+            num_generated_tokens=int(job_seconds * TOKENS_PER_SECOND),
+            released=released,
+            counters=self._due_counters(now),
+            ended=finished,
+            begun=begun,
+            unbegun=unbegun,
+            num_jobs=job_seconds / max(end - now, 1e-9),
+        )
         self.calls.num_finished += len(finished)
-        self._counters.num_generation_tokens += (num_new := int(len(progress) * seconds * TOKENS_PER_SECOND))
-        running = tuple(each for each in progress if each.job_id in self._jobs)
-        report = WorkReport(running, finished, (), num_new, released, counters=self._counters, ended=finished)
-        return self.calls.after(seconds if progress else 0.0, report)
+        self.calls.job_seconds += job_seconds
+        return self.calls.after(end - now, report)
+
+    def _run(self, now: float, deadline: float, *, goes_on: bool) -> tuple[float, list[StubJob], tuple[str, ...]]:
+        """Let jobs end and begin as a worker does until its slice is over; returns when that is."""
+        ended, begun = list[StubJob](), list[str]()
+        self._refill(now, begun)
+        most_jobs = len(self._jobs)
+        while self._jobs and (job := min(self._jobs.values(), key=lambda job: job.end)).end <= deadline:
+            now = max(now, job.end)
+            ended.append(self._jobs.pop(job.job_id))
+            self._refill(now, begun)
+            if not goes_on and 2 * len(self._jobs) <= most_jobs:
+                return now, ended, tuple(begun)
+        return deadline if self._jobs else now, ended, tuple(begun)
+
+    def _refill(self, now: float, begun: list[str]) -> None:
+        while self._reserve and len(self._jobs) < self._num_slots:
+            assignment = self._reserve.pop(next(iter(self._reserve)))
+            begun.append(assignment.record.job_id)
+            self._begin(assignment, now)
+
+    def _begin(self, assignment: Assignment, now: float) -> None:
+        record = assignment.record
+        most = record.job.sampling.max_tokens
+        self._jobs[record.job_id] = StubJob(record.job_id, now, assignment.num_reported_tokens, most)
+
+    def _due_counters(self, now: float) -> EngineCounters | None:
+        if self._jobs and now - self._counted < COUNTERS_SECONDS:
+            return None
+        self._counted = now
+        return self._counters
 
     def _drain(self, seconds: float) -> Call:
         released = self._given_back(list(self._jobs), self.calls.clock.now())
-        return self.calls.after(0.0, WorkReport(released=released, is_draining=True))
+        unbegun, self._reserve = tuple(self._reserve), {}
+        return self.calls.after(0.0, WorkReport(released=released, unbegun=unbegun, is_draining=True))
 
     def _given_back(self, job_ids: Iterable[str], now: float) -> tuple[JobProgress, ...]:
-        progress = tuple(self._progress(job_id, now) for job_id in job_ids)
-        for each in progress:
-            del self._jobs[each.job_id]
-        return progress
-
-    def _progress(self, job_id: str, now: float) -> JobProgress:
-        begin, num_tokens, most = self._jobs[job_id]
-        return JobProgress(job_id, min(most, num_tokens + int((now - begin) * TOKENS_PER_SECOND)))
+        jobs = [self._jobs.pop(job_id) for job_id in job_ids if job_id in self._jobs]
+        return tuple(JobProgress(job.job_id, job.tokens(now)) for job in jobs)
 
 
 class StubCalls:
@@ -105,6 +164,7 @@ class StubCalls:
         self.clock = clock
         self.at_turn: Callable[[], None] = lambda: None
         self.num_finished = self.num_reports = 0
+        self.job_seconds = 0.0  # of all slots that had a job
         self._order = itertools.count()
         self._due: list[tuple[float, int, Call]] = []
 

@@ -20,6 +20,8 @@ from tests.metrics.dashboard_files import as_shown, panel_expressions, variable_
 from tests.metrics.prometheus_server import Prometheus, binary, free_port, running_prometheus, until
 from tests.scheduler.driving import Driver, swiftbatch
 
+pytestmark = pytest.mark.ray
+
 JOBS = [
     {"custom_id": f"job-{n}", "prompt": f"the quick {n}", "max_tokens": 3500, "ignore_eos": True} for n in range(200)
 ]

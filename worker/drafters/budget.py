@@ -181,13 +181,14 @@ class NodeBudget:
 
         Proposing anything takes `proposing`, and `node_seconds` for every node of every sequence, in seconds.
         """
-        num_rows = max(TILE_ROWS, self._costs.rows_per_forward)
+        costs = self._costs.as_routed()
+        num_rows = max(TILE_ROWS, costs.rows_per_forward)
         room = max(1, min(max_nodes, num_rows // num_sequences - 1))
         choices = tuple(nodes for nodes in self._choices if nodes <= room) or (room,)
         rates = []
         for nodes, tokens in zip(choices, self._acceptance.tokens(choices), strict=True):
             drafting = proposing + nodes * num_sequences * node_seconds if nodes else 0.0
-            rates.append(tokens / (self._costs.forward_seconds(nodes + 1, length, num_sequences) + drafting))
+            rates.append(tokens / (costs.forward_seconds(nodes + 1, length, num_sequences) + drafting))
         best = self._acceptance.looked_at(rates.index(max(rates)), len(choices), choices[0] == 0)
         self._is_step_new = True
         return BudgetChoice(choices[best], num_sequences * rates[best])

@@ -26,6 +26,7 @@ from swiftbatch.worker.model.thought_markers import markers_of
 from swiftbatch.worker.model.token_length import max_chars_per_token
 from swiftbatch.worker.texts.output_text import ByteText, LibraryText, OutputText
 from swiftbatch.worker.texts.token_bytes import DecoderSteps, TokenBytes, steps_of
+from swiftbatch.worker.texts.word_tokens import WordTokens, cuts_at_spaces
 
 GENERIC = "TokenizersBackend"  # the class that reads `tokenizer.json` and adds no rules of its own
 PLAIN_KINDS = ("llama", "qwen3")  # whose tokenizers are what `tokenizer.json` says
@@ -142,8 +143,17 @@ class TextCodec:
         ]  # which also settles the library's options
         if not self._is_the_library_s:
             return first + [self.encode(text, add_special_tokens) for text in texts[1:]]
+        if len(texts) < 2:
+            return first
+        if self._words is not None and self._words.encode(texts[:1], add_special_tokens) == first:
+            return first + self._words.encode(texts[1:], add_special_tokens)
         many = self._tokenizer.backend_tokenizer.encode_batch_fast(texts[1:], add_special_tokens=add_special_tokens)
         return first + [each.ids for each in many]
+
+    @cached_property
+    def _words(self) -> WordTokens | None:
+        library = self._tokenizer.backend_tokenizer
+        return WordTokens(library) if cuts_at_spaces(library) else None
 
     @cached_property
     def _is_the_library_s(self) -> bool:

@@ -134,10 +134,15 @@ class JobSizes:
 
     def num_pages(self, jobs: Iterable[RunningJob]) -> int:
         """The pages that jobs take for all tokens that they have, those that are still to be read included."""
-        return sum(pages_of(self._held(len(job.sequence)) + self.num_beside, self.page) for job in jobs)
+        return sum(pages_of(self._held(job) + self.num_beside, self.page) for job in jobs)
 
-    def _held(self, num_positions: int) -> int:
-        return num_positions if self.held is None else self.held.of(num_positions)
+    def _held(self, job: RunningJob) -> int:
+        """The positions that take as much; those of a shared prompt are all held, for others."""
+        num_positions = len(job.sequence)
+        if self.held is None:
+            return num_positions
+        num_shared = min(num_positions, job.assignment.num_shared_tokens)
+        return num_shared + self.held.of(num_positions - num_shared)
 
 
 def without_room(jobs: Collection[RunningJob], num_pages: int | None, sizes: JobSizes = JobSizes()) -> list[RunningJob]:

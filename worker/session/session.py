@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import math
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -39,14 +40,18 @@ from swiftbatch.worker.exactness.verdicts import exactness_of
 from swiftbatch.worker.model.files import ModelFiles
 from swiftbatch.worker.model.text import TextCodec
 from swiftbatch.worker.session.checkpointing import Checkpointing
+from swiftbatch.worker.session.reserve import Reserve, Room
 from swiftbatch.worker.session.result_sealing import Sealing, SealingRule
 from swiftbatch.worker.session.resume import Resumer
 from swiftbatch.worker.session.running_job import JobSizes, RunningJob, without_room
 from swiftbatch.worker.session.same_model import located_model, refuse_changed_meanwhile
 from swiftbatch.worker.session.work import Assignment, JobProgress, Orders, WorkReport
+from swiftbatch.worker.session.work_slice import WorkSlice
 from swiftbatch.worker.target.loading import resolve_device
 from swiftbatch.worker.target.step_costs import step_costs_of
 from swiftbatch.worker.target.target import TargetModel
+
+COUNTERS_SECONDS = 2.0  # between two reports with counters
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +88,8 @@ class WorkerSession:
         self._checkpointing = Checkpointing(self._checkpoints, config, self.engine)
         self._running: dict[str, RunningJob] = {}
         self._num_pages: int | None = None  # for all caches together, as the last orders say
+        self._reserve, self._slice = Reserve(), WorkSlice()
+        self._counted = -math.inf  # when counters were last reported
         self._must_drain = False
         self.metrics_address: str | None = None
         if metrics_port is not None:
@@ -101,88 +108,107 @@ class WorkerSession:
         """Follow the orders, step all jobs for about `seconds`, and report. One job's fault fails that job alone."""
         self._checkpointing.check()
         num_before = self.engine.counters.num_generation_tokens
+        self._slice = WorkSlice()
+        self._follow(orders)
+        deadline = time.monotonic() + seconds
+        while self._has_jobs() and time.monotonic() < deadline and not self._must_drain:
+            self._advance()
+            if not orders.seals and self._slice.has_many_empty(len(self._running)):
+                break
+        if self._must_drain:
+            self._slice.unbegun += self._reserve.give_up()
+            self._sealing.seal()
+            self._slice.released += self._release(list(self._running), self._config.grace_seconds)
+        is_last = self._must_drain or (orders.seals and not self._has_jobs())
+        finished = self._sealing.flush() if is_last else self._sealing.sealed()
+        return self._report(finished, self.engine.counters.num_generation_tokens - num_before)
+
+    def _follow(self, orders: Orders) -> None:
+        """Drop and hand back what is others' now, and take new jobs in."""
         self._drop(orders.cancelled)
         self._num_pages = orders.num_pages
-        released = self._release(orders.released, self._config.grace_seconds)
-        outgrown: list[JobProgress] = []
-        ended: list[JobProgress] = []
-        failed: list[tuple[str, str]] = []
-        refused: list[tuple[str, str, str]] = []
+        self._slice.unbegun += self._reserve.follow(orders)
+        self._slice.released += self._release(orders.released, self._config.grace_seconds)
         for assignment in orders.assignments:
-            self._take_in(assignment, failed, refused, outgrown)
-        deadline = time.monotonic() + seconds
-        while self._running and time.monotonic() < deadline and not self._must_drain:
-            outgrown += self._make_room()
+            self._take_in(assignment)
+
+    def _has_jobs(self) -> bool:
+        return bool(self._running or self._reserve)
+
+    def _advance(self) -> None:
+        """Begin with jobs of the reserve where others have left, and take one step with all."""
+        self._make_room()
+        while (assignment := self._reserve.next(self._running.values(), self._room())) is not None:
+            self._slice.begun.append(assignment.record.job_id)
+            self._take_in(assignment)
+        if self._running:
+            self._slice.count_step(len(self._running))
             self._step()
-            for job in [job for job in self._running.values() if job.sequence.finish_reason is not None]:
-                if may_rewind(job.sequence):
-                    self._rewind(job)
-                    continue
-                if (again := closed(job.sequence, job.thinking)) is not None:
-                    self.engine.replace(again)
-                    job.sequence = again
-                    continue
-                if self._is_kept(job):
-                    self._checkpointing.keep(job, self._config.grace_seconds)
-                self._drop([job.job_id])
-                if job.sequence.error is not None:
-                    refused.append((job.job_id, job.sequence.error_code or NOT_FINITE, job.sequence.error))
-                else:
-                    self._finish(job, ended, failed)
-            for job in self._running.values():
-                self._checkpointing.put_due(job)
-            self._sealing.seal_due()
-        if self._must_drain:
-            self._sealing.seal()
-            released += self._release(list(self._running), self._config.grace_seconds)
-        is_last = self._must_drain or (orders.seals and not self._running)
-        return WorkReport(
-            progress=tuple(job.progress for job in self._running.values()),
-            finished=tuple(self._sealing.flush() if is_last else self._sealing.sealed()),
-            failed=tuple(failed),
-            refused=tuple(refused),
-            num_generated_tokens=self.engine.counters.num_generation_tokens - num_before,
-            released=tuple(released),
-            outgrown=tuple(outgrown),
-            ended=tuple(ended),
-            is_draining=self._must_drain,
-            counters=copy.deepcopy(self.engine.counters),
-        )
+        for job in [job for job in self._running.values() if job.sequence.finish_reason is not None]:
+            self._end(job)
+        for job in self._running.values():
+            self._checkpointing.put_due(job)
+        self._sealing.seal_due()
+
+    def _end(self, job: RunningJob) -> None:
+        """Have a job go on whose text may, and let any other leave with its result."""
+        if may_rewind(job.sequence):
+            self._rewind(job)
+            return
+        if (again := closed(job.sequence, job.thinking)) is not None:
+            self.engine.replace(again)
+            job.sequence = again
+            return
+        if self._is_kept(job):
+            self._checkpointing.keep(job, self._config.grace_seconds)
+        self._drop([job.job_id])
+        if job.sequence.error is not None:
+            self._slice.refused.append((job.job_id, job.sequence.error_code or NOT_FINITE, job.sequence.error))
+        else:
+            self._finish(job, self._slice.ended, self._slice.failed)
+
+    def _report(self, finished: Iterable[JobProgress], num_generated_tokens: int) -> WorkReport:
+        progress = [job.progress for job in self._running.values()]
+        is_draining, counters = self._must_drain, self._due_counters()
+        return self._slice.report(progress, finished, num_generated_tokens, is_draining=is_draining, counters=counters)
+
+    def _due_counters(self) -> EngineCounters | None:
+        """All counts, a while after the last time or when no job runs: they cost more than the rest of a report."""
+        now = time.monotonic()
+        if self._has_jobs() and now - self._counted < COUNTERS_SECONDS:
+            return None
+        self._counted = now
+        return copy.deepcopy(self.engine.counters)
 
     def drain(self, seconds: float) -> WorkReport:
         """Checkpoint and hand back all jobs: token logs first, then as much state as `seconds` allow."""
-        self._must_drain = True
+        self._must_drain, self._slice = True, WorkSlice()
+        self._slice.unbegun += self._reserve.give_up()
         self._sealing.seal()
-        released, counters = tuple(self._release(list(self._running), seconds)), copy.deepcopy(self.engine.counters)
-        finished = tuple(self._sealing.flush())
-        return WorkReport(finished=finished, released=released, is_draining=True, counters=counters)
+        self._slice.released += self._release(list(self._running), seconds)
+        return self._report(self._sealing.flush(), 0)
 
     def request_drain(self) -> None:
         """Let the running or the next `work` drain, within the grace period; safe in a signal handler."""
         self._must_drain = True
 
-    def _take_in(
-        self,
-        assignment: Assignment,
-        failed: list[tuple[str, str]],
-        refused: list[tuple[str, str, str]],
-        outgrown: list[JobProgress],
-    ) -> None:
+    def _take_in(self, assignment: Assignment) -> None:
         """Start a job where its checkpoints end."""
-        record = assignment.record
+        record, found = assignment.record, self._slice
         try:
             job = self._start(assignment)
         except StoreError:
             raise
         except TooLongError as error:  # too long for this worker, and for all that started when it did
-            refused.append((record.job_id, TOO_LONG, str(error)))
+            found.refused.append((record.job_id, TOO_LONG, str(error)))
         except PagesError:  # the others have grown since the driver heard of them
-            outgrown.append(JobProgress(record.job_id, assignment.num_reported_tokens))
+            found.outgrown.append(JobProgress(record.job_id, assignment.num_reported_tokens))
+            self._reserve.keep_to(len(self._running))
         except ConstraintError as error:  # an older version took what this one can't follow
-            refused.append((record.job_id, CONSTRAINT_REFUSED, str(error)))
+            found.refused.append((record.job_id, CONSTRAINT_REFUSED, str(error)))
         except (ValueError, MemoryError, RuntimeError) as error:
             logger.exception("job %s could not be started", record.job_id)
-            failed.append((record.job_id, f"{type(error).__name__}: {error}"))
+            found.failed.append((record.job_id, f"{type(error).__name__}: {error}"))
         else:
             self._running[job.job_id] = job
             self._checkpointing.open(job)
@@ -223,15 +249,20 @@ class WorkerSession:
         except ValueError as error:
             logger.warning("drafter state of job %s not used: %s", sequence.sequence_id, error)
 
-    def _make_room(self) -> list[JobProgress]:
+    def _make_room(self) -> None:
         """Hand back the jobs that have no room for another step."""
         jobs = without_room(self._running.values(), self._num_held_and_free(), self._sizes)
         if jobs and gc.collect():  # caches of jobs that have left may hang in circles of references
             jobs = without_room(self._running.values(), self._num_held_and_free(), self._sizes)
-        released = self._release([job.job_id for job in jobs], self._config.grace_seconds)
+        if jobs:
+            self._slice.outgrown += self._release([job.job_id for job in jobs], self._config.grace_seconds)
+            self._reserve.keep_to(len(self._running))
         num_pages = self.pool_size.num_pages if self.pool_size else self._num_pages
         self.engine.counters.count_pages(self._sizes.num_pages(self._running.values()), num_pages)
-        return released
+
+    def _room(self) -> Room:
+        """The memory for all caches, as the driver plans with it."""
+        return Room(self.pool_size.num_pages if self.pool_size else self._num_pages, self._sizes)
 
     def _num_held_and_free(self) -> int | None:
         """The pages that jobs may take: as the orders say; of a GPU's pool those that they have and that are free.

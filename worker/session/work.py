@@ -18,6 +18,7 @@ class Assignment:
     num_reported_tokens: int = 0  # what the last attempt had reported when it was lost
     num_shared_tokens: int = 0  # first ones of its prompt that other jobs have as well, so far as the driver can tell
     seniority: int = 0  # the lower one was given to a worker sooner, in its first attempt
+    num_expected_tokens: int = 0  # that it may end with, so far as the driver can tell
 
 
 @dataclass(frozen=True)
@@ -25,9 +26,12 @@ class Orders:
     """Orders to a worker for the start of a slice: take jobs in, drop some, hand some back. Ids are job ids."""
 
     assignments: tuple[Assignment, ...] = ()
+    reserve: tuple[Assignment, ...] = ()  # to begin, in this order, when others have left
+    recalled: tuple[str, ...] = ()  # hand these back if they have not begun
     cancelled: tuple[str, ...] = ()
     released: tuple[str, ...] = ()  # write a whole checkpoint of these, then hand them back
     seals: bool = True  # all results when no job runs any more; False where more jobs are about to come
+    num_slots: int | None = None  # jobs that may run at a time; None for as many as there is memory for
     num_pages: int | None = None  # that caches of all jobs may take; None where that is no question
 
 
@@ -49,7 +53,10 @@ class WorkReport:
     num_generated_tokens: int = 0  # in this slice, recovered tokens not counted
     released: tuple[JobProgress, ...] = ()  # handed back with a whole checkpoint, as ordered or because it drains
     is_draining: bool = False  # it had SIGTERM or was told to drain: it takes no more work
-    counters: EngineCounters | None = None  # all that the worker has counted since it started
+    counters: EngineCounters | None = None  # all that the worker has counted since it started; None now and then
     refused: tuple[tuple[str, str, str], ...] = ()  # (job_id, error code, message): every attempt would end so
     outgrown: tuple[JobProgress, ...] = ()  # handed back with a whole checkpoint, since the memory ran out
     ended: tuple[JobProgress, ...] = ()  # in this slice; they take no room, and finish once their results are there
+    begun: tuple[str, ...] = ()  # job ids of the reserve; what became of them stands in the other fields, too
+    unbegun: tuple[str, ...] = ()  # job ids handed back from the reserve, as ordered or because the worker drains
+    num_jobs: float = 0.0  # that ran at a time, on average over the slice's steps

@@ -21,7 +21,7 @@ class ExpertCounts:
 
     def __init__(self) -> None:
         self.newest = 0  # of the newest forward
-        self.version = 0  # rises with all that is learned
+        self.num_steps = 0  # that tell something
         self._means = np.zeros(TILE_ROWS + 1)
         self._numbers = np.zeros(TILE_ROWS + 1, dtype=int)
 
@@ -32,10 +32,11 @@ class ExpertCounts:
             self._numbers[num_rows] += 1
             rate = max(LEARNING_RATE, 1 / self._numbers[num_rows])
             self._means[num_rows] += rate * (num_experts - self._means[num_rows])
-            self.version += 1
+            self.num_steps += 1
 
     def forget(self) -> None:
         """Forget all that was learned: what probes met is nobody's text."""
+        self.num_steps = 0
         self._numbers[:] = 0
         self._means[:] = 0
 

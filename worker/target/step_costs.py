@@ -27,6 +27,7 @@ PROBE_STRIDE = 7919  # from token to token; a prime, so that few vocabularies re
 ROW_PRICES = (0.0, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0)  # in parts of a forward that all its rows share alike
 FEWEST_REPEATS = 2  # a single time may include first touches of memory, or another program
 LEAST_SECONDS = 1e-9  # a clock may be too coarse to see less
+ROUTED_EVERY = 8  # steps between two looks at the experts that they met
 LONG_SECONDS = 0.3  # for all times of one forward; a slow forward is timed less often
 
 
@@ -46,11 +47,15 @@ class StepCosts:
     spread: ExpertSpread | None = None  # by which real steps correct it
 
     def as_routed(self) -> StepCosts:
-        """The costs of rows that meet as many experts as those of real steps did; the same ones until these tell."""
-        if self.spread is None:
-            return self
-        seconds = np.maximum(LEAST_SECONDS, self.seconds - self.spread.saved_seconds())
-        return replace(self, seconds=np.maximum.accumulate(seconds, axis=1), spread=None)
+        """The costs of rows that meet as many experts as those of real steps did; the same ones until these tell.
+
+        Whoever plans asks each time. They are counted anew after the first steps, and then after every few.
+        """
+        return self if self.spread is None else self._routed.newest(self, self.spread)
+
+    @functools.cached_property
+    def _routed(self) -> _RoutedCosts:
+        return _RoutedCosts()
 
     def at(self, num_rows: int, length: int) -> float:
         """Seconds of one sequence's forward over `num_rows` rows behind `length` cached positions."""
@@ -131,6 +136,24 @@ class StepCosts:
         num_parts = max(1, self.rows_per_forward // TILE_ROWS)  # of a forward, each as large as was measured
         num_forwards = max(0, end - start) / (num_parts * TILE_ROWS)
         return num_forwards * sum(self.forward_seconds(TILE_ROWS, length, num_parts) for length in (start, end)) / 2
+
+
+class _RoutedCosts:
+    """The newest costs by real steps, and how many of these they know."""
+
+    def __init__(self) -> None:
+        self._costs: StepCosts | None = None
+        self._num_steps = 0
+
+    def newest(self, probed: StepCosts, spread: ExpertSpread) -> StepCosts:
+        """Correct probed costs, where enough has passed since the last time."""
+        num_steps = spread.counts.num_steps
+        is_known = abs(num_steps - self._num_steps) < min(ROUTED_EVERY, max(1, self._num_steps))
+        if self._costs is None or not is_known:
+            seconds = np.maximum(LEAST_SECONDS, probed.seconds - spread.saved_seconds())
+            self._costs = replace(probed, seconds=np.maximum.accumulate(seconds, axis=1), spread=None)
+            self._num_steps = num_steps
+        return self._costs
 
 
 Costs = Callable[[], StepCosts]

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
+from typing import Any
 
 import pytest
 
@@ -130,6 +131,16 @@ def with_index(data: bytes, index: object, **last: object) -> bytes:
     return b"".join([*lines, row, seal(json.dumps(values).encode())])
 
 
+def index_of(data: bytes) -> list[list[Any]]:
+    index: list[list[Any]] = json.loads(data.splitlines()[-2])["index"]
+    return index
+
+
+def names_exchanged(data: bytes) -> list[list[Any]]:
+    one, other = index_of(data)
+    return [[other[0], *one[1:]], [one[0], *other[1:]]]
+
+
 DAMAGES: dict[Callable[[bytes], bytes], list[str]] = {  # and the jobs that run again
     torn: ["b"],
     flipped: ["a"],
@@ -140,6 +151,8 @@ DAMAGES: dict[Callable[[bytes], bytes], list[str]] = {  # and the jobs that run 
     lambda data: with_index(data, {"x": 1}): [],
     lambda data: with_index(data, [["x", 0]]): [],
     lambda data: with_index(data, [["x", -9, 0.5, 2**70]]): [],
+    lambda data: with_index(data, names_exchanged(data)): [],
+    lambda data: with_index(data, [["other", *row[1:]] for row in index_of(data)]): [],
     lambda data: b"": ["a", "b"],
     lambda data: bytes(len(data)): ["a", "b"],
 }
@@ -177,8 +190,19 @@ def test_a_second_whole_result_of_a_job_makes_up_for_a_damaged_one(tmp_path: Pat
     path = f"{SEGMENTS}/w1-x-0001.seg"
     made.store.write(path, flipped(made.store.read(path) or b""))
     opened = Run.open(made.store.uri)
+    assert len(list(opened.joined_lines())) == 5, "before a resume has looked at all of them, too"
+    assert opened.result(records[0].job_id) is not None
+    opened = Run.open(made.store.uri)
     assert load_queue(opened, 5).unfinished() == []
     assert len(list(opened.joined_lines())) == 5
+
+
+def test_a_result_in_the_file_of_an_older_version_makes_up_for_a_damaged_one_in_a_segment(tmp_path: Path) -> None:
+    made, records = make_run(str(tmp_path / "run"))
+    write_older_result(made, records[0].job_id, FINISHED)
+    path = f"{SEGMENTS}/w1-x-0001.seg"
+    made.store.write(path, flipped(made.store.read(path) or b""))
+    assert len(list(Run.open(made.store.uri).joined_lines())) == 5
 
 
 def test_a_strange_name_of_a_segment_is_told_in_one_line_without_commands_to_a_terminal(tmp_path: Path) -> None:

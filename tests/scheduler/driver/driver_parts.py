@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -57,8 +57,8 @@ def counting_cluster() -> Iterator[Cluster]:
             yield cluster
 
 
-def make_run(folder: Path, jobs: dict[str, int], seed: int = 7) -> Run:
-    """A run with jobs given as custom_id: max_tokens."""
+def make_run(folder: Path, jobs: dict[str, int], seed: int = 7, prompts: Mapping[str, int] = {}) -> Run:
+    """A run with jobs given as custom_id: max_tokens; `prompts` are those of more than a token."""
     manifest = RunManifest(
         run_id="run",
         created=time.time(),
@@ -78,7 +78,7 @@ def make_run(folder: Path, jobs: dict[str, int], seed: int = 7) -> Run:
     for line_number, (custom_id, max_tokens) in enumerate(jobs.items(), start=1):
         sampling = SamplingParams(max_tokens=max_tokens, seed=seed)
         job = Job(custom_id=custom_id, url="/v1/completions", prompt="count", sampling=sampling)
-        records.append(JobRecord(job.job_id("f"), job, line_number, 1))
+        records.append(JobRecord(job.job_id("f"), job, line_number, prompts.get(custom_id, 1)))
     run.add_jobs(records)
     return run
 

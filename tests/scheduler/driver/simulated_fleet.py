@@ -25,8 +25,10 @@ from swiftbatch.scheduler.driver.slots import MEMORY_SHARE
 from swiftbatch.scheduler.driver.speed import Speed, StepPace
 from swiftbatch.scheduler.driver.worker_fleet import Reported, Worker
 from swiftbatch.worker.caches.memory.pages import PAGE
+from swiftbatch.worker.session.reserve import Reserve, Room
 from swiftbatch.worker.session.running_job import JobSizes, without_room
 from swiftbatch.worker.session.work import Assignment, JobProgress, Orders, WorkReport
+from swiftbatch.worker.session.work_slice import WorkSlice
 from tests.jobs.run.run_parts import write_older_result
 from tests.scheduler.driver.driver_parts import make_context, make_run
 
@@ -44,6 +46,17 @@ class StepModel:
         return self.base + num_jobs * self.per_job
 
 
+@dataclass(frozen=True)
+class SimulatedSequence:
+    """The lengths of a sequence."""
+
+    num_prompt_tokens: int
+    num_generated_tokens: int
+
+    def __len__(self) -> int:
+        return self.num_prompt_tokens + self.num_generated_tokens
+
+
 @dataclass(eq=False)
 class SimulatedJob:
     """Stands for a `RunningJob`: its assignment, and a sequence that has a length."""
@@ -53,8 +66,8 @@ class SimulatedJob:
     num_final_tokens: int
 
     @property
-    def sequence(self) -> range:
-        return range(self.assignment.record.num_prompt_tokens + self.num_tokens)
+    def sequence(self) -> SimulatedSequence:
+        return SimulatedSequence(self.assignment.record.num_prompt_tokens, self.num_tokens)
 
     @property
     def progress(self) -> JobProgress:
@@ -69,32 +82,49 @@ class SimulatedWorker:
     lengths: Mapping[str, int]  # the jobs' tokens by names
     step: StepModel
     jobs: dict[str, SimulatedJob] = field(default_factory=dict)
+    reserve: Reserve = field(default_factory=Reserve)
     tokens: dict[str, int] = field(default_factory=dict)  # of jobs that it had, as checkpoints have them
     most_pages: int = 0  # in use at any time
     seconds_left: float = 0.0  # of a step that the last slice began
 
     def work(self, orders: Orders, tokens: dict[str, int]) -> WorkReport:
-        for job_id in orders.released:
-            tokens[job_id] = self.jobs[job_id].num_tokens
-        released = [self.jobs.pop(job_id).progress for job_id in orders.released]
+        found, unbegun = WorkSlice(), self.reserve.follow(orders)
+        leaving = [job_id for job_id in orders.released if job_id in self.jobs]
+        tokens |= {job_id: self.jobs[job_id].num_tokens for job_id in leaving}
+        found.released += [self.jobs.pop(job_id).progress for job_id in leaving]
         for each in orders.assignments:
-            record = each.record
-            length = self.lengths[record.job.custom_id]
-            self.jobs[record.job_id] = SimulatedJob(each, tokens.get(record.job_id, 0), length)
-        outgrown: list[JobProgress] = []
-        finished: list[JobProgress] = []
+            self._begin(each, tokens)
+        found.begun += self._refill(orders.num_pages, tokens)
         num_generated, self.seconds_left = 0, self.seconds_left + SLICE
         while self.jobs and self.seconds_left >= (seconds := self.step.seconds(len(self.jobs))):
             self.seconds_left -= seconds
-            outgrown += self._make_room(orders.num_pages, tokens)
+            found.outgrown += self._make_room(orders.num_pages, tokens)
+            found.count_step(len(self.jobs))
             num_generated += len(self.jobs)
-            finished += self._advance()
-        progress = tuple(job.progress for job in self.jobs.values())
-        return WorkReport(progress, tuple(finished), (), num_generated, tuple(released), outgrown=tuple(outgrown))
+            found.ended += self._advance()
+            found.begun += self._refill(orders.num_pages, tokens)
+        found.unbegun += unbegun
+        progress = [job.progress for job in self.jobs.values()]
+        return found.report(progress, found.ended, num_generated, is_draining=False, counters=None)
+
+    def _refill(self, num_pages: int | None, tokens: dict[str, int]) -> list[str]:
+        jobs: Any = self.jobs.values()
+        begun = []
+        while (each := self.reserve.next(jobs, Room(num_pages))) is not None:
+            self._begin(each, tokens)
+            begun.append(each.record.job_id)
+        return begun
+
+    def _begin(self, assignment: Assignment, tokens: dict[str, int]) -> None:
+        record = assignment.record
+        length = self.lengths[record.job.custom_id]
+        self.jobs[record.job_id] = SimulatedJob(assignment, tokens.get(record.job_id, 0), length)
 
     def _make_room(self, num_pages: int | None, tokens: dict[str, int]) -> list[JobProgress]:
         running: Any = list(self.jobs.values())
         leaving: Any = without_room(running, num_pages)
+        if leaving:
+            self.reserve.keep_to(len(running) - len(leaving))
         for job in leaving:
             tokens[job.progress.job_id] = job.num_tokens
             del self.jobs[job.progress.job_id]
@@ -131,9 +161,10 @@ class SimulatedRun:
         num_workers: int,
         num_pages: int,
         step: StepModel,
+        prompts: Mapping[str, int] = {},
     ) -> None:
         """`limits` are `max_tokens` of jobs by their names, `lengths` the tokens at which they end."""
-        self.run = make_run(folder, dict(limits))
+        self.run = make_run(folder, dict(limits), prompts=prompts)
         self.workers = {f"w{i}": SimulatedWorker(self.run, lengths, step) for i in range(num_workers)}
         self.speed, self.pace = Speed(0.0), StepPace()
         self.now = 0.0
@@ -160,8 +191,7 @@ class SimulatedRun:
 
     def _to_the_end(self) -> float:
         while self.queue.num_unfinished:
-            self._dispatcher.order_relief(self.now)
-            self._dispatcher.order_move(self.now)
+            self._dispatcher.spread(self.now)
             self._dispatcher.hand_out(self.now)
             calls, self._calls = self._calls, []
             assert calls, "jobs wait, and nobody has any"
@@ -175,7 +205,7 @@ class SimulatedRun:
 
     def _report(self, worker: Worker, report: WorkReport) -> None:
         worker.orders = Orders()
-        self.pace.add(len(report.progress) + len(report.finished), report.num_generated_tokens, SLICE)
+        self.pace.add(report.num_jobs, report.num_generated_tokens, SLICE)
         for speed in (self.speed, worker.speed):
             speed.add(report.num_generated_tokens, self.now)
         self.num_ended += len(report.finished)
@@ -192,6 +222,13 @@ class _Fleet:
     @property
     def workers(self) -> Sequence[Worker]:
         return self._run.fleet_workers
+
+    @property
+    def idle(self) -> Sequence[Worker]:
+        return self._run.fleet_workers
+
+    def num_sharing(self, node_id: str) -> int:
+        return 1
 
     def work(self, worker: Worker, orders: Orders, seconds: float) -> None:
         self._run.note_call(worker, orders)

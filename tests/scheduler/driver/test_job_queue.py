@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 
 from swiftbatch.jobs.run.job_index import JobEntry
-from swiftbatch.scheduler.driver.job_queue import JobQueue
+from swiftbatch.jobs.shared_prompts import NOT_SHARED
+from swiftbatch.scheduler.driver.job_queue import FIRST_ORDER, JobQueue
+from tests.scheduler.driver.queue_parts import untouched
 
 
 def entry(custom_id: str, max_tokens: int, line_number: int = 1) -> JobEntry:
@@ -32,6 +34,22 @@ def test_the_longest_job_is_taken_first_and_equals_in_file_order() -> None:
     for line_number, (name, max_tokens) in enumerate([("b", 50), ("a", 50), ("long", 200)], start=1):
         queue.add(entry(name, max_tokens, line_number))
     assert [take(queue, "w1", 0.0) for _ in range(4)] == ["long", "b", "a", None]
+
+
+def test_jobs_like_those_that_ended_soon_are_taken_last_once_enough_have_ended() -> None:
+    asked = [JobEntry(f"{kind} {n}", "", n, tokens, 1000) for n in range(60) for kind, tokens in KINDS.items()]
+    queue = JobQueue(5, untouched(asked, [NOT_SHARED] * len(asked), [0] * len(asked)))
+    for _ in range(FIRST_ORDER):
+        name = take(queue, "w1", 0.0) or ""
+        assert name.startswith("classified"), "a longer prompt with the same limit may need most positions"
+        queue.finish(name, 5)
+    assert (take(queue, "w1", 0.0) or "").startswith("story")
+    rest = [take(queue, "w1", 0.0) or "" for _ in range(queue.num_unfinished)]
+    assert [name for name in rest if name.startswith("story")] == rest[:59]
+    assert 0 < queue.num_expected_left < queue.num_tokens_left
+
+
+KINDS = {"story": 20, "classified": 900}  # and the tokens of their prompts
 
 
 def test_the_lowest_priority_is_taken_before_any_longer_job_also_after_it_was_put_back() -> None:
@@ -245,3 +263,54 @@ def test_a_job_that_has_ended_takes_no_room_and_runs_again_if_its_result_is_neve
     queue.finish("a", 40)
     assert (queue.unsealed_by("w2"), queue.num_tokens_left, queue.num_to_run) == ([], 200, 2)
     assert queue.counts()["finished"] == 1
+
+
+def lease(queue: JobQueue, worker_id: str) -> str | None:
+    leased = queue.lease(worker_id, 100.0)
+    return leased.job_id if leased else None
+
+
+def test_a_job_in_reserve_is_pending_until_it_begins_and_goes_back_as_it_was() -> None:
+    queue = JobQueue(max_attempts=1)
+    for line_number, (name, max_tokens) in enumerate([("a", 90), ("b", 80), ("c", 70)], start=1):
+        queue.add(entry(name, max_tokens, line_number))
+    assert (take(queue, "w1", 0.0), lease(queue, "w1"), lease(queue, "w1")) == ("a", "b", "c")
+    assert (queue.counts()["running"], queue.counts()["pending"], queue.num_waiting) == (1, 2, 0)
+    assert (held(queue, "w1"), [job.job_id for job in queue.reserve_of("w1")]) == (["a"], ["b", "c"])
+    assert (queue.num_left("w1"), queue.num_to_run, queue.num_tokens_left) == (240, 3, 240)
+    assert queue.begin("b") is not None
+    assert queue.begin("b") is None
+    assert (held(queue, "w1"), queue.counts()["running"], queue.num_leased) == (["a", "b"], 2, 1)
+    queue.release("c")
+    assert (queue.num_waiting, queue.num_leased, take(queue, "w2", 0.0)) == (1, 0, "c")
+    queue.end("b", 80)
+    assert [job.job_id for job in queue.unsealed_by("w1")] == ["b"]
+    queue.stop_running()
+    assert (queue.num_waiting, queue.handed_out(), queue.num_tokens_left) == (3, set(), 160)
+
+
+def test_a_cancelled_job_leaves_its_reserve() -> None:
+    queue = JobQueue(max_attempts=5)
+    queue.add(entry("a", 90))
+    assert lease(queue, "w1") == "a"
+    queue.drop("a", "cancelled")
+    assert (queue.reserve_of("w1"), queue.num_leased, queue.num_unfinished) == ([], 0, 0)
+
+
+def test_no_job_that_may_have_to_run_alone_waits_in_a_reserve() -> None:
+    queue = JobQueue(max_attempts=5)
+    queue.add(entry("lost", 90))
+    for _ in range(2):
+        assert take(queue, "w1", 100.0) == "lost"
+        assert queue.lose("lost", 0.0)
+    assert lease(queue, "w1") is None  # it runs alone
+    give_other(queue, "w2", 100.0)
+    queue.add(entry("suspect", 80))
+    assert lease(queue, "w2") == "suspect"
+    queue.suspect("suspect")
+    queue.release("suspect")
+    assert lease(queue, "w2") is None
+    assert take(queue, "w3", 100.0) == "lost"
+    queue.add(entry("more", 10))
+    assert lease(queue, "w3") is None  # nobody beside it
+    assert lease(queue, "w2") == "more"

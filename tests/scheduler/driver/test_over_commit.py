@@ -25,7 +25,7 @@ def test_no_job_makes_an_older_one_leave_and_hand_backs_are_no_more_than_ends(
     tmp_path: Path, num_workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The simulated worker asserts the first. The driver believes that no job grows, so memory runs out often."""
-    monkeypatch.setattr(Forecast, "final_tokens", lambda self, num_tokens, max_tokens: num_tokens)
+    monkeypatch.setattr(Forecast, "final_tokens", lambda self, num_prompt_tokens, num_tokens, max_tokens: num_tokens)
     limit, lengths = 1000, drawn(random.Random(num_workers), 40, 1000)
     sizes = {"num_workers": num_workers, "num_pages": pages_of(limit), "step": STEP}
     run = SimulatedRun(tmp_path, dict.fromkeys(lengths, limit), lengths, **sizes)

@@ -23,7 +23,7 @@ from swiftbatch.scheduler.cluster.actors import WorkerSpec
 from swiftbatch.scheduler.cluster.cluster import Cluster
 from swiftbatch.scheduler.driver.worker_fleet import Fleet
 from swiftbatch.worker.config import EngineConfig
-from swiftbatch.worker.session.work import Orders
+from swiftbatch.worker.session.work import Orders, WorkReport
 from tests.scheduler.driver.driver_parts import (
     RecordingDisplay,
     make_driver,
@@ -235,10 +235,11 @@ def test_a_worker_may_take_its_time_to_start_and_to_take_a_job_in(silent: Silent
     assert silent.fleet.workers == [starting]
 
 
-def test_a_worker_without_orders_owes_no_report(silent: SilentFleet) -> None:
+def test_a_worker_without_orders_owes_no_report(silent: SilentFleet, monkeypatch: pytest.MonkeyPatch) -> None:
     idle = silent.fleet.workers[0]
     silent.fleet.work(idle, Orders(), 0.5)
-    idle.call = None  # it has answered
+    monkeypatch.setattr(remote, "wait", lambda calls, seconds: [idle.call] if idle.call in calls else [])
+    monkeypatch.setattr(remote, "answer", lambda call: WorkReport())
     assert silent.wait(1000) == []
 
 
@@ -279,7 +280,7 @@ def test_a_worker_that_is_to_go_does_not_keep_its_successor_from_starting(monkey
     )
     fleet = Fleet(WorkerSpec(EngineConfig(), ""), cluster, timeout=20)
     fleet.fill(2, 0.0)
-    fleet.workers[0].begin_drain("node_drained", 20.0)
+    fleet.begin_drain(fleet.workers[0], "node_drained", 20.0)
     fleet.fill(2, 0.0)
     fleet.fill(2, 0.0)
     assert [worker.id for worker in fleet.workers] == ["w1", "w2", "w3"]

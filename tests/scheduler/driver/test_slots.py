@@ -25,7 +25,8 @@ def worker(num_pages: int, node: str = "node", num_slots: int | None = None, num
 
 
 def slots(num_slots: int | None, *workers: Worker) -> Slots:
-    fleet: Any = SimpleNamespace(workers=workers)
+    nodes = [each.info.node_id if each.info else None for each in workers]
+    fleet: Any = SimpleNamespace(num_sharing=lambda node: nodes.count(node) + nodes.count(None))
     return Slots(num_slots, fleet)
 
 

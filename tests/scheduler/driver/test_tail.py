@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,6 +26,33 @@ def bound(lengths: dict[str, int], num_workers: int) -> float:
     """Seconds below which no run can stay: the longest job alone, and all work in full steps, spread evenly."""
     work = sum(lengths.values()) * STEP.seconds(MOST_SLOTS) / MOST_SLOTS
     return max(work / num_workers, max(lengths.values()) * STEP.seconds(1))
+
+
+def ordinary(rng: random.Random, num_jobs: int) -> dict[str, int]:
+    return {f"job {number}": min(2000, int(rng.lognormvariate(5.3, 0.7)) + 1) for number in range(num_jobs)}
+
+
+def twenty_times_as_long(rng: random.Random, num_jobs: int) -> dict[str, int]:
+    return {f"job {number}": int(50 * 20 ** rng.random()) for number in range(num_jobs)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draw", [ordinary, twenty_times_as_long])
+def test_jobs_of_all_lengths_end_together_within_a_tenth_of_the_least_time(
+    tmp_path: Path, draw: Callable[[random.Random, int], dict[str, int]]
+) -> None:
+    lengths = draw(random.Random(1), 1000)
+    assert run_of(tmp_path, lengths, 4).to_the_end() < 1.1 * bound(lengths, 4)
+
+
+@pytest.mark.slow
+def test_limits_that_say_nothing_matter_little_where_answers_are_as_long_as_their_prompts(tmp_path: Path) -> None:
+    rng, names = random.Random(1), [f"job {number}" for number in range(1000)]
+    prompts = {name: int(20 * 20 ** rng.random()) for name in names}
+    lengths = {name: min(1500, int(2.5 * prompts[name] * rng.lognormvariate(0, 0.35)) + 1) for name in names}
+    sizes: dict[str, Any] = {"num_workers": 4, "num_pages": ROOMY, "step": STEP}
+    run = SimulatedRun(tmp_path, dict.fromkeys(names, 1500), lengths, prompts=prompts, **sizes)
+    assert run.to_the_end() < 1.1 * bound(lengths, 4)
 
 
 @pytest.mark.parametrize("num_workers", [2, pytest.param(4, marks=pytest.mark.slow)])

@@ -22,11 +22,14 @@ NUM_JOBS = 20
 
 def test_each_stage_does_with_a_few_jobs_what_it_is_to_measure(tmp_path: Path) -> None:
     assert tuple(STAGES) == STAGE_NAMES
-    options = ScaleOptions(num_jobs=NUM_JOBS, num_workers=2, num_slots=3, num_seconds=3.0, folder=tmp_path)
+    sizes = {"num_jobs": NUM_JOBS, "num_workers": 2, "num_slots": 3}
+    options = ScaleOptions(**sizes, num_seconds=6.0, store_ms=1.0, folder=tmp_path)
     write_jobs(tmp_path / JOBS_FILE, NUM_JOBS)
     found = {name: measured(name, options) for name in STAGE_NAMES}
     assert found["submit"]["num_rejects"] == found["submit again"]["num_rejects"] == 0
     assert found["drive"]["num_reports"] > 10
+    assert found["drive"]["num_requests"] > 0
+    assert found["drive"]["longest_without_beat_seconds"] > 0
     num_begun = len(Attempts.read(Store(str(tmp_path / RUN)), 9).counted())
     assert num_begun + found["drive"]["num_finished"] >= 6  # all slots had a job
     assert found["resume"]["num_unfinished"] == NUM_JOBS // 10

@@ -245,7 +245,8 @@ positions. All others of these two types are refused.
 
 Not supported: Mamba's first form, delta attention (KDA) and other recurrent layers than those below, position biases,
 learned positions, adapters (merge them first). Weights that lack a tensor of the model, or have one that the model has
-no place for, are refused, because `transformers` would fill gaps with random numbers.
+no place for, are refused, because `transformers` would fill gaps with random numbers. Layers that predict further
+tokens (MTP) are no part of the model: `auto` [drafts with them](engines.md#the-engine-that-chooses) where it can.
 
 ## Latent attention
 

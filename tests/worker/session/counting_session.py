@@ -13,6 +13,7 @@ import signal
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -24,6 +25,7 @@ from swiftbatch.jobs.run.segment_format import SealedResult
 from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.model.files import OtherModelError
+from swiftbatch.worker.session.reserve import Reserve, Room
 from swiftbatch.worker.session.result_sealing import Sealing, SealingRule
 from swiftbatch.worker.session.work import Assignment, JobProgress, Orders, WorkReport
 
@@ -63,15 +65,21 @@ class CountingSession:
         rule = SealingRule(config.checkpoint_seconds, config.checkpoint_tokens)
         self._sealing = Sealing(self._run, worker_id, rule)
         self._running: dict[str, CountingJob] = {}
+        self._reserve = Reserve()
         self._must_drain = False
 
     def work(self, orders: Orders, seconds: float) -> WorkReport:
         for job_id in orders.cancelled:
             self._running.pop(job_id, None)
+        unbegun = self._reserve.follow(orders)
         released = self._release(orders.released)
         if self._must_drain:
-            return self._drained(released)
+            return self._drained(released, unbegun)
         failed = [failure for assignment in orders.assignments if (failure := self._take_in(assignment))]
+        begun = []
+        while (assignment := self._next()) is not None:
+            begun.append(assignment.record.job_id)
+            failed += [failure] if (failure := self._take_in(assignment)) else []
         time.sleep(0.05)
         num_generated = sum(self._advance(job) for job in self._running.values())
         ended = [job for job in self._running.values() if len(job.ids) == job.assignment.record.job.sampling.max_tokens]
@@ -79,10 +87,11 @@ class CountingSession:
         self._sealing.seal_due()
         if self._must_drain:
             released += self._release(list(self._running))
+            unbegun += self._reserve.give_up()
         refused = tuple(
             self._refuse(job) for job in list(self._running.values()) if job.custom_id.startswith("refused")
         )
-        is_last = self._must_drain or (orders.seals and not self._running)
+        is_last = self._must_drain or (orders.seals and not self._running and not self._reserve)
         return WorkReport(
             progress=tuple(job.progress for job in self._running.values()),
             finished=tuple(self._sealing.flush() if is_last else self._sealing.sealed()),
@@ -92,18 +101,27 @@ class CountingSession:
             is_draining=self._must_drain,
             refused=refused,
             ended=reported,
+            begun=tuple(begun),
+            unbegun=tuple(unbegun),
+            num_jobs=len(self._running) + len(ended),
         )
 
     def drain(self, seconds: float) -> WorkReport:
         self._must_drain = True
-        return self._drained([])
+        return self._drained([], [])
 
     def request_drain(self) -> None:
         self._must_drain = True
 
-    def _drained(self, released: list[JobProgress]) -> WorkReport:
+    def _drained(self, released: list[JobProgress], unbegun: list[str]) -> WorkReport:
         released = [*released, *self._release(list(self._running))]
-        return WorkReport(finished=tuple(self._sealing.flush()), released=tuple(released), is_draining=True)
+        unbegun = [*unbegun, *self._reserve.give_up()]
+        ended = {"finished": tuple(self._sealing.flush()), "released": tuple(released), "unbegun": tuple(unbegun)}
+        return WorkReport(**ended, is_draining=True)
+
+    def _next(self) -> Assignment | None:
+        jobs: Any = self._running.values()
+        return self._reserve.next(jobs, Room(None))
 
     def _take_in(self, assignment: Assignment) -> tuple[str, str] | None:
         record = assignment.record

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.job import JobRecord
+from swiftbatch.worker.caches.memory.pages import pages_of
+from swiftbatch.worker.caches.room import HeldPositions
 from swiftbatch.worker.caches.windowed import WindowedKVCache
+from swiftbatch.worker.session.running_job import JobSizes
 from swiftbatch.worker.session.session import _held
 from tests.worker.caches.window_parts import spoil_what_is_forgotten
 from tests.worker.session.recurrent_parts import save_recurrent_model
@@ -176,5 +180,9 @@ def test_a_worker_counts_what_its_caches_hold(tmp_path: Path, model: Path) -> No
     worker = session(run, model, checkpoint="tokens")
     assert worker.held_positions == worker.engine.target.held_positions(0)
     assert worker.held_positions is not None
+    prompt = [claimed(run, JOB), replace(claimed(run, JOB), num_shared_tokens=2000)]
+    jobs: list[Any] = [SimpleNamespace(sequence=range(5000), assignment=assignment) for assignment in prompt]
+    sizes = JobSizes(held=HeldPositions(1000, 0.25))
+    assert [sizes.num_pages([job]) for job in jobs] == [pages_of(1000 + 1000), pages_of(2000 + 1000 + 500)]
     for changes in ({"engine": "triforce"}, {"checkpoint": "tokens", "keep_state": True}):
         assert _held(worker.engine.target, replace(worker._config, **changes)) is None

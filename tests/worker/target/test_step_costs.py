@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +16,10 @@ from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.drafters.base import DraftRequest
 from swiftbatch.worker.drafters.budget import NODE_CHOICES, NodeBudget
 from swiftbatch.worker.drafters.shared_budget import NUM_ROWS, best_shares
+from swiftbatch.worker.drafters.two_level.auto_plan import RoundsPlanner
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.papers.griffin.griffin_tree import PricePlanner
 from swiftbatch.worker.target import step_costs
 from swiftbatch.worker.target.expert_counts import ExpertCounts, ExpertSpread
 from swiftbatch.worker.target.step_costs import ROW_COUNTS, StepCosts, measure_step_costs
@@ -185,6 +188,48 @@ def test_before_real_steps_tell_rows_count_as_many_experts_as_rows_may_meet() ->
         assert found.at(rows, 64) == pytest.approx(step_seconds(rows, 0.25), rel=0.01)
     counts.forget()
     assert np.array_equal(costs.as_routed().seconds, costs.seconds)
+
+
+@pytest.mark.parametrize("probed", [1.0, 0.25])
+@pytest.mark.parametrize("share", [0.1, 1.0])
+@pytest.mark.parametrize("attention", [0.01, 0.03, 0.1])
+def test_rounds_promise_what_the_experts_of_real_steps_let_them_bring(
+    attention: float, share: float, probed: float
+) -> None:
+    """Of one row behind a long text; whatever probes met, rounds look neither better nor worse than they are."""
+
+    def behind_a_long_text(costs: StepCosts) -> StepCosts:
+        by_rows = attention * (1 + 0.05 * np.array(ROW_COUNTS))
+        return replace(costs, lengths=(64, 40_064), seconds=costs.seconds + np.array([0.0, 1.0])[:, None] * by_rows)
+
+    counts = ExpertCounts()
+    for rows in ROW_COUNTS:
+        counts.observe(rows, round(NUM_LAYERS * distinct(rows, share)))
+    planned, true = (
+        RoundsPlanner(behind_a_long_text(costs)).best(np.array([40_064]), np.ones((1, len(NODE_CHOICES))), 0.0)
+        for costs in (routed_costs(counts, probed), replace(routed_costs(counts, share), spread=None))
+    )
+    assert planned.chain_length == true.chain_length
+    assert planned.rate == pytest.approx(true.rate, rel=0.01)
+
+
+def test_trees_of_trained_parts_are_priced_by_the_experts_that_real_steps_met() -> None:
+    counts = ExpertCounts()
+    budget, prices = NodeBudget(routed_costs(counts)), PricePlanner(routed_costs(counts), level_seconds=0.001)
+    row, few = prices.prices(64, 1).row, budget.best(64, 1, 0.0).num_nodes
+    for rows in ROW_COUNTS:
+        counts.observe(rows, NUM_LAYERS * NUM_CHOSEN)
+    assert prices.prices(64, 1).row < 0.1 * row
+    assert budget.best(64, 1, 0.0).num_nodes > few
+
+
+def test_what_real_steps_met_is_looked_at_again_every_few_steps() -> None:
+    counts = ExpertCounts()
+    costs = routed_costs(counts)
+    for _ in range(100):
+        counts.observe(4, NUM_LAYERS * NUM_CHOSEN)
+        assert costs.as_routed() is costs.as_routed()
+    assert costs.as_routed().at(4, 64) == pytest.approx(step_seconds(4, 0.0), rel=0.01)
 
 
 def test_plans_of_drafts_follow_what_real_steps_met() -> None:

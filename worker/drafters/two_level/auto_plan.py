@@ -97,7 +97,8 @@ class RoundsPlanner(Planner):
 
     def __init__(self, costs: StepCosts, rounds: RoundCosts = ON_A_CPU) -> None:
         super().__init__()
-        self._costs, self._rounds = costs, rounds
+        self._probed = self._costs = costs
+        self._rounds = rounds
         self._expected = 0.0  # seconds of one of the coming rounds, before `_slowness`
         self._slowness = 1.0  # of rounds beside what they should take: this machine, its neighbours
         self._num_rounds = self._num_steps = 0
@@ -108,8 +109,10 @@ class RoundsPlanner(Planner):
         """Choose the rounds that pay most for sequences of so many cached positions, `[num_sequences]`.
 
         `tree_tokens [num_sequences, num_choices]` are the tokens that trees of `NODE_CHOICES` nodes bring where they
-        are checked, `overhead` the seconds that a step takes beside forwards and drafts.
+        are checked, `overhead` the seconds that a step takes beside forwards and drafts. Forwards cost what their rows
+        do by the experts that real steps met, in rounds as in verifications.
         """
+        self._costs = self._probed.as_routed()
         texts = self._texts(lengths)
         chains = [
             (chain, len(lengths) * self._tokens(chain), together(self._forward_seconds(texts, chain + 1), overhead))

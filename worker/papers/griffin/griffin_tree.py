@@ -137,18 +137,19 @@ class PricePlanner:
         if self._num_steps < PRIOR_STEPS:
             return True
         tokens, nodes, *_ = self._means.tolist()
-        mean = sum(lengths) // len(lengths)
-        plain, drafted = (self._costs.forward_seconds(rows, mean, len(lengths)) for rows in (1, round(nodes) + 1))
+        mean, costs = sum(lengths) // len(lengths), self._costs.as_routed()
+        plain, drafted = (costs.forward_seconds(rows, mean, len(lengths)) for rows in (1, round(nodes) + 1))
         drafting = self._drafting or self._told_drafting
         return bool(tokens * (plain + overhead) > drafted + overhead + len(lengths) * drafting)
 
     def prices(self, length: int, num_sequences: int) -> TreePrices:
         """Prices for a sequence of `length` cached positions that shares its forwards with others."""
         tokens, nodes, levels, expected = self._means.tolist()
-        forward = self._costs.forward_seconds(round(nodes) + 1, length, num_sequences)
+        costs = self._costs.as_routed()
+        forward = costs.forward_seconds(round(nodes) + 1, length, num_sequences)
         level = self._level_seconds / num_sequences  # sequences share the draft model's forwards
         rate = tokens / (forward / num_sequences + levels * level + STEP_OVERHEAD)
-        few, many = (self._costs.forward_seconds(rows, length, num_sequences) for rows in PRICED_ROWS)
+        few, many = (costs.forward_seconds(rows, length, num_sequences) for rows in PRICED_ROWS)
         row = (many - few) / (PRICED_ROWS[1] - PRICED_ROWS[0]) / num_sequences
         trust = min(MAX_TRUST, max(1 / MAX_TRUST, (tokens - 1.0) / max(expected, 1e-3)))
         return TreePrices(rate * row, rate * level, coverage=1.0 - 1.0 / tokens, trust=trust)

@@ -8,19 +8,19 @@ head turns into logits of the next token, which is also the hidden state in fron
 from __future__ import annotations
 
 from copy import deepcopy
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from swiftbatch.worker.model.causal_lm import decoder_of
 from swiftbatch.worker.model.formats.catalogue import CONFIG_KEYS
-from swiftbatch.worker.model.predictors import ONE_LAYER, OWN, one_layer_config
+from swiftbatch.worker.model.predictors import ONE_LAYER, OWN, ROLES, one_layer_config
 from swiftbatch.worker.model.text_view import Config
-
-NAMES = {"decoder.layers.0.": ONE_LAYER, "decoder.norm.": f"{OWN}final_norm."}
-"""Beginnings of the module's names, and of those in a file of weights."""
 
 
 class PredictorModule(nn.Module):
@@ -31,6 +31,7 @@ class PredictorModule(nn.Module):
         super().__init__()
         one = {key: value for key, value in one_layer_config(config).items() if key not in CONFIG_KEYS}
         made = AutoConfig.for_model(one.pop("model_type"), **one)
+        self._config = deepcopy(made)
         self.decoder = decoder_of(
             AutoModelForCausalLM.from_config(made, dtype=torch.float32, attn_implementation="sdpa")
         )
@@ -45,21 +46,23 @@ class PredictorModule(nn.Module):
         return output
 
     def begin_as(self, decoder: Any) -> None:
-        """Begin with the last layer of a model that is of the same form, and with its norm: sooner trained."""
+        """Begin with a model's norm and its last layer of the same form, on the sum of both inputs: sooner trained."""
         own = {name: each.shape for name, each in self.decoder.layers[0].state_dict().items()}
         for layer in reversed(decoder.layers):
             if {name: each.shape for name, each in layer.state_dict().items()} == own:
                 self.decoder.layers[0].load_state_dict(layer.state_dict())
                 break
         self.decoder.norm.load_state_dict(decoder.norm.state_dict())
+        both = torch.eye(self.join.out_features, device=self.join.weight.device).repeat(1, 2)
+        self.join.weight.data.copy_(both / 2)
 
-    def tensors(self) -> dict[str, Any]:
-        """Its weights by the names of a file of weights."""
-        return {_stored_name(name): tensor for name, tensor in self.state_dict().items()}
-
-
-def _stored_name(name: str) -> str:
-    for beginning, stored in NAMES.items():
-        if name.startswith(beginning):
-            return stored + name.removeprefix(beginning)
-    return OWN + name
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Its weights by the names of a file of weights: those of its layer as the kind is published."""
+        model = AutoModelForCausalLM.from_config(deepcopy(self._config), dtype=torch.float32)
+        decoder_of(model).layers[0].load_state_dict(self.decoder.layers[0].state_dict())
+        with TemporaryDirectory() as folder:
+            model.save_pretrained(folder, max_shard_size="1TB")  # it knows how its class joins what files have apart
+            written = load_file(Path(folder) / "model.safetensors")
+        own = {"final_norm": self.decoder.norm, **{role: getattr(self, role) for role in ROLES[:-1]}}
+        layer = {name: tensor for name, tensor in written.items() if name.startswith(ONE_LAYER)}
+        return layer | {f"{OWN}{role}.weight": part.weight.detach() for role, part in own.items()}

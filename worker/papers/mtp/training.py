@@ -54,7 +54,7 @@ class MTPRecipe:
 
     def steps(self) -> Recipe:
         """The settings of the optimizers."""
-        return Recipe(self.num_steps, learning_rate=5e-3, embedding_learning_rate=1e-3, seed=self.seed)
+        return Recipe(self.num_steps, embedding_learning_rate=1e-3, num_warmup_steps=20, seed=self.seed)
 
 
 @dataclass(frozen=True)

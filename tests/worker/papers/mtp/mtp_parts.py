@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from swiftbatch.worker.model.files import locate_model, read_config
-from swiftbatch.worker.model.predictors import FORMS, ONE_LAYER, OWN, PredictorForm, one_layer_config
+from swiftbatch.worker.model.predictors import FORMS, ONE_LAYER, OWN, PredictorForm
 from swiftbatch.worker.papers.mtp.predictor_module import PredictorModule
 from swiftbatch.worker.target.native_forwards import NativeForwards
 from swiftbatch.worker.target.target import TargetModel
@@ -45,8 +44,7 @@ def publish_with_layer(name: str, folder: Path) -> PredictorModule:
     for parameter in module.parameters():
         parameter += 0.1 * torch.randn_like(parameter) if parameter.ndim == 1 else 0.0
     tensors = load_file(folder / "model.safetensors")
-    (folder / "layer").mkdir()
-    stored = _stored(module, view, folder / "layer")
+    stored = module.tensors()
     if form.is_hidden_first:
         stored[f"{OWN}join.weight"] = stored[f"{OWN}join.weight"].roll(config["hidden_size"], dims=1)
     tensors |= {_published(each, form, view["num_hidden_layers"]): tensor for each, tensor in stored.items()}
@@ -59,17 +57,6 @@ def loaded(folder: Path, dtype: str = "float32") -> TargetModel:
     target = TargetModel.load(locate_model(str(folder)), dtype, "cpu")
     assert isinstance(target.forwards, NativeForwards)
     return target
-
-
-def _stored(module: PredictorModule, view: dict[str, Any], folder: Path) -> dict[str, torch.Tensor]:
-    """The layer's tensors as its class writes them, and its own parts."""
-    one = one_layer_config(view)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(one.pop("model_type"), **one))
-    model.model.layers[0].load_state_dict(module.decoder.layers[0].state_dict())
-    model.save_pretrained(folder)
-    written = load_file(folder / "model.safetensors")
-    layer = {name: tensor for name, tensor in written.items() if name.startswith(ONE_LAYER)}
-    return layer | {name: tensor for name, tensor in module.tensors().items() if name.startswith(OWN)}
 
 
 def _published(name: str, form: PredictorForm, num_layers: int) -> str:

@@ -24,10 +24,14 @@ from tests.worker.papers.griffin.griffin_training_parts import TEXTS
 FAST = MTPRecipe(num_steps=8, num_step_windows=2, window_length=48, num_passes=2, texts=replace(TEXTS, num_own_texts=0))
 
 
+@pytest.fixture(autouse=True)
+def _one_thread(_fixed_threads: None) -> None:
+    torch.set_num_threads(1)
+
+
 def test_a_killed_training_goes_on_to_the_weights_that_the_engine_drafts_with(
     tiny_model: Path, books: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torch.set_num_threads(1)
     monkeypatch.setattr(training, "NUM_STATE_STEPS", 2)
     whole, killed, said = tmp_path / "whole", tmp_path / "killed", list[str]()
     train_mtp(str(tiny_model), books, whole, FAST, said.append)

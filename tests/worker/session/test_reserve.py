@@ -1,0 +1,94 @@
+"""A worker begins jobs of its reserve by itself: in the step in which another has left, where there is room."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from swiftbatch.worker.caches.memory.pages import Growth, most_pages
+from swiftbatch.worker.session.reserve import Reserve, Room
+from swiftbatch.worker.session.work import Assignment, Orders
+from tests.worker.session.session_parts import claimed, digest, make_run, record, session, undisturbed_digest
+
+NO_ROOM_MATTERS = Room(None)
+
+
+def assignment(name: str, num_tokens: int = 10) -> Assignment:
+    job: Any = SimpleNamespace(job_id=name, num_prompt_tokens=5)
+    return Assignment(job, 1, num_expected_tokens=num_tokens)
+
+
+def running(num_tokens: int, num_expected: int) -> Any:
+    """A job with so many tokens of an expected number."""
+    sequence = SimpleNamespace(num_prompt_tokens=5, num_generated_tokens=num_tokens)
+    return SimpleNamespace(sequence=sequence, assignment=SimpleNamespace(num_expected_tokens=num_expected))
+
+
+def next_of(reserve: Reserve, jobs: list[Any], room: Room = NO_ROOM_MATTERS) -> str | None:
+    found = reserve.next(jobs, room)
+    return found.record.job_id if found else None
+
+
+def test_jobs_begin_in_order_and_never_more_than_there_are_slots() -> None:
+    reserve = Reserve()
+    reserve.follow(Orders(reserve=(assignment("a"), assignment("b")), num_slots=2))
+    assert next_of(reserve, [running(0, 9), running(0, 9)]) is None
+    assert [next_of(reserve, [running(0, 9)]) for _ in range(3)] == ["a", "b", None]
+
+
+def test_what_is_recalled_is_handed_back_unless_it_has_begun_and_what_is_cancelled_is_dropped() -> None:
+    reserve = Reserve()
+    reserve.follow(Orders(reserve=tuple(assignment(name) for name in "abcd")))
+    assert next_of(reserve, []) == "a"
+    assert reserve.follow(Orders(recalled=("a", "b"), cancelled=("c",))) == ["b"]
+    assert reserve.give_up() == ["d"]
+    assert not reserve
+
+
+def test_where_the_first_has_no_room_a_shorter_one_begins_and_alone_every_job_does() -> None:
+    reserve, half_done = Reserve(), running(500, 1000)
+    reserve.follow(Orders(reserve=(assignment("long", 2000), assignment("short", 10))))
+    room = Room(most_pages([Growth(505, 1005), Growth(5, 15)]))
+    assert next_of(reserve, [half_done], room) == "short"
+    assert next_of(reserve, [half_done], room) is None
+    assert next_of(reserve, [], room) == "long"
+
+
+def test_none_begins_where_memory_has_run_out_until_one_of_the_others_has_left() -> None:
+    reserve = Reserve()
+    reserve.follow(Orders(reserve=(assignment("a"),), num_slots=9))
+    reserve.keep_to(1)
+    assert next_of(reserve, [running(0, 9)]) is None
+    assert next_of(reserve, []) == "a"
+
+
+def test_a_slot_is_taken_by_the_next_job_within_the_slice_and_all_tokens_stay(tmp_path: Path, tiny_model: Path) -> None:
+    run, jobs = make_run(tmp_path / "run"), [record(name, 20) for name in ("fox", "dog", "cat")]
+    worker = session(run, tiny_model)
+    first, *others = (claimed(run, job) for job in jobs)
+    report = worker.work(Orders((first,), reserve=tuple(others), num_slots=1), 600.0)
+    assert report.begun == tuple(job.job_id for job in jobs[1:])
+    assert [progress.num_generated_tokens for progress in report.ended] == [20] * 3
+    assert {progress.job_id for progress in report.finished} == {job.job_id for job in jobs}
+    assert (report.num_jobs, report.unbegun) == (1.0, ())
+    undisturbed = [undisturbed_digest(tmp_path / job.job_id, tiny_model, job) for job in jobs]
+    assert [digest(run, job) for job in jobs] == undisturbed
+
+
+def test_a_worker_that_is_ended_hands_its_reserve_back_as_not_begun(tmp_path: Path, tiny_model: Path) -> None:
+    run, worker = make_run(tmp_path / "run"), session(make_run(tmp_path / "run"), tiny_model)
+    fox, dog = (claimed(run, record(name)) for name in ("fox", "dog"))
+    worker.request_drain()
+    report = worker.work(Orders((fox,), reserve=(dog,), num_slots=1), 600.0)
+    assert [progress.job_id for progress in report.released] == [fox.record.job_id]
+    assert (report.begun, report.unbegun) == ((), (dog.record.job_id,))
+
+
+def test_a_worker_that_is_half_empty_reports_at_once_where_more_jobs_wait(tmp_path: Path, tiny_model: Path) -> None:
+    run = make_run(tmp_path / "run")
+    worker = session(run, tiny_model)
+    short, long = claimed(run, record("fox", 5)), claimed(run, record("dog"))
+    report = worker.work(Orders((short, long), seals=False), 600.0)
+    assert [progress.job_id for progress in report.progress] == [long.record.job_id]
+    assert [progress.job_id for progress in report.ended] == [short.record.job_id]
