@@ -17,7 +17,7 @@ from swiftbatch.scheduler.commands.bench import gpu
 from swiftbatch.worker.bench.bench_engine import BenchError
 from swiftbatch.worker.bench.gpu.everything import everything as command
 from swiftbatch.worker.bench.gpu.everything.everything import EverythingOptions, run_everything
-from swiftbatch.worker.bench.gpu.everything.everything_page import PAGE, page_of
+from swiftbatch.worker.bench.gpu.everything.everything_page import PAGE, REHEARSAL, page_of
 from swiftbatch.worker.bench.gpu.everything.gpu_stages import STAGES, GPUStage
 from swiftbatch.worker.bench.gpu.everything.stage_process import tried
 from swiftbatch.worker.bench.gpu.everything.stage_record import GPUStageRecord, read_record
@@ -63,6 +63,7 @@ def test_an_error_a_hang_and_a_sudden_end_cost_one_stage_each(tmp_path: Path) ->
     page = (options.output / PAGE).read_text()
     assert "| the item of good | good | yes |" in page
     assert "| the item of dying | dying | **no** |" in page
+    assert (REHEARSAL in page) != torch.cuda.is_available()
     assert not (options.output / command.SCRATCH).exists()
 
 
