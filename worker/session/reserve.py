@@ -10,7 +10,7 @@ from swiftbatch.worker.session.running_job import JobSizes, RunningJob
 from swiftbatch.worker.session.work import Assignment, Orders
 
 
-class Room(NamedTuple):
+class CacheRoom(NamedTuple):
     """The memory of a worker for caches: so many pages, None where that is no question."""
 
     num_pages: int | None
@@ -58,7 +58,7 @@ class Reserve:
         """Have no more than so many jobs run until the next orders: memory has run out."""
         self._num_slots = num_jobs
 
-    def next(self, jobs: Collection[RunningJob], room: Room) -> Assignment | None:
+    def next(self, jobs: Collection[RunningJob], room: CacheRoom) -> Assignment | None:
         """Take the first job that has room beside those that run; None if none.
 
         A shorter one may go before a long one, which is asked for first again when that has ended.

@@ -40,7 +40,7 @@ from swiftbatch.worker.exactness.verdicts import exactness_of
 from swiftbatch.worker.model.files import ModelFiles
 from swiftbatch.worker.model.text import TextCodec
 from swiftbatch.worker.session.checkpointing import Checkpointing
-from swiftbatch.worker.session.reserve import Reserve, Room
+from swiftbatch.worker.session.reserve import CacheRoom, Reserve
 from swiftbatch.worker.session.result_sealing import Sealing, SealingRule
 from swiftbatch.worker.session.resume import Resumer
 from swiftbatch.worker.session.running_job import JobSizes, RunningJob, without_room
@@ -260,9 +260,9 @@ class WorkerSession:
         num_pages = self.pool_size.num_pages if self.pool_size else self._num_pages
         self.engine.counters.count_pages(self._sizes.num_pages(self._running.values()), num_pages)
 
-    def _room(self) -> Room:
+    def _room(self) -> CacheRoom:
         """The memory for all caches, as the driver plans with it."""
-        return Room(self.pool_size.num_pages if self.pool_size else self._num_pages, self._sizes)
+        return CacheRoom(self.pool_size.num_pages if self.pool_size else self._num_pages, self._sizes)
 
     def _num_held_and_free(self) -> int | None:
         """The pages that jobs may take: as the orders say; of a GPU's pool those that they have and that are free.

@@ -25,7 +25,7 @@ from swiftbatch.scheduler.driver.slots import MEMORY_SHARE
 from swiftbatch.scheduler.driver.speed import Speed, StepPace
 from swiftbatch.scheduler.driver.worker_fleet import Reported, Worker
 from swiftbatch.worker.caches.memory.pages import PAGE
-from swiftbatch.worker.session.reserve import Reserve, Room
+from swiftbatch.worker.session.reserve import CacheRoom, Reserve
 from swiftbatch.worker.session.running_job import JobSizes, without_room
 from swiftbatch.worker.session.work import Assignment, JobProgress, Orders, WorkReport
 from swiftbatch.worker.session.work_slice import WorkSlice
@@ -110,7 +110,7 @@ class SimulatedWorker:
     def _refill(self, num_pages: int | None, tokens: dict[str, int]) -> list[str]:
         jobs: Any = self.jobs.values()
         begun = []
-        while (each := self.reserve.next(jobs, Room(num_pages))) is not None:
+        while (each := self.reserve.next(jobs, CacheRoom(num_pages))) is not None:
             self._begin(each, tokens)
             begun.append(each.record.job_id)
         return begun

@@ -25,7 +25,7 @@ from swiftbatch.jobs.run.segment_format import SealedResult
 from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.model.files import OtherModelError
-from swiftbatch.worker.session.reserve import Reserve, Room
+from swiftbatch.worker.session.reserve import CacheRoom, Reserve
 from swiftbatch.worker.session.result_sealing import Sealing, SealingRule
 from swiftbatch.worker.session.work import Assignment, JobProgress, Orders, WorkReport
 
@@ -121,7 +121,7 @@ class CountingSession:
 
     def _next(self) -> Assignment | None:
         jobs: Any = self._running.values()
-        return self._reserve.next(jobs, Room(None))
+        return self._reserve.next(jobs, CacheRoom(None))
 
     def _take_in(self, assignment: Assignment) -> tuple[str, str] | None:
         record = assignment.record

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from swiftbatch.worker.caches.memory.pages import Growth, most_pages
-from swiftbatch.worker.session.reserve import Reserve, Room
+from swiftbatch.worker.session.reserve import CacheRoom, Reserve
 from swiftbatch.worker.session.work import Assignment, Orders
 from tests.worker.session.session_parts import claimed, digest, make_run, record, session, undisturbed_digest
 
-NO_ROOM_MATTERS = Room(None)
+NO_ROOM_MATTERS = CacheRoom(None)
 
 
 def assignment(name: str, num_tokens: int = 10) -> Assignment:
@@ -25,7 +25,7 @@ def running(num_tokens: int, num_expected: int) -> Any:
     return SimpleNamespace(sequence=sequence, assignment=SimpleNamespace(num_expected_tokens=num_expected))
 
 
-def next_of(reserve: Reserve, jobs: list[Any], room: Room = NO_ROOM_MATTERS) -> str | None:
+def next_of(reserve: Reserve, jobs: list[Any], room: CacheRoom = NO_ROOM_MATTERS) -> str | None:
     found = reserve.next(jobs, room)
     return found.record.job_id if found else None
 
@@ -49,7 +49,7 @@ def test_what_is_recalled_is_handed_back_unless_it_has_begun_and_what_is_cancell
 def test_where_the_first_has_no_room_a_shorter_one_begins_and_alone_every_job_does() -> None:
     reserve, half_done = Reserve(), running(500, 1000)
     reserve.follow(Orders(reserve=(assignment("long", 2000), assignment("short", 10))))
-    room = Room(most_pages([Growth(505, 1005), Growth(5, 15)]))
+    room = CacheRoom(most_pages([Growth(505, 1005), Growth(5, 15)]))
     assert next_of(reserve, [half_done], room) == "short"
     assert next_of(reserve, [half_done], room) is None
     assert next_of(reserve, [], room) == "long"
