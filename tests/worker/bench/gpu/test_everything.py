@@ -53,11 +53,13 @@ def test_an_error_a_hang_and_a_sudden_end_cost_one_stage_each(tmp_path: Path) ->
     assert all(records.values())
     found = {name: record for name, record in records.items() if record is not None}
     assert {name: record.state for name, record in found.items()} == {
-        "raising": "failed", "hanging": "killed", "dying": "ended", "good": "passed"
+        "raising": "failed", "unprepared": "ended", "hanging": "killed", "dying": "ended", "good": "passed"
     }  # fmt: skip
     assert [each.finding.passed for each in found["raising"].results] == [False, True]
     assert "ZeroDivisionError" in found["raising"].results[0].finding.words
     assert [each.name for each in found["dying"].results] == ["before"], "what was found until then stays"
+    assert found["unprepared"].words.startswith("with exit code 1: ")
+    assert found["unprepared"].words.endswith("ValueError: no such model")
     assert found["dying"].words.startswith("with exit code 7: ")
     assert found["dying"].words.endswith("an illegal memory access was encountered")
     page = (options.output / PAGE).read_text()
