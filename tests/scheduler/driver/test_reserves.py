@@ -115,8 +115,8 @@ def test_of_a_lost_worker_s_reserve_those_are_blamed_that_have_left_files(parts:
     assert parts.context.counters.num_preemptions["worker_died"] == 2
     assert (parts.queue.num_waiting, parts.queue.num_leased) == (3, 0)
     assert parts.attempts.begin(parts.c)[0] > number  # who is lost may still work on
+    assert parts.queue.lease("w2", 0.0) is None  # c never waits in a reserve again, and the others wait a while
     assert parts.queue.take("w2", 0.0) is not None
-    assert parts.queue.lease("w2", 0.0) is None  # the others wait a while, and c never waits in a reserve again
 
 
 def test_a_job_in_reserve_is_cancelled_once_its_worker_has_heard_of_it(parts: Parts) -> None:
