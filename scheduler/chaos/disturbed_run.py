@@ -85,11 +85,6 @@ class DisturbedDriver:
         self._process.kill()
         self._process.wait()
 
-    def hang_up(self) -> None:
-        """Send SIGHUP, as when its terminal is closed, and wait until it has written its checkpoints."""
-        self._process.send_signal(signal.SIGHUP)
-        self._process.wait()
-
     def expect(self, *codes: int) -> None:
         """Wait for its end. Raises ChaosError, with the last line that it printed, at another exit code."""
         code = self._process.wait()
@@ -139,8 +134,8 @@ class DisturbedRun:
         self._commands = commands
         self._ways: Mapping[Kind, Way] = {
             **ways,
-            "driver": partial(self._end_driver, DisturbedDriver.kill),
-            "hangup": partial(self._end_driver, DisturbedDriver.hang_up),
+            "driver": partial(self._end_driver, signal.SIGKILL),
+            "hangup": partial(self._end_driver, signal.SIGHUP),  # as when its terminal is closed
             "rival": self._rival_driver,
         }
         self._troubles = troubles
@@ -197,9 +192,12 @@ class DisturbedRun:
         """Open the run, with patience: its store may have a bad day, too. Raises RunError."""
         return Run.open(self._run_uri, STORE_RETRIES)
 
-    def _end_driver(self, end: Callable[[DisturbedDriver], None], _workers: Sequence[object]) -> str:
+    def _end_driver(self, number: signal.Signals, _workers: Sequence[object]) -> str:
+        """Signal the driver, wait until it has ended, with its checkpoints written if it may, and start another one."""
         pid = self._driver.pid
-        end(self._driver)
+        self._driver.signal(number)
+        while not self._driver.has_ended:
+            self._wait(POLL_SECONDS)
         self._driver = self._commands.resume(self._run_uri)
         return f"process {pid}"
 

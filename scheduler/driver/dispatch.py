@@ -158,7 +158,8 @@ class Dispatcher:
         It writes the results that it has at once where it gets no more jobs: those that wait are others'.
         """
         queue, reserve = self._queue, self._refill(worker, now)
-        has_jobs = queue.num_held_by(worker.id) + queue.num_reserved_by(worker.id) > 0
+        has_reserve = queue.num_reserved_by(worker.id) > 0
+        has_jobs = has_reserve or queue.num_held_by(worker.id) > 0
         if has_jobs or queue.unsealed_by(worker.id) or worker.orders.cancelled:
             orders = replace(
                 worker.orders,
@@ -168,7 +169,7 @@ class Dispatcher:
                 num_slots=self._slots.most_jobs(worker),
                 seals=not queue.num_waiting or not has_jobs,
             )
-            self._fleet.work(worker, orders, self._slice_seconds())
+            self._fleet.work(worker, orders, self._slice_seconds(), has_reserve=has_reserve)
 
     def _reserved(self, entry: JobEntry) -> Assignment:
         """The next attempt at a job, which counts once the worker says that it has begun."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,6 +95,7 @@ def _mean_left(end_now: NDArray[np.float64]) -> NDArray[np.float64]:
     return mean_left
 
 
+@cache
 def _class(num_prompt_tokens: int) -> int:
     return min(NUM_CLASSES - 1, int(CLASSES_PER_DOUBLING * math.log2(max(1, num_prompt_tokens))))
 

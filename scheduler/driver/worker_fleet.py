@@ -170,8 +170,9 @@ class Fleet:
             worker.drain_reason, worker.drain_by = reason, time.monotonic() + seconds
             self._num_draining += 1
 
-    def work(self, worker: Worker, orders: Orders, seconds: float) -> None:
-        is_longer = orders.assignments or orders.reserve or orders.released
+    def work(self, worker: Worker, orders: Orders, seconds: float, *, has_reserve: bool = False) -> None:
+        """Have an idle worker follow orders; with a reserve, of earlier orders too, it may begin with jobs any time."""
+        is_longer = orders.assignments or has_reserve or orders.released
         self._await(worker, worker.actor.work.remote(orders, seconds), self._timeout * (LONGER if is_longer else 1))
 
     def drain(self, worker: Worker) -> None:
@@ -205,8 +206,9 @@ class Fleet:
             self.retire(worker)
 
     def _await(self, worker: Worker, call: Any, patience: float) -> None:
-        worker.call, worker.patience, worker.silent_since = call, patience, self._clock.now()
+        self._calls_out.pop(worker.call, None)
         self._calls_out[call] = worker
+        worker.call, worker.patience, worker.silent_since = call, patience, self._clock.now()
         self.idle.pop(worker, None)
 
     def _silent(self) -> list[Event]:

@@ -19,7 +19,7 @@ from swiftbatch.worker.session.work import Assignment, JobProgress, Orders, Work
 
 TOKENS_PER_SECOND = 200.0  # of each job
 COUNTERS_SECONDS = 2.0  # between two reports with counters, as of real workers
-NUM_POSITIONS = 10_000_000  # that a worker has room for
+NUM_POSITIONS = 10_000_000  # that each worker's machine has room for
 
 
 class SimulatedClock:
@@ -76,6 +76,7 @@ class StubWorker:
     """Has every job generate at one speed, and finishes it after as many tokens as it may have."""
 
     calls: StubCalls
+    node_id: str
     _jobs: dict[str, StubJob] = field(default_factory=dict)
     _reserve: dict[str, Assignment] = field(default_factory=dict)
     _num_slots: int = 1
@@ -83,7 +84,7 @@ class StubWorker:
     _counted: float = 0.0  # when the counters were last reported
 
     def __post_init__(self) -> None:
-        info = WorkerInfo("simulated", 0, None, "node", "", NUM_POSITIONS)
+        info = WorkerInfo("simulated", 0, None, self.node_id, "", NUM_POSITIONS)
         self.start = Method(lambda: self.calls.after(0.0, info))
         self.work, self.drain = Method(self._work), Method(self._drain)
 
@@ -174,7 +175,7 @@ class StubCalls:
         return call
 
     def create_actor(self, worker_id: str, spec: WorkerSpec, code: Code, *, num_cpus: int, num_gpus: int) -> StubWorker:
-        return StubWorker(self)
+        return StubWorker(self, f"node of {worker_id}")
 
     def wait(self, calls: list[Call], seconds: float) -> list[Call]:
         self.at_turn()

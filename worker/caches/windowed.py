@@ -36,8 +36,8 @@ class WindowedKVCache(FullKVCache):
         self._whole_layers = [FilledPages(self._buffer[each]) for each, size in enumerate(shape.windows) if not size]
         windowed = [self._buffer[each].flatten(0, 1) for each, size in enumerate(shape.windows) if size]
         self._stripes = [rows for layer in windowed for rows in layer]  # [capacity, row_width] of one head's rows
-        for stripe in self._stripes:
-            ask_for_small_pages(stripe)
+        for layer in windowed:  # whole layers: a system has room for some ten thousand such wishes
+            ask_for_small_pages(layer)
 
     @property
     def num_held(self) -> int:

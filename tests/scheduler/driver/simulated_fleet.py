@@ -230,5 +230,5 @@ class _Fleet:
     def num_sharing(self, node_id: str) -> int:
         return 1
 
-    def work(self, worker: Worker, orders: Orders, seconds: float) -> None:
+    def work(self, worker: Worker, orders: Orders, seconds: float, *, has_reserve: bool) -> None:
         self._run.note_call(worker, orders)

@@ -21,7 +21,7 @@ from swiftbatch.metrics.driver_counters import DRIVER_METRICS, DriverCounters
 from swiftbatch.scheduler.cluster import remote
 from swiftbatch.scheduler.cluster.actors import WorkerSpec
 from swiftbatch.scheduler.cluster.cluster import Cluster
-from swiftbatch.scheduler.driver.worker_fleet import Fleet
+from swiftbatch.scheduler.driver.worker_fleet import Fleet, Reported
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.session.work import Orders, WorkReport
 from tests.scheduler.driver.driver_parts import (
@@ -225,9 +225,11 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> SilentFleet:
     return SilentFleet(fleet, killed, clock)
 
 
-def test_a_worker_may_take_its_time_to_start_and_to_take_a_job_in(silent: SilentFleet) -> None:
+@pytest.mark.parametrize("is_reserve", [False, True])
+def test_a_worker_may_take_its_time_to_start_and_to_take_a_job_in(silent: SilentFleet, is_reserve: bool) -> None:
     starting, working = silent.fleet.workers
-    silent.fleet.work(working, Orders(assignments=(cast("Any", object()),)), 0.5)
+    orders: Any = {"orders": Orders(), "has_reserve": True} if is_reserve else {"orders": Orders((cast("Any", None),))}
+    silent.fleet.work(working, seconds=0.5, **orders)
     assert silent.wait(190) == []  # it may have gigabytes of checkpoints to read
     assert silent.wait(20) == ["w2"]
     assert silent.killed == [working.actor]
@@ -240,6 +242,7 @@ def test_a_worker_without_orders_owes_no_report(silent: SilentFleet, monkeypatch
     silent.fleet.work(idle, Orders(), 0.5)
     monkeypatch.setattr(remote, "wait", lambda calls, seconds: [idle.call] if idle.call in calls else [])
     monkeypatch.setattr(remote, "answer", lambda call: WorkReport())
+    assert [type(event) for event in silent.fleet.wait(0.0, 0.0)] == [Reported]
     assert silent.wait(1000) == []
 
 

@@ -16,6 +16,7 @@ from swiftbatch.scheduler.cluster.actors import WorkerInfo
 from swiftbatch.scheduler.driver.backlog import load_queue
 from swiftbatch.scheduler.driver.dispatch import Dispatcher
 from swiftbatch.scheduler.driver.job_queue import JobQueue
+from swiftbatch.scheduler.driver.speed import StepPace
 from swiftbatch.scheduler.driver.worker_fleet import Worker
 from swiftbatch.worker.session.work import Orders
 from tests.jobs.run.run_parts import MANIFEST, make_record
@@ -71,7 +72,13 @@ def test_a_worker_hears_how_much_of_a_prompt_other_jobs_of_the_run_have(tmp_path
     run.add_jobs([replace(make_record(f"j{i}", i), prompt_keys=each) for i, each in enumerate(keys)])
     told: list[Orders] = []
     worker = Worker("w1", None, None, WorkerInfo("host", 1, None, "node", "", num_free_positions=100_000))
-    fleet: Any = SimpleNamespace(workers=[worker], work=lambda worker, orders, seconds: told.append(orders))
+    fleet: Any = SimpleNamespace(
+        workers=[worker],
+        idle=[worker],
+        num_sharing=lambda node_id: 1,
+        pace=StepPace(),
+        work=lambda worker, orders, seconds, has_reserve: told.append(orders),
+    )
     Dispatcher(make_context(run, fleet, load_queue(run, 5), slots=4)).hand_out(0.0)
     [orders] = told
     assert [each.num_shared_tokens for each in orders.assignments] == [64, 64, 0]

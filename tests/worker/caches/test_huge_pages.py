@@ -64,6 +64,21 @@ def test_the_memory_of_layers_with_a_window_is_given_back_as_the_text_grows() ->
     assert most < 0.4 * 8000 * shape.bytes_per_position() / 1024
 
 
+def test_a_cache_leaves_room_for_others_in_the_system_s_table_of_areas() -> None:
+    """It has some 65,000 entries a process; one for every head of every layer would fill it."""
+
+    def num_areas() -> int:
+        return len(Path("/proc/self/maps").read_text().splitlines())
+
+    before = num_areas()
+    caches = [
+        new_cache_of(CacheShape(4, 64, 64, torch.float32, torch.device("cpu"), windows=(40, None) * 2), 20_000)
+        for _ in range(2)
+    ]
+    assert len(caches) == 2
+    assert num_areas() - before < 100
+
+
 @pytest.mark.parametrize("size", [0, 1, mmap.PAGESIZE, 3 * mmap.PAGESIZE + 5])
 def test_buffers_of_any_size_may_ask(size: int) -> None:
     buffer = torch.zeros(size, dtype=torch.uint8)

@@ -50,13 +50,20 @@ class _Track:
     waiting: list[torch.Tensor] = field(default_factory=list)  # hidden states up to there, whose rows are to come
     num_known: int = 0  # entries of the text; drafts stand behind them
     feature: torch.Tensor | None = None  # in front of the next row of a draft, `[hidden]`
+    root: tuple[Candidates, torch.Tensor | None] | None = None  # what follows the newest token, and its row's feature
 
     @property
     def num_waiting(self) -> int:
         return sum(map(len, self.waiting))
 
+    @property
+    def is_at_the_end(self) -> bool:
+        """True if the newest token's row was the last one that was run."""
+        return not self.waiting and self.position == len(self.sequence) - 1
+
     def take(self, position: int, hidden: torch.Tensor) -> None:
         """Let hidden states `[num_rows, hidden]` from a position on wait; behind a gap those in front are left out."""
+        self.root = None
         if position != self.position:
             self.waiting.clear()
         self.waiting.append(hidden)
@@ -77,6 +84,14 @@ class _Track:
         rows = known_rows(self.cache, self.sequence.token_ids[first + 1 : first + 1 + num_rows].tolist())
         self.num_known += num_rows
         return rows, hidden[:num_rows]
+
+    def draft_anew(self) -> Candidates:
+        """Begin a draft behind the newest token; returns what may follow that, nothing where it is not known."""
+        if self.root is None:
+            return []
+        candidates, self.feature = self.root
+        self.cache.roll_back(self.num_known)
+        return candidates
 
     def draft_row(self, token_id: int) -> list[SequenceRows]:
         """The row of a draft's next token."""
@@ -131,13 +146,14 @@ class MTPForwards:
     def follow(self, sequences: list[Sequence]) -> list[Candidates]:
         """Take in what was committed; returns what may follow each sequence's newest token, nothing where not known."""
         tracks = [self._tracks[sequence.sequence_id] for sequence in sequences]
-        found: dict[str, Candidates] = {}
         while waiting := [track for track in tracks if track.waiting]:
-            for track, hidden in zip(waiting, self._run(waiting), strict=True):
-                if not track.waiting and track.position == len(track.sequence) - 1:
-                    logits = self._target.logits(hidden)
-                    found[track.sequence.sequence_id] = track.rank(logits, [], self._num_candidates)
-        return [found.get(sequence.sequence_id, []) for sequence in sequences]
+            run = zip(waiting, self._run(waiting), strict=True)
+            ends = [(track, hidden) for track, hidden in run if track.is_at_the_end]
+            if ends:
+                logits = self._target.logits(torch.cat([hidden for _, hidden in ends]))
+                for (track, _), row in zip(ends, logits.split(1), strict=True):
+                    track.root = track.rank(row, [], self._num_candidates), track.feature
+        return [track.draft_anew() for track in tracks]
 
     def expand(self, levels: list[Level]) -> list[list[Candidates]]:
         """Return the candidates behind the one new node of each tree: a chain has no other."""

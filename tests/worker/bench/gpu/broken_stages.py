@@ -29,6 +29,11 @@ def raising(trial: Trial) -> Iterator[Try]:
     yield "is tried all the same", lambda: GOOD
 
 
+def unprepared(trial: Trial) -> Iterator[Try]:
+    raise ValueError("no such model")
+    yield
+
+
 def hanging(trial: Trial) -> Iterator[Try]:
     yield "before", lambda: GOOD
     time.sleep(600)
@@ -42,7 +47,7 @@ def dying(trial: Trial) -> Iterator[Try]:
 
 STAGES = tuple(
     GPUStage(name, f"{__name__}:{name}", seconds, (f"the item of {name}",))
-    for name, seconds in (("raising", 300), ("hanging", 2), ("dying", 300), ("good", 300))
+    for name, seconds in (("raising", 300), ("unprepared", 300), ("hanging", 2), ("dying", 300), ("good", 300))
 )
 
 if __name__ == "__main__":

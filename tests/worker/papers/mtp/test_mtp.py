@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.drafters.base import DraftRequest
 from swiftbatch.worker.drafters.catalogue import create_drafter
 from swiftbatch.worker.drafters.two_level.measured import MeasuredDrafter
 from swiftbatch.worker.drawing.sequence import Sequence
@@ -131,6 +132,12 @@ def test_a_job_that_moves_on_goes_on_with_the_same_tokens(name: str, tmp_path: P
     first = Sequence("0", TEXT[:20], sampling, target.vocab_size, target.device)
     engine = Engine(target, create_drafter("mtp", target, free_rows))
     slot = engine.start(first)
+    while len(first) < 23:
+        engine.step()
+    request = DraftRequest(first, 9, 3)
+    [once], [twice] = engine.drafter.propose([request]), engine.drafter.propose([request])
+    assert once == twice
+    assert len(once) > 0
     while len(first) < 45:
         engine.step()
     again = Sequence("0", TEXT[:20], sampling, target.vocab_size, target.device)

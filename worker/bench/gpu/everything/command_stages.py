@@ -17,7 +17,7 @@ from swiftbatch.worker.bench.gpu.everything.trial import Trial, Try
 from swiftbatch.worker.exactness.first_run.findings import Finding
 
 KIND_TESTS = "tests/worker/test_gpu_kinds.py"
-GPU_TESTS = "tests/worker"
+GPU_TESTS = tuple(f"tests/worker/{name}.py" for name in ("test_gpu", "caches/test_every_cache", "caches/test_copies"))
 CHAOS = ("chaos", "--jobs", "3", "--tokens", "600", "--kills", "3", "--workers", "1")
 LAST_LINES = 4
 
@@ -29,7 +29,7 @@ def kinds(trial: Trial) -> Iterator[Try]:
 
 def tests(trial: Trial) -> Iterator[Try]:
     """All tests that are marked for a GPU."""
-    yield "pytest -m gpu", functools.partial(_tests, trial, GPU_TESTS, f"--deselect={KIND_TESTS}")
+    yield "pytest -m gpu", functools.partial(_tests, trial, *GPU_TESTS)
 
 
 def ray_run(trial: Trial) -> Iterator[Try]:

@@ -117,7 +117,7 @@ class _StageRuns:
         return record
 
     def _write_page(self, known: dict[str, GPUStageRecord | None]) -> None:
-        page = page_of(self._options.stages, known)
+        page = page_of(self._options.stages, known, is_rehearsal=not torch.cuda.is_available())
         Store(str(self._options.output)).write(PAGE, page.encode())
 
 

@@ -13,9 +13,13 @@ PAGE = "summary.md"
 Records = Mapping[str, GPUStageRecord | None]
 
 
-def page_of(stages: Sequence[GPUStage], records: Records) -> str:
+REHEARSAL = "**This ran in Triton's interpreter: it shows that all stages run, and proves nothing about a GPU.**"
+
+
+def page_of(stages: Sequence[GPUStage], records: Records, is_rehearsal: bool = False) -> str:
     """The page: a table of what is proved, one of stages, then the figures."""
-    lines = ["# Everything on a GPU", "", *_proved(stages, records), "", *_overview(stages, records)]
+    told = [REHEARSAL, ""] if is_rehearsal else []
+    lines = ["# Everything on a GPU", "", *told, *_proved(stages, records), "", *_overview(stages, records)]
     for stage in stages:
         if record := records.get(stage.name):
             lines += ["", f"## {stage.name}", "", *_figures(record)]

@@ -70,7 +70,8 @@ def main(stages: Iterable[GPUStage], here: Callable[[Path], Trial]) -> None:
 
 def _end_with_the_command() -> None:
     """Wait until nobody is at the other end of the pipe, then end, with all processes that this one has started."""
-    sys.stdin.read()
+    while os.read(sys.stdin.fileno(), 1):  # not by the stream, whose lock an end of this process would wait for
+        pass
     os.killpg(os.getpgid(0), signal.SIGKILL)
 
 
