@@ -62,7 +62,6 @@ MOST_LINES = 200  # of two modules that become one
 ALONE = {  # a module that only one of these imports stays by itself
     "metrics.grafana.build": "a dashboard has a module of its own",
     "scheduler.__main__": "signals are taken before the command is imported",
-    "worker.bench.gpu.gpu": "a stage of a benchmark has a module of its own",
     "worker.model.formats.catalogue": "a format of weights has a module of its own",
 }
 NOT_AT_IMPORT = ("TYPE_CHECKING", "__name__ == '__main__'")  # what stands under these is for mypy, or for a program

@@ -6,7 +6,7 @@ plainly good is read as a whole, so that every reason for a refusal is the same 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -62,13 +62,18 @@ class LineKinds:
         if messages is not None and checked is None:
             return None
         name = str(custom_id)
-        return replace(
-            first,
+        return JobLine(  # `replace` takes twice as long
             custom_id=name,
             prompts=() if checked is not None else (str(prompt),),
             messages=checked,
+            template=first.template,
             sampling={**first.sampling, "seed": seed if "seed" in fields else derive_seed(self.run_seed, name)},
+            num_choices=first.num_choices,
             max_tokens=max_tokens if "max_tokens" in fields else first.max_tokens,
+            priority=first.priority,
+            without_effect=first.without_effect,
+            format_field=first.format_field,
+            checked=first.checked,
         )
 
 

@@ -77,9 +77,8 @@ class Driver:
             self._context.attempts.end()
             state = self._write_output()
         except ClusterLostError:
-            self._drain_all(
-                "cluster_lost", LOST_CLUSTER_SECONDS
-            )  # workers are called directly, not through the cluster's head
+            # workers are called directly, not through the cluster's head
+            self._drain_all("cluster_lost", LOST_CLUSTER_SECONDS)
             raise
         except StoreError:
             run = Run(Store(self._run.store.uri), self._run.manifest)  # it was tried again for long enough

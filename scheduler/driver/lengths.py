@@ -76,7 +76,7 @@ class Forecast:
 
         Whoever works by it begins early with jobs of whose kind it knows too little, and soon knows it.
         """
-        return np.rint(self._at_start[_classes(num_prompt_tokens)] * max_tokens).astype(np.int64)
+        return np.maximum(1, np.rint(self._at_start[_classes(num_prompt_tokens)] * max_tokens)).astype(np.int64)
 
 
 def _with_neighbours(of_classes: NDArray[np.float64]) -> NDArray[np.float64]:

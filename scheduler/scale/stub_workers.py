@@ -115,7 +115,6 @@ class StubWorker:
             num_jobs=job_seconds / max(end - now, 1e-9),
         )
         self.calls.num_finished += len(finished)
-        self.calls.job_seconds += job_seconds
         return self.calls.after(end - now, report)
 
     def _run(self, now: float, deadline: float, *, goes_on: bool) -> tuple[float, list[StubJob], tuple[str, ...]]:
@@ -165,7 +164,6 @@ class StubCalls:
         self.clock = clock
         self.at_turn: Callable[[], None] = lambda: None
         self.num_finished = self.num_reports = 0
-        self.job_seconds = 0.0  # of all slots that had a job
         self._order = itertools.count()
         self._due: list[tuple[float, int, Call]] = []
 

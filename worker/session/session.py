@@ -29,7 +29,7 @@ from swiftbatch.worker.caches.memory.memory_plan import SlotsWanted
 from swiftbatch.worker.caches.room import TOO_LONG, HeldPositions, PagesError, TooLongError, check_folder
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.constraints.thought import reasoning_of
-from swiftbatch.worker.drafters.catalogue import ENGINES, create_drafter
+from swiftbatch.worker.drafters.catalogue import create_drafter, engine_entry
 from swiftbatch.worker.drafters.gpu_room import slots_wanted
 from swiftbatch.worker.drawing.rules import CONSTRAINT_REFUSED, ConstraintError
 from swiftbatch.worker.drawing.sampling import NOT_FINITE
@@ -355,6 +355,6 @@ class WorkerSession:
 def _held(target: TargetModel, config: EngineConfig) -> HeldPositions | None:
     """The part of a job's positions that its cache holds; None for all."""
     are_written = config.checkpoint == "state"
-    if ENGINES[config.engine].reads_caches or (config.keep_state and not are_written):
+    if engine_entry(config.engine).reads_caches or (config.keep_state and not are_written):
         return None
     return target.held_positions(config.checkpoint_tokens if are_written else 0)

@@ -239,7 +239,7 @@ def _probe_cache(target: TargetModel) -> tuple[FullKVCache, tuple[int, ...]]:
     capacity = max(lengths) + TILE_ROWS
     fits = capacity * shape.bytes_per_position() <= PROBE_BYTES and 2 * capacity <= target.num_free_positions()
     if target.is_offloaded or fits:
-        cache = target.new_cache(capacity, forgets=False)
+        cache = target.new_cache(capacity)
         cache.clear()
         return cache, lengths
     size = (shape.num_parts, shape.num_kv_heads, capacity + MAX_TREE_NODES, shape.row_width)

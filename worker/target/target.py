@@ -117,11 +117,11 @@ class TargetModel:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def new_cache(self, max_length: int, num_held: int = 0, forgets: bool = True) -> FullKVCache:
+    def new_cache(self, max_length: int, num_held: int = 0, forgets: bool = False) -> FullKVCache:
         """An empty cache for a sequence of at most `max_length` tokens. Raises KVRoomError where it has no room.
 
-        `num_held` are the positions that other sequences hold, who make room where the memory runs out. Whoever reads
-        positions that no row sees any more wants one that `forgets` none.
+        `num_held` are the positions that other sequences hold, who make room where the memory runs out. One that
+        `forgets` what no row sees any more is for those who never read that, nor go far back.
         """
         if arena := self.forwards.arena:
             return arena.new_cache(max_length)

@@ -16,7 +16,7 @@ from swiftbatch.scheduler.cluster.cluster import Cluster
 from swiftbatch.scheduler.cluster.watch import ClusterLostError
 from swiftbatch.scheduler.driver.backlog import load_queue
 from swiftbatch.scheduler.driver.driver import LOST_CLUSTER_SECONDS
-from swiftbatch.scheduler.driver.worker_fleet import Worker
+from swiftbatch.scheduler.driver.worker_fleet import Fleet, Worker
 from tests.scheduler.driver.driver_parts import (
     RecordingDisplay,
     job_id,
@@ -68,11 +68,11 @@ def test_a_lost_cluster_ends_the_run_after_checkpoints_were_written(
 ) -> None:
     run, display = make_run(tmp_path / "run", {"unlogged": 400}), RecordingDisplay()
     drains: list[tuple[str, float]] = []
-    begin_drain = Worker.begin_drain
+    begin_drain = Fleet.begin_drain
 
-    def noted(worker: Worker, reason: str, seconds: float) -> None:
+    def noted(fleet: Fleet, worker: Worker, reason: str, seconds: float) -> None:
         drains.append((reason, seconds))
-        begin_drain(worker, reason, seconds)
+        begin_drain(fleet, worker, reason, seconds)
 
     def lost() -> None:
         raise ClusterLostError("the head has not answered for 30 s")
@@ -82,7 +82,7 @@ def test_a_lost_cluster_ends_the_run_after_checkpoints_were_written(
             monkeypatch.setattr(cluster.watch, "check", lost)
 
     display.on_update = lose
-    monkeypatch.setattr(Worker, "begin_drain", noted)
+    monkeypatch.setattr(Fleet, "begin_drain", noted)
     with pytest.raises(ClusterLostError, match="not answered"):
         make_driver(run, cluster, display, workers=1, grace=3600.0).run()
     assert drains == [("cluster_lost", LOST_CLUSTER_SECONDS)]  # Ray itself would end the driver before an hour

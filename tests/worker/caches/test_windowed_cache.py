@@ -20,9 +20,16 @@ from swiftbatch.worker.caches.room import (
     held_positions,
 )
 from swiftbatch.worker.caches.windowed import WindowedKVCache
-from swiftbatch.worker.drafters.catalogue import ENGINES
+from swiftbatch.worker.drafters.base import Drafter
+from swiftbatch.worker.drafters.catalogue import engine_entry
+from swiftbatch.worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
+from swiftbatch.worker.drafters.two_level.drafter import TwoLevelDrafter
+from swiftbatch.worker.drafters.two_level.measured import MeasuredDrafter
+from swiftbatch.worker.drafters.two_level.repeating import RepeatingDrafter
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.model.files import read_config
+from swiftbatch.worker.papers.griffin.griffin import GriffinDrafter
+from swiftbatch.worker.papers.mtp.mtp import MTPDrafter
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.tiles import tree_rows
 from tests.worker.caches.window_parts import EVERY, spoil_what_is_forgotten
@@ -163,8 +170,19 @@ def test_rows_have_the_same_bits_whatever_was_forgotten(tmp_path: Path, kind: st
     assert target.held_positions(NUM_UNWRITTEN) == held_of(read_config(str(tmp_path), tmp_path))
 
 
-def test_engines_whose_drafts_read_whole_caches_are_known_without_them() -> None:
-    assert {name for name, entry in ENGINES.items() if entry.reads_caches} == {"tokenswift", "triforce", "griffin"}
+@pytest.mark.parametrize(
+    ("names", "drafter"),
+    [
+        (("triforce", "tokenswift"), TwoLevelDrafter),
+        (("griffin",), GriffinDrafter),
+        (("mtp",), MTPDrafter),
+        (("auto",), RepeatingDrafter),
+        (("auto",), MeasuredDrafter),
+        (("token-recycling",), TokenRecyclingDrafter),
+    ],
+)
+def test_the_list_of_engines_says_whose_drafts_read_caches(names: tuple[str, ...], drafter: type[Drafter]) -> None:
+    assert {engine_entry(name).reads_caches for name in names} == {drafter.reads_caches}
 
 
 def test_a_job_needs_room_for_what_its_cache_holds() -> None:

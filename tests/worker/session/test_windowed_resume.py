@@ -17,6 +17,8 @@ from swiftbatch.jobs.job import JobRecord
 from swiftbatch.worker.caches.memory.pages import pages_of
 from swiftbatch.worker.caches.room import HeldPositions
 from swiftbatch.worker.caches.windowed import WindowedKVCache
+from swiftbatch.worker.drafters.catalogue import ENGINES
+from swiftbatch.worker.drafters.two_level.repeating import RepeatingDrafter
 from swiftbatch.worker.session.running_job import JobSizes
 from swiftbatch.worker.session.session import _held
 from tests.worker.caches.window_parts import spoil_what_is_forgotten
@@ -33,6 +35,7 @@ from tests.worker.session.session_parts import (
     session,
     to_the_end,
     undisturbed_digest,
+    until,
 )
 from tests.worker.session.test_rewind_resume import moments as moments
 from tests.worker.session.test_rewind_resume import wait_for_files
@@ -173,6 +176,18 @@ def test_segments_of_a_job_that_is_kept_have_all_positions(tmp_path: Path, model
         segments = [store.read_segment(JOB.job_id, entry) for entry in manifest.segments]
         assert len(segments) > 4
         assert all(segment is not None and segment.kv.view("float32").max() < 1e9 for segment in segments)
+
+
+@pytest.mark.parametrize("engine", ["auto", "triforce"])
+def test_caches_of_jobs_forget_unless_drafts_read_them(
+    tmp_path: Path, model: Path, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RepeatingDrafter, "reads_caches", ENGINES[engine].reads_caches)  # triforce has no part here
+    run = make_run(tmp_path / "run")
+    worker = session(run, model, engine="auto", checkpoint="tokens")
+    until(worker, JOB, 300, claimed(run, JOB))
+    [job] = worker._running.values()
+    assert (job.cache.num_held < job.cache.length) == (engine == "auto")
 
 
 def test_a_worker_counts_what_its_caches_hold(tmp_path: Path, model: Path) -> None:

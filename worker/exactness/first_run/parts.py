@@ -52,7 +52,7 @@ class ArenaTarget(TargetModel):
         super().__init__(forwards, files)
         self.arena = forwards.arena
 
-    def new_cache(self, max_length: int, num_held: int = 0, forgets: bool = True) -> ArenaKVCache:
+    def new_cache(self, max_length: int, num_held: int = 0, forgets: bool = False) -> ArenaKVCache:
         return self.arena.new_cache(max_length)
 
 

@@ -7,6 +7,7 @@
 
 #include <stdlib.h>
 
+#include "convolution.h"
 #include "elementwise.h"
 #include "linear.h"
 #include "recurrence.h"
@@ -119,23 +120,11 @@ static void keep_inputs(const mixer *mixer, const mixer_room *room, long row, co
     store(mixer->rounds ? BF16 : F32, inputs, sizes->num_channels, to);
 }
 
-static vec input_at(const mixer *mixer, const void *inputs, long at) {
-    return mixer->rounds ? vec_load_bf16((const bf16 *)inputs + at) : vec_load((const float *)inputs + at);
-}
-
-// The first input's product, then those behind it in order, then the bias.
 static void convolve(const mixer *mixer, const layer_steps *steps, const int32_t *before, int step, float *out) {
-    int width = mixer->sizes.conv_width, num_channels = mixer->sizes.num_channels;
-    for (int i = 0; i < num_channels; i += LANES) {
-        vec sum = vec_set(0.0f);
-        for (int tap = 0; tap < width; tap++) {
-            long at = (long)((tap < width - 1 ? before[tap] : step) + width - 1) * num_channels + i;
-            sum = vec_fma(input_at(mixer, steps->inputs, at), vec_load(mixer->taps + (long)tap * num_channels + i), sum);
-        }
-        if (mixer->tap_bias) sum = vec_add(sum, vec_load(mixer->tap_bias + i));
-        sum = rounded(mixer->rounds, sum);
-        vec_store(out + i, mixer->sizes.form == CONVOLUTION ? sum : rounded(mixer->rounds, silu(sum)));
-    }
+    const mixer_sizes *sizes = &mixer->sizes;
+    const convolution form = {sizes->conv_width, sizes->num_channels, mixer->rounds, sizes->form != CONVOLUTION, mixer->taps,
+                              mixer->tap_bias};
+    convolve_row(&form, steps->inputs, before, step, out);
 }
 
 // ---- what goes into the state

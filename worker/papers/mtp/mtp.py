@@ -29,7 +29,9 @@ def mtp(target: TargetModel, costs: Costs, parts_folder: Path | None) -> MTPDraf
 
 
 class MTPDrafter(GriffinDrafter):
-    """GRIFFIN's drafter with another model: it takes in what is read, too."""
+    """GRIFFIN's drafter with another model: it takes in what is read, too, and asks for nothing of it again."""
+
+    reads_caches = False
 
     def read(self, sequence: Sequence, position: int, hidden: torch.Tensor) -> None:
         self._forwards.take(sequence.sequence_id, position, hidden)
