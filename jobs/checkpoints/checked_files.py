@@ -69,10 +69,11 @@ class CheckedFiles:
                 raise DamagedFileError("found no file")
             return decode(data)
         except DamagedFileError as error:
-            self._name(path, str(error))
+            self.name(path, str(error))
             return None
 
-    def _name(self, path: str, problem: str) -> None:
+    def name(self, path: str, problem: str) -> None:
+        """Say once what is wrong with a file."""
         if (path, problem) not in self._named:
             self._named.add((path, problem))
             where = self._store.shown_uri

@@ -20,7 +20,7 @@ one of a run of an older version, which does not say, is taken for the job's own
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Self
 
@@ -242,15 +242,12 @@ class CheckpointStore:
         arrays = self._files.read_verified(path, known, self._identity(job_id), identity_of_state, decode_state)
         return None if arrays is None else LayerStates(entry.num_positions, arrays)
 
-    def write_manifest(self, job_id: str, attempt: int, manifest: StateManifest) -> int:
-        """Make what was written count, then remove the attempt's older states. Returns bytes written."""
+    def write_manifest(self, job_id: str, attempt: int, manifest: StateManifest, replaced: Collection[str] = ()) -> int:
+        """Make what was written count, then remove the files that it no longer names. Returns bytes written."""
         data = dump_file(manifest, self._identity(job_id))
         self._store.write(_path(job_id, attempt, "manifest.json"), data)
-        named = {entry.file for entry in (manifest.drafter, manifest.states) if entry is not None}
-        kinds = {file.partition("/")[2].partition("-")[0] for file in named}
-        for name in self._store.list(_folder(job_id, attempt)) if named else ():
-            if name.partition("-")[0] in kinds and f"{attempt:04d}/{name}" not in named:
-                self._store.delete(_path(job_id, attempt, name))
+        for file in replaced:
+            self._store.delete(f"checkpoints/{job_id}/{file}")
         return len(data)
 
     def read_manifest(self, job_id: str, attempt: int) -> StateManifest | None:

@@ -24,6 +24,7 @@ from swiftbatch.jobs.checkpoints.checkpoint_store import (
     TokenLog,
 )
 from swiftbatch.jobs.checkpoints.logprob_files import WrittenSpans
+from swiftbatch.jobs.checkpoints.packed_logs import WorkerLogs
 from swiftbatch.jobs.checkpoints.timeline import Timeline
 from swiftbatch.jobs.logprobs import TokenLogprobs
 
@@ -54,7 +55,9 @@ class PendingCheckpoint:
     source: KVSource | None
     segments: list[SegmentEntry]
     num_rewinds: int = 0  # the rewinds before what is written from now on
-    start: AttemptStart | None = None  # None once it is written
+    start: AttemptStart | None = None
+    is_begun: bool = False  # `start` is written, or there is none
+    is_alone: bool = False  # its token log is not to go into its worker's file
     log: TokenLog | None = None
     logprobs: TokenLogprobs | None = None  # of the log's tokens; None where the job asks for none
     written: WrittenSpans = field(default_factory=WrittenSpans)  # of log-probabilities
@@ -65,6 +68,7 @@ class PendingCheckpoint:
     layer_states: LayerStates | None = None
     states: LayerStatesEntry | None = None
     is_manifest_due: bool = False
+    replaced: list[str] = field(default_factory=list)  # files that no manifest names any more, once it is written
 
     @property
     def num_written_positions(self) -> int:
@@ -104,18 +108,33 @@ class PendingCheckpoint:
         self.written.rewind(len(log.token_ids))
         self.segments = [entry for entry in self.segments if entry.end <= num_positions]
         self.token_ids = self.token_ids[: self.num_written_positions]
+        self._replace(self.drafter)
         self.drafter_state, self.drafter = {}, None
         self.layer_states = _up_to(self.layer_states, num_positions)
-        self.states = _up_to(self.states, num_positions)
+        if _up_to(self.states, num_positions) is None:
+            self._replace(self.states)
+            self.states = None
         self.is_manifest_due = True
+
+    @property
+    def may_be_packed(self) -> bool:
+        """Return whether a log waits that may go into its worker's file: log-probabilities have files beside logs."""
+        return self.log is not None and self.logprobs is None and self.start is not None and not self.is_alone
+
+    def pack(self, logs: WorkerLogs) -> None:
+        """Take log and timeline from those that wait, and put them into the worker's file."""
+        assert self.log is not None
+        assert self.start is not None
+        logs.put(self.job_id, self.attempt, self.start, self.log, self.timeline)
+        self.log = self.timeline = None
 
     def begun(self, write: WriteFile) -> WriteFile:
         """Have `write` say first who makes the attempt, where no file does so yet."""
 
         def write_both(checkpoints: CheckpointStore) -> int:
-            if self.start is not None:
+            if self.start is not None and not self.is_begun:
                 checkpoints.begin(self.job_id, self.attempt, self.start)
-                self.start = None
+            self.is_begun = True
             return write(checkpoints)
 
         return write_both
@@ -164,11 +183,13 @@ class PendingCheckpoint:
         return entry.size
 
     def _write_drafter(self, num_positions: int, state: State, checkpoints: CheckpointStore) -> int:
+        self._replace(self.drafter)
         self.drafter = checkpoints.write_drafter(self.job_id, self.attempt, num_positions, self.engine, state)
         self.is_manifest_due = True
         return self.drafter.size
 
     def _write_states(self, states: LayerStates, checkpoints: CheckpointStore) -> int:
+        self._replace(self.states)
         self.states = checkpoints.write_states(self.job_id, self.attempt, states)
         self.is_manifest_due = True
         return self.states.size
@@ -179,7 +200,14 @@ class PendingCheckpoint:
             num_rewinds=self.num_rewinds, segments=segments, drafter=self.drafter, states=self.states
         )
         self.is_manifest_due = False
-        return checkpoints.write_manifest(self.job_id, self.attempt, manifest)
+        named = {entry.file for entry in (self.drafter, self.states) if entry is not None}
+        replaced, self.replaced = [file for file in self.replaced if file not in named], []
+        return checkpoints.write_manifest(self.job_id, self.attempt, manifest, replaced)
+
+    def _replace(self, entry: DrafterEntry | LayerStatesEntry | None) -> None:
+        """Have the file of a state deleted behind the next manifest."""
+        if entry is not None:
+            self.replaced.append(entry.file)
 
 
 Positioned = TypeVar("Positioned", LayerStates, LayerStatesEntry)

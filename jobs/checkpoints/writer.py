@@ -1,10 +1,14 @@
-"""Writes checkpoints behind the engine's back: one thread, one file at a time, token logs before all else."""
+"""Writes checkpoints behind the engine's back: one thread, one file at a time, token logs before all else.
+
+Token logs go into one file for all jobs of the worker, see `packed_logs`: those that wait at a time are one write.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +23,7 @@ from swiftbatch.jobs.checkpoints.checkpoint_store import (
     TokenLog,
 )
 from swiftbatch.jobs.checkpoints.logprob_files import WrittenSpans
+from swiftbatch.jobs.checkpoints.packed_logs import WorkerLogs
 from swiftbatch.jobs.checkpoints.pending import FileKind, KVSource, PendingCheckpoint, WriteFile
 from swiftbatch.jobs.checkpoints.timeline import Timeline
 from swiftbatch.jobs.checkpoints.token_log import Rewind
@@ -39,17 +44,20 @@ class CheckpointWriter:
         checkpoints: CheckpointStore,
         segment_positions: int,
         on_written: Callable[[FileKind, int, float], None],
+        logs: WorkerLogs | None = None,
     ) -> None:
-        """A segment has at most `segment_positions` positions.
+        """A segment has at most `segment_positions` positions. Without `logs` each job has a token log of its own.
 
         `on_written(kind, num_bytes, seconds)` is called after each file, in the writer's thread.
         """
         self._checkpoints = checkpoints
         self._segment_positions = segment_positions
         self._on_written = on_written
+        self._logs = logs
         self._jobs: dict[str, PendingCheckpoint] = {}  # the one that waited longest first
         self._changed = threading.Condition()  # guards all that follows, and the jobs
-        self._writing: str | None = None
+        self._writing: str | None = None  # a job whose own file is being written, "" for the worker's
+        self._kind: FileKind = "tokens"  # of the file that is being written, or was last
         self._failure: Exception | None = None
         self._is_stopped = False
         self._thread = threading.Thread(target=self._run, name="checkpoint-writer", daemon=True)
@@ -65,18 +73,23 @@ class CheckpointWriter:
         num_rewinds: int = 0,
         num_logprobs: int = 0,
         start: AttemptStart | None = None,
+        is_begun: bool = False,
     ) -> None:
         """Begin with a job, behind the `segments` that a resume found valid. Without `source` it has no state.
 
         Of the first `num_logprobs` tokens the log-probabilities are in files of earlier attempts. `start` is written
-        in front of the first file; without it, it is there already.
+        in front of the first file, unless the attempt `is_begun`: then it is there already.
         """
         with self._changed:
             if job_id in self._jobs:
                 raise ValueError(f"job {job_id} is open already")
-            job = PendingCheckpoint(job_id, attempt, engine, source, list(segments), num_rewinds, start)
+            job = PendingCheckpoint(job_id, attempt, engine, source, list(segments), num_rewinds, start, is_begun)
             job.written = WrittenSpans(num_logprobs)
             self._jobs[job_id] = job
+
+    def together(self) -> AbstractContextManager[bool]:
+        """Begin to write what is put inside the block only behind it."""
+        return self._changed
 
     def put_tokens(
         self,
@@ -84,8 +97,11 @@ class CheckpointWriter:
         output_ids: TokenIds,
         rewinds: tuple[Rewind, ...] = (),
         logprobs: TokenLogprobs | None = None,
+        is_alone: bool = False,
     ) -> None:
         """Have `output_ids` [num_tokens], all tokens generated so far, written as the job's token log. Copies these.
+
+        With `is_alone` it goes into a file of its own from now on, since the job is to go on elsewhere.
 
         `logprobs`, where the job asks for them, are of all these tokens; they are not copied and must not change.
         """
@@ -93,6 +109,7 @@ class CheckpointWriter:
         with self._changed:
             job = self._opened(job_id)
             job.log, job.logprobs = log, logprobs
+            job.is_alone |= is_alone
             self._changed.notify_all()
 
     def rewind(self, job_id: str, log: TokenLog, num_positions: int, logprobs: TokenLogprobs | None = None) -> None:
@@ -148,10 +165,12 @@ class CheckpointWriter:
         with self._changed:
             return self._opened(job_id).num_positions_of_states
 
-    def close(self, job_id: str) -> bool:
+    def close(self, job_id: str, has_ended: bool = True) -> bool:
         """Drop what waits of a job and let the file being written end: nothing of the job is written afterwards.
 
-        Nor is its source held any longer, whose memory others wait for. Returns whether the attempt has a file.
+        Nor is its source held any longer, whose memory others wait for. Returns whether the attempt has own files.
+        What the worker's file has of the job stays there, if it `has_ended`, until `forget`; else it goes to the job's
+        own folder, behind the engine's back as well.
         """
         with self._changed:
             closed = self._jobs.pop(job_id, None)
@@ -159,13 +178,28 @@ class CheckpointWriter:
             if closed is None:
                 return False
             closed.source = None
-            return closed.start is None
+            if self._logs is not None and not has_ended:
+                self._logs.leave(job_id, closed.attempt)
+                self._changed.notify_all()
+            return closed.is_begun
+
+    def forget(self, job_ids: Collection[str]) -> None:
+        """Note that closed jobs have results: their token logs are of no use any more."""
+        with self._changed:
+            if self._logs is not None and job_ids:
+                self._logs.forget(job_ids)
+                self._changed.notify_all()
 
     def flush(self, seconds: float) -> bool:
         """Wait until all is written, at most `seconds`. Return whether all is."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_over() or self._is_idle(), seconds)
             return self._failure is None and self._is_idle()
+
+    def wait_for_logs(self, job_ids: Collection[str]) -> None:
+        """Wait, however long the store takes, until jobs have their newest token logs in files of their own."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_over() or not self._has_logs_of(job_ids))
 
     def check(self) -> None:
         """Raise what ended the thread: a `StoreError` where the storage failed for good."""
@@ -188,7 +222,15 @@ class CheckpointWriter:
         return self._is_stopped or self._failure is not None
 
     def _is_idle(self) -> bool:
-        return self._writing is None and not any(job.is_waiting for job in self._jobs.values())
+        is_waiting = any(job.is_waiting for job in self._jobs.values()) or (
+            self._logs is not None and self._logs.has_rest
+        )
+        return self._writing is None and not is_waiting
+
+    def _has_logs_of(self, job_ids: Collection[str]) -> bool:
+        """Return whether a token log of some jobs waits, or is being written."""
+        is_written = self._writing in job_ids and self._kind == "tokens"
+        return is_written or any(self._jobs[job_id].log is not None for job_id in job_ids if job_id in self._jobs)
 
     def _run(self) -> None:
         while (file := self._next_file()) is not None:
@@ -210,19 +252,34 @@ class CheckpointWriter:
             self._changed.wait_for(lambda: self._is_over() or not self._is_idle())
             if self._is_over():
                 return None
-            job, file = self._most_urgent()
-            self._writing = job.job_id
-            # to the end of the queue, so that every job has its turn
-            self._jobs[job.job_id] = self._jobs.pop(job.job_id)
-            kind, write = file
-            return kind, job.begun(write)
+            self._writing, file = self._most_urgent()
+            self._kind, _ = file
+            return file
 
-    def _most_urgent(self) -> tuple[PendingCheckpoint, tuple[FileKind, WriteFile]]:
-        """A job and its file to write; call it while one waits."""
+    def _most_urgent(self) -> tuple[str, tuple[FileKind, WriteFile]]:
+        """Whose file is to be written, and how; call it while one waits."""
         jobs = self._jobs.values()
+        if self._logs is not None and (packed := [job for job in jobs if job.may_be_packed]):
+            for each in packed:
+                each.pack(self._logs)
+            return "", ("tokens", _apart(self._logs.take()))
         if job := next((job for job in jobs if job.log is not None), None):
-            return job, ("tokens", job.take_tokens())
-        if job := next((job for job in jobs if job.timeline is not None), None):
-            return job, ("tokens", job.take_timeline())
+            if self._logs is not None:
+                self._logs.forget([job.job_id])  # the file that has it stays until this one is written
+            return self._own(job, "tokens", job.take_tokens())
+        if (job := next((job for job in jobs if job.timeline is not None), None)) is not None:
+            return self._own(job, "tokens", job.take_timeline())
+        if self._logs is not None and self._logs.has_rest:
+            return "", ("tokens", _apart(self._logs.take_rest()))
         job = next(job for job in jobs if job.has_state)
-        return job, ("state", job.take_state(self._segment_positions))
+        return self._own(job, "state", job.take_state(self._segment_positions))
+
+    def _own(self, job: PendingCheckpoint, kind: FileKind, write: WriteFile) -> tuple[str, tuple[FileKind, WriteFile]]:
+        """A file of one job, which goes to the end of the queue, so that every job has its turn."""
+        self._jobs[job.job_id] = self._jobs.pop(job.job_id)
+        return job.job_id, (kind, job.begun(write))
+
+
+def _apart(write: Callable[[], int]) -> WriteFile:
+    """A function that writes no checkpoint of a single job."""
+    return lambda _: write()

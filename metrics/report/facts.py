@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import AttemptRecord, CheckpointStore
+from swiftbatch.jobs.checkpoints.packed_logs import PackedLogs
 from swiftbatch.jobs.input.reader import Reject
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.run.run import Progress, Run
@@ -99,14 +100,27 @@ def excerpt(text: str) -> str:
 def _checkpoints(run: Run, records: Sequence[JobRecord]) -> list[tuple[list[AttemptRecord], int]]:
     """The attempts and the number of logged tokens of jobs without a result."""
     checkpoints, started = CheckpointStore.of(run), set(run.store.list("checkpoints"))
+    packed = PackedLogs.of(run).read()
 
     def read(record: JobRecord) -> tuple[list[AttemptRecord], int]:
-        if record.job_id not in started:
-            return [], 0
-        return checkpoints.history(record.job_id), len(checkpoints.read_tokens(record.job_id))
+        running = packed.get(record.job_id)
+        is_there = record.job_id in started
+        history = checkpoints.history(record.job_id) if is_there else []
+        num_tokens = len(checkpoints.read_tokens(record.job_id)) if is_there else 0
+        if running is None:
+            return history, num_tokens
+        return _with_running(history, running.record), max(num_tokens, len(running.log.token_ids))
 
     with ThreadPoolExecutor(NUM_READERS) as pool:
         return list(pool.map(read, records))
+
+
+def _with_running(history: list[AttemptRecord], running: AttemptRecord) -> list[AttemptRecord]:
+    """The attempts with one whose timeline is in its worker's file; its own folder may have its beginning."""
+    known = {record.number: record for record in history}
+    own = known.get(running.number)
+    known[running.number] = running if own is None else own.model_copy(update={"timeline": running.timeline})
+    return [known[number] for number in sorted(known)]
 
 
 def _with_known_ends(jobs: list[JobFacts]) -> tuple[JobFacts, ...]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from numpy.typing import NDArray
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
+from swiftbatch.jobs.checkpoints.packed_logs import PackedLogs
 from swiftbatch.jobs.run.job_index import JobEntry, JobIndex
 from swiftbatch.jobs.run.output_line import error_line
 from swiftbatch.jobs.run.priorities import priorities_of
@@ -46,6 +47,23 @@ def load_queue(run: Run, max_attempts: int, attempts: Attempts | None = None) ->
     for state, (num_jobs, num_tokens) in ended.items():
         queue.add_ended(state, num_tokens, num_jobs)
     return queue
+
+
+def put_logs_in_place(run: Run) -> None:
+    """Write the token logs that workers of earlier drivers have left in files of their own where jobs are resumed from.
+
+    Call it before `load_queue`, once the run is held. Raises StoreError.
+    """
+    logs = PackedLogs.of(run)
+    found = logs.found()
+    logs.put_in_place(found.without(with_results(run, {entry.job_id for entry in found.entries})))
+
+
+def with_results(run: Run, job_ids: Collection[str]) -> set[str]:
+    """Those of some jobs that have a result."""
+    asked = list(job_ids)
+    lines = run.result_lines(asked) if asked else ()
+    return {job_id for job_id, line in zip(asked, lines, strict=True) if line is not None}
 
 
 def _ended(run: Run, index: JobIndex, lengths: Lengths) -> tuple[NDArray[np.bool_], dict[str, tuple[int, int]]]:

@@ -17,6 +17,7 @@ from swiftbatch.scheduler.cluster.remote import NO_MEMORY, OTHER_CODE, OTHER_MOD
 from swiftbatch.scheduler.cluster.watch import ClusterLostError
 from swiftbatch.scheduler.display.end_events import LimitReached
 from swiftbatch.scheduler.display.events import DriverStarted, RunStopping, WorkerStopping
+from swiftbatch.scheduler.driver.backlog import put_logs_in_place
 from swiftbatch.scheduler.driver.context import DriverContext
 from swiftbatch.scheduler.driver.dispatch import Dispatcher
 from swiftbatch.scheduler.driver.hold import Hold
@@ -85,6 +86,7 @@ class Driver:
             raise
         finally:
             self._context.attempts.stop()
+            self._intake.stop()
             self._fleet.stop()
             self._sharding.stop()
             with contextlib.suppress(StoreError, RunError):  # the error that brought us here matters more
@@ -114,6 +116,7 @@ class Driver:
         events = self._fleet.wait(WAIT_SECONDS, now)
         for event in events:
             self._intake.take_in(event)
+        self._intake.settle()
         self._refuse_others(events)
         self._refuse_endless_starts(events)
         if not events and len(self._fleet.idle) == len(self._fleet.workers):
@@ -129,6 +132,7 @@ class Driver:
             self._dispatcher.hand_out(now)
             for event in self._fleet.wait(WAIT_SECONDS, now):
                 self._intake.take_in(event)
+            self._intake.settle()
             if self._hold.is_due(now):
                 self._beat("running")
 
@@ -159,6 +163,7 @@ class Driver:
         state = self._end_state()
         self._fleet.stop()
         with self._hold.beating():
+            put_logs_in_place(self._run)  # of workers that ended badly
             self._sharding.finish(is_end=state != "interrupted")
             self._run.write_output(self._hold.epoch.check)
         return state

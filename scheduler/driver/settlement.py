@@ -5,10 +5,12 @@ A job then has a result, is back in the queue, given up, or cancelled.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
+from swiftbatch.jobs.checkpoints.packed_logs import FoundLogs, PackedLogs
 from swiftbatch.jobs.run.job_index import JobEntry
 from swiftbatch.jobs.run.line_parts import num_completion_tokens
 from swiftbatch.jobs.run.output_line import error_line
@@ -18,11 +20,14 @@ from swiftbatch.metrics.driver_counters import OUTGROWN
 from swiftbatch.scheduler.cluster.remote import STORE_FAILED
 from swiftbatch.scheduler.display.events import WorkerLost, WorkerReady, WorkerStopping
 from swiftbatch.scheduler.display.job_events import JobCancelled, JobFinished, JobGivenUp, JobPutBack, JobStarted
-from swiftbatch.scheduler.driver.backlog import CANCELLED, write_cancelled
+from swiftbatch.scheduler.driver.backlog import CANCELLED, with_results, write_cancelled
 from swiftbatch.scheduler.driver.context import DriverContext
 from swiftbatch.scheduler.driver.worker_fleet import Event, Lost, Reported, Started, Worker
 from swiftbatch.worker.session.work import WorkReport
 
+Result = TypeVar("Result")
+
+NUM_UNPACKED = 8  # lost workers at a time
 CANCELLED_AT_ONCE = 10_000  # jobs in memory: a whole run may be cancelled
 
 
@@ -128,6 +133,10 @@ class Settlement:
             if line is not None:
                 self.finish(job_id, num_completion_tokens(line))
 
+    def with_results(self, job_ids: Collection[str]) -> set[str]:
+        """Those of some jobs that have a result, whoever wrote it."""
+        return with_results(self._run, job_ids)
+
     def _has_ended(self, job_id: str) -> bool:
         """Return whether there is nothing left to queue, since the job is to be cancelled."""
         if job_id in self._cancelling:
@@ -163,6 +172,10 @@ class Intake:
         self._spent = context.spent
         self._settlement = settlement
         self._lost_ids: set[str] = set()
+        self._logs = PackedLogs.of(context.run)
+        self._pool = ThreadPoolExecutor(NUM_UNPACKED, "unpacks")
+        self._reading: list[tuple[Future[FoundLogs], Lost]] = []  # the token logs of lost workers
+        self._placing: list[tuple[Future[None], Lost]] = []
 
     def take_in(self, event: Event) -> None:
         """Act on one event. Raises StoreError if the store has failed a worker that was to go on."""
@@ -174,7 +187,31 @@ class Intake:
             case Lost(worker, reason, message):
                 if reason == STORE_FAILED and worker.drain_reason is None:
                     raise StoreError(message)
-                self._take_in_loss(worker, reason, message)
+                if self._left_by(worker) or self._queue.reserve_of(worker.id):
+                    self._reading.append((self._pool.submit(self._logs.found, [worker.id]), event))
+                else:
+                    self._take_in_loss(worker, reason, message)
+
+    def settle(self) -> None:
+        """Go on with lost workers: put their jobs back once their token logs are where others look for them.
+
+        To read and write these takes a store's time, for which the loop does not wait. Raises StoreError.
+        """
+        for found, lost in self._taken(self._reading):
+            done = self._settlement.with_results({entry.job_id for entry in found.entries})
+            self._placing.append((self._pool.submit(self._logs.put_in_place, found.without(done)), lost))
+        for _, lost in self._taken(self._placing):
+            self._take_in_loss(lost.worker, lost.reason, lost.message)
+
+    def stop(self) -> None:
+        """Begin nothing more: what is not in place yet is found by whoever resumes the run."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _taken(self, under_way: list[tuple[Future[Result], Lost]]) -> list[tuple[Result, Lost]]:
+        """Take what is done from a list."""
+        done = [(future, lost) for future, lost in under_way if future.done()]
+        under_way[:] = [(future, lost) for future, lost in under_way if not future.done()]
+        return [(future.result(), lost) for future, lost in done]
 
     def tokens_at_risk(self) -> dict[str, int]:
         """The tokens of running and lost jobs by name: not all of them may be in a checkpoint."""

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
+from swiftbatch.jobs.checkpoints.packed_logs import CHECKPOINTS, WORKERS
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_files import NUM_READERS
 from swiftbatch.jobs.run.run_records import RunState
@@ -13,8 +14,6 @@ from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.display.summary import counted
 from swiftbatch.scheduler.driver.backlog import count_jobs
 from swiftbatch.scheduler.driver.hold import Hold
-
-FOLDER = "checkpoints"
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class Kept:
 
 def kept_of(run: Run) -> Kept:
     """Find what is kept. A checkpoint of a job that may still go on by itself is no part of it. Raises StoreError."""
-    found = set(run.store.list(FOLDER))
+    found = set(run.store.list(CHECKPOINTS)) - {WORKERS}
     if found:  # failed and cancelled jobs may be run again, from their checkpoints
         found -= set(run.job_ids()) - run.ended()[0]
     with ThreadPoolExecutor(NUM_READERS) as pool:
@@ -51,7 +50,7 @@ def prune(run: Run, *, logs: bool, state: bool) -> str:
         if logs:
             KeptLogs.of(run).clear()
         for job_id in dropped.states:
-            run.store.delete_folder(f"{FOLDER}/{job_id}")
+            run.store.delete_folder(f"{CHECKPOINTS}/{job_id}")
         ended: RunState = before.state if before and before.state in ("finished", "cancelled") else "finished"
         hold.end("interrupted" if count_jobs(run)["pending"] else ended)
     num_bytes = sum(dropped.logs.values()) + sum(dropped.states.values())
@@ -60,5 +59,5 @@ def prune(run: Run, *, logs: bool, state: bool) -> str:
 
 def _size(store: Store, job_id: str) -> int:
     """The bytes of all checkpoints of a job."""
-    folders = [f"{FOLDER}/{job_id}/{attempt}" for attempt in store.list(f"{FOLDER}/{job_id}")]
+    folders = [f"{CHECKPOINTS}/{job_id}/{attempt}" for attempt in store.list(f"{CHECKPOINTS}/{job_id}")]
     return sum(size or 0 for folder in folders for size in store.sizes(folder).values())

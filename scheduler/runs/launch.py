@@ -21,7 +21,7 @@ from swiftbatch.scheduler.display.end_events import LimitReached, ShardWritten
 from swiftbatch.scheduler.display.events import FewGpus, SlowOnGpu
 from swiftbatch.scheduler.display.job_events import LineDamaged
 from swiftbatch.scheduler.driver.attempts import Attempts
-from swiftbatch.scheduler.driver.backlog import count_jobs, load_queue
+from swiftbatch.scheduler.driver.backlog import count_jobs, load_queue, put_logs_in_place
 from swiftbatch.scheduler.driver.context import DriverContext
 from swiftbatch.scheduler.driver.driver import Driver, DriverError
 from swiftbatch.scheduler.driver.hold import Hold
@@ -67,6 +67,7 @@ def launch(hold: Hold, settings: Settings, display: Display) -> Outcome:
     hold.go_on_through(run)
     with _told_how_to_go_on(run):
         attempts = Attempts.read(run.store, hold.epoch.number)
+        put_logs_in_place(run)
         queue = load_queue(run, settings.max_attempts, attempts)
         for path, problem, kept in run.set_damaged_aside(queue.unfinished()):
             display.note(LineDamaged(path, problem, kept))

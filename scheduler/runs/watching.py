@@ -10,6 +10,8 @@ import time
 from collections.abc import Iterator
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
+from swiftbatch.jobs.checkpoints.packed_logs import PackedLogs
+from swiftbatch.jobs.checkpoints.token_log import TokenLog
 from swiftbatch.jobs.run.job_index import JobEntry
 from swiftbatch.jobs.run.run import Progress, Run, RunError
 from swiftbatch.scheduler.display.display import Display
@@ -66,7 +68,7 @@ def follow_text(run: Run, custom_id: str, follow: bool, choice: int = 0) -> Iter
     from swiftbatch.worker.model.text import TextCodec
 
     record = _find_choice(run, custom_id, choice)
-    checkpoints = CheckpointStore.of(run)
+    checkpoints, packed = CheckpointStore.of(run), PackedLogs.of(run)
     settled = TextCodec(locate_model(run.manifest.model)).output_text.settled
     shown = ""
     while True:
@@ -75,7 +77,7 @@ def follow_text(run: Run, custom_id: str, follow: bool, choice: int = 0) -> Iter
         text = _result_text(run, record.job_id)
         is_whole = text is not None
         if text is None:
-            text = settled(checkpoints.read_tokens(record.job_id).tolist())
+            text = settled(_newest_log(run, checkpoints, packed, record).token_ids.tolist())
         num_common = _num_common(shown, text)
         is_taken_back = num_common < min(len(shown), len(text))
         yield (TAKEN_BACK if is_taken_back else "") + text[num_common:]
@@ -83,6 +85,15 @@ def follow_text(run: Run, custom_id: str, follow: bool, choice: int = 0) -> Iter
         if is_whole or not goes_on:
             return
         time.sleep(POLL_SECONDS)
+
+
+def _newest_log(run: Run, checkpoints: CheckpointStore, packed: PackedLogs, job: JobEntry) -> TokenLog:
+    """The token log of a job: its own, or that in the file of the worker that has it, or of any if no driver says."""
+    progress = current_progress(run)
+    holders = [worker.id for worker in progress.workers if job.name in worker.jobs]
+    running = packed.read(holders if progress.state == "running" else None).get(job.job_id)
+    own = checkpoints.read_log(job.job_id)
+    return running.log if running is not None and running.log.progress > own.progress else own
 
 
 def _num_common(shown: str, text: str) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Container
 from typing import TYPE_CHECKING, Any
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
+from swiftbatch.jobs.checkpoints.packed_logs import PackedLogs
 from swiftbatch.jobs.run.job_index import JobName, job_names
 from swiftbatch.jobs.run.job_table import paths
 from swiftbatch.jobs.run.run import Run
@@ -23,11 +24,12 @@ def partial_texts(run: Run, running: Container[str], last_tokens: int | None = N
 
     Raises ModelError if the run's tokenizer is not there, RunError, StoreError.
     """
-    checkpoints = CheckpointStore.of(run)
+    checkpoints, packed = CheckpointStore.of(run), PackedLogs.of(run).read()
     texts = []
     for job in names_of(run.store):
         if job.name in running:
-            token_ids = checkpoints.read_tokens(job.job_id).tolist()
+            kept = packed[job.job_id].log if job.job_id in packed else checkpoints.read_log(job.job_id)
+            token_ids = kept.token_ids.tolist()
             settled = _codec(run.manifest.model).output_text.settled
             num_before = 0 if last_tokens is None else len(settled(token_ids[:-last_tokens]))
             texts.append(

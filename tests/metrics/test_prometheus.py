@@ -16,6 +16,7 @@ import pytest
 
 from swiftbatch.jobs.run.run_records import WorkerStatus
 from swiftbatch.metrics.driver_counters import DRIVER_METRICS
+from tests.jobs.checkpoints.checkpoint_parts import logged_jobs
 from tests.metrics.dashboard_files import as_shown, panel_expressions, variable_queries
 from tests.metrics.prometheus_server import Prometheus, binary, free_port, running_prometheus, until
 from tests.scheduler.driving import Driver, swiftbatch
@@ -90,7 +91,7 @@ def held_amid_a_job(driver: Driver) -> WorkerStatus | None:
     """A worker that is stopped while its first job has a checkpoint, so that a kill leaves something to resume."""
     for worker in driver.busy_workers():
         os.kill(worker.pid, signal.SIGSTOP)
-        if list(driver.checkpoints(worker).glob("*/tokens.bin")):
+        if driver.checkpoints(worker).name in logged_jobs(driver.run):
             return worker
         os.kill(worker.pid, signal.SIGCONT)
     return None

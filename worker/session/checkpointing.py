@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from collections.abc import Sequence as Items
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore, TokenLog
+from swiftbatch.jobs.checkpoints.packed_logs import WorkerLogs
 from swiftbatch.jobs.checkpoints.writer import CheckpointWriter
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.drawing.sequence import Sequence
@@ -19,12 +21,12 @@ MAX_SEGMENT_BYTES = 1 << 26  # what one segment may take of the memory
 class Checkpointing:
     """Keeps the checkpoints of one worker's jobs. `check` and `flush` raise StoreError when the store has failed."""
 
-    def __init__(self, checkpoints: CheckpointStore, config: EngineConfig, engine: Engine) -> None:
+    def __init__(self, checkpoints: CheckpointStore, logs: WorkerLogs, config: EngineConfig, engine: Engine) -> None:
         self._config = config
         self._drafter = engine.drafter
         most = MAX_SEGMENT_BYTES // engine.target.cache_shape.bytes_per_position()
         segment_positions = max(1, min(config.checkpoint_tokens, most))
-        self._writer = CheckpointWriter(checkpoints, segment_positions, engine.counters.count_checkpoint)
+        self._writer = CheckpointWriter(checkpoints, segment_positions, engine.counters.count_checkpoint, logs)
 
     def open(self, job: RunningJob) -> None:
         """Begin with a job, whose new manifests go on from the segments that its resume found whole.
@@ -36,7 +38,8 @@ class Checkpointing:
         self._writer.open(
             *(job.job_id, job.assignment.attempt, self._config.engine, job.cache, segments, num_rewinds),
             num_logprobs=job.sequence.num_generated_tokens,
-            start=None if job.recovery else job.start,
+            start=job.start,
+            is_begun=job.recovery is not None,
         )
         self._expect_reads(job)
 
@@ -48,23 +51,34 @@ class Checkpointing:
         job.logged, job.num_logged_tokens = time.monotonic(), again.num_generated_tokens
         self._expect_reads(job)
 
-    def put_due(self, job: RunningJob) -> None:
-        """Hand over what should be kept by now; returns at once."""
+    def put_due(self, jobs: Collection[RunningJob]) -> None:
+        """Hand over what should be kept by now; returns at once.
+
+        Once the token log of one job is due, those of all go with it: they are one write.
+        """
         config = self._config
-        if job.is_log_due(config.checkpoint_seconds, config.checkpoint_tokens):
-            self._put_tokens(job)
-        if config.checkpoint == "state" and self._num_new_positions(job) >= config.checkpoint_tokens:
-            self._put_state(job)
-        kept_end = job.cache.length - rewind_distance(job.sequence)  # a rewind drops the segment that it falls into
-        job.cache.end_reads(self._writer.num_written_positions(job.job_id, kept_end))
+        if any(job.is_log_due(config.checkpoint_seconds, config.checkpoint_tokens) for job in jobs):
+            with self._writer.together():
+                for job in jobs:
+                    if job.is_log_due(0.0, 1):
+                        self._put_tokens(job)
+        for job in jobs:
+            if config.checkpoint == "state" and self._num_new_positions(job) >= config.checkpoint_tokens:
+                self._put_state(job)
+            kept_end = job.cache.length - rewind_distance(job.sequence)  # a rewind drops the segment that it falls into
+            job.cache.end_reads(self._writer.num_written_positions(job.job_id, kept_end))
 
     def flush(self, jobs: Items[RunningJob], seconds: float) -> None:
-        """Write all token logs, then as much state as `seconds` allow: these jobs are to go on elsewhere."""
+        """Write all token logs, then as much state as `seconds` allow: these jobs are to go on elsewhere.
+
+        The logs are waited for in any case: whoever goes on with the jobs looks for them in the jobs' own folders.
+        """
         for job in jobs:
             self._put_tokens(job, is_released=True)
             if self._config.checkpoint == "state" and self._num_new_positions(job) > 0:
                 self._put_state(job, is_released=True)
         self._writer.flush(seconds)
+        self._writer.wait_for_logs([job.job_id for job in jobs])
         self._writer.check()
 
     def keep(self, job: RunningJob, seconds: float) -> None:
@@ -76,8 +90,17 @@ class Checkpointing:
         self._writer.check()
 
     def close(self, job: RunningJob) -> None:
-        """Write no more of a job: nothing is under way for it when this returns."""
-        job.has_files = self._writer.close(job.job_id)
+        """Write no more of a job: no file of its own is under way when this returns.
+
+        The token log of one that has ended stays until `forget`, that of another, as far as it was written, goes into
+        the job's own folder.
+        """
+        has_ended = job.sequence.finish_reason is not None and job.sequence.error is None
+        job.has_files = self._writer.close(job.job_id, has_ended)
+
+    def forget(self, job_ids: Collection[str]) -> None:
+        """Note that jobs that have ended are no longer to be resumed by anybody."""
+        self._writer.forget(job_ids)
 
     def check(self) -> None:
         """Raise the StoreError of a write that failed for good."""
@@ -95,7 +118,7 @@ class Checkpointing:
     def _put_tokens(self, job: RunningJob, is_released: bool = False) -> None:
         sequence = job.sequence
         token_ids = sequence.output_ids.astype("uint32")
-        self._writer.put_tokens(job.job_id, token_ids, sequence.rewinds, sequence.kept_logprobs)
+        self._writer.put_tokens(job.job_id, token_ids, sequence.rewinds, sequence.kept_logprobs, is_released)
         if (is_released or job.recorder.has_news) and (timeline := job.recorder.take(is_released)):
             self._writer.put_timeline(job.job_id, timeline)
         job.logged, job.num_logged_tokens = time.monotonic(), job.sequence.num_generated_tokens

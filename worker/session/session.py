@@ -14,6 +14,7 @@ import torch
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import AttemptRecord, AttemptStart, CheckpointStore, State
 from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
+from swiftbatch.jobs.checkpoints.packed_logs import PackedLogs, WorkerLogs
 from swiftbatch.jobs.checkpoints.token_log import TokenLog
 from swiftbatch.jobs.logprobs import shown_logprobs
 from swiftbatch.jobs.run.output_line import success_line
@@ -85,7 +86,8 @@ class WorkerSession:
         drafter = create_drafter(config.engine, target, costs, config.draft_model)
         self.engine = Engine(target, drafter, self._codec.output_text, counters, config.logprobs_mode)
         self._resumer = Resumer(self._checkpoints, costs, self.numerics)
-        self._checkpointing = Checkpointing(self._checkpoints, config, self.engine)
+        logs = WorkerLogs(PackedLogs.of(self._run), worker_id)
+        self._checkpointing = Checkpointing(self._checkpoints, logs, config, self.engine)
         self._running: dict[str, RunningJob] = {}
         self._num_pages: int | None = None  # for all caches together, as the last orders say
         self._reserve, self._slice = Reserve(), WorkSlice()
@@ -146,8 +148,7 @@ class WorkerSession:
             self._step()
         for job in [job for job in self._running.values() if job.sequence.finish_reason is not None]:
             self._end(job)
-        for job in self._running.values():
-            self._checkpointing.put_due(job)
+        self._checkpointing.put_due(self._running.values())
         self._sealing.seal_due()
 
     def _end(self, job: RunningJob) -> None:
@@ -168,9 +169,11 @@ class WorkerSession:
             self._finish(job, self._slice.ended, self._slice.failed)
 
     def _report(self, finished: Iterable[JobProgress], num_generated_tokens: int) -> WorkReport:
-        progress = [job.progress for job in self._running.values()]
+        """What the slice has come to; of jobs whose results are there nobody needs token logs any more."""
+        done, progress = tuple(finished), [job.progress for job in self._running.values()]
+        self._checkpointing.forget([job.job_id for job in done])
         is_draining, counters = self._must_drain, self._due_counters()
-        return self._slice.report(progress, finished, num_generated_tokens, is_draining=is_draining, counters=counters)
+        return self._slice.report(progress, done, num_generated_tokens, is_draining=is_draining, counters=counters)
 
     def _due_counters(self) -> EngineCounters | None:
         """All counts, a while after the last time or when no job runs: they cost more than the rest of a report."""
@@ -295,10 +298,12 @@ class WorkerSession:
         A job that has ended before anything of it was to be written asks for no file: if its worker was given up
         meanwhile, there are two results some day, and either counts.
         """
-        attempts = job.history(self._checkpoints.history(job.job_id) if job.has_files else ())
+        is_known = job.has_files or job.num_logged_tokens > 0
+        attempts = job.history(self._checkpoints.history(job.job_id) if is_known else ())
         newest = max(attempts, key=lambda each: each.number)
         if newest.number > job.assignment.attempt:
             self.engine.counters.num_stale_attempt_rejections += 1
+            self._checkpointing.forget([job.job_id])
             failed.append((job.job_id, f"attempt {job.start.attempt} was overtaken by attempt {newest.attempt}"))
             return
         if may_be_extended(job.sequence, job.thinking):  # before its result says that it is there

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +18,7 @@ from swiftbatch.jobs.checkpoints.checkpoint_store import (
     SegmentEntry,
     StateManifest,
 )
+from swiftbatch.jobs.checkpoints.packed_logs import FOLDER, SUFFIX, unpack
 from swiftbatch.jobs.checkpoints.token_log import TokenIds
 from swiftbatch.jobs.identity import Identity
 
@@ -31,6 +35,15 @@ def claim(checkpoints: CheckpointStore, job_id: str, worker_id: str, numerics: s
     start = AttemptStart(worker_id=worker_id, claimed=time.time(), numerics=numerics, attempt=attempt)
     checkpoints.begin(job_id, attempt, start)
     return attempt
+
+
+def logged_jobs(run: Path) -> set[str]:
+    """The jobs of a run's folder that have a token log, in their own folder or in a worker's file."""
+    own = {path.parent.parent.name for path in run.glob("checkpoints/*/*/tokens.bin")}
+    for path in run.glob(f"{FOLDER}/*{SUFFIX}"):
+        with suppress(FileNotFoundError):  # the next one is there
+            own |= {entry.job_id for entry in unpack(path.read_bytes())[0]}
+    return own
 
 
 def tokens_at(start: int, end: int) -> TokenIds:
@@ -67,6 +80,7 @@ def write_state(
     ends: list[int],
     older: tuple[SegmentEntry, ...] = (),
     job_id: str = JOB,
+    replaced: Collection[str] = (),
 ) -> StateManifest:
     """Segments up to each of `ends` behind `older` ones, a drafter state at the last end, and their manifest."""
     segments = list(older)
@@ -75,7 +89,7 @@ def write_state(
         segments.append(checkpoints.write_segment(job_id, attempt, segment_of(start, end)))
     drafter = checkpoints.write_drafter(job_id, attempt, ends[-1], "suffix", {"table": np.arange(ends[-1])})
     manifest = StateManifest(segments=tuple(segments), drafter=drafter)
-    checkpoints.write_manifest(job_id, attempt, manifest)
+    checkpoints.write_manifest(job_id, attempt, manifest, replaced)
     return manifest
 
 

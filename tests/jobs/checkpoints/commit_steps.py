@@ -18,7 +18,8 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 
 import numpy as np
 
-from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore, ResumeRecord
+from swiftbatch.jobs.checkpoints.checkpoint_store import AttemptStart, CheckpointStore, ResumeRecord
+from swiftbatch.jobs.checkpoints.packed_logs import PackedLogs, WorkerLogs
 from swiftbatch.jobs.checkpoints.writer import CheckpointWriter
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.segment_format import SealedResult
@@ -29,7 +30,6 @@ from tests.jobs.checkpoints.checkpoint_parts import (
     NUM_PROMPT_TOKENS,
     Cache,
     check_checkpoints,
-    claim,
     output_ids,
     tokens_at,
 )
@@ -74,8 +74,10 @@ class Killer:
 
 def run_attempt(store: Store, num_positions: int, acknowledged: int | None = None) -> None:
     """Go on from what is there until the cache holds `num_positions`, in two rounds."""
-    checkpoints = CheckpointStore(store, FINGERPRINT)
-    attempt = claim(checkpoints, JOB, f"w{os.getpid()}", "cpu")
+    checkpoints, packed = CheckpointStore(store, FINGERPRINT), PackedLogs(store, FINGERPRINT)
+    packed.put_in_place(packed.found())
+    attempt = max(checkpoints.attempts(JOB), default=0) + 1
+    start = AttemptStart(worker_id="w1", claimed=3e9, numerics="cpu", attempt=attempt)
     num_tokens, num_loaded = check_checkpoints(checkpoints)
     manifests = checkpoints.read_manifests(JOB)
     segments = manifests[0].segments if manifests else ()
@@ -88,9 +90,10 @@ def run_attempt(store: Store, num_positions: int, acknowledged: int | None = Non
             seconds=0.1,
             resumed=3e9,
         )
+        checkpoints.begin(JOB, attempt, start)
         checkpoints.write_resume(JOB, attempt, record)
-    writer = CheckpointWriter(checkpoints, 16, lambda *_: None)
-    writer.open(JOB, attempt, "suffix", Cache(), segments)
+    writer = CheckpointWriter(checkpoints, 16, lambda *_: None, WorkerLogs(packed, "w1"))
+    writer.open(JOB, attempt, "suffix", Cache(), segments, start=start, is_begun=attempt > 1)
     for end in (max(num_loaded, num_positions - 10), num_positions):
         writer.put_tokens(JOB, output_ids(end - NUM_PROMPT_TOKENS))
         writer.put_state(JOB, tokens_at(0, end), {"table": np.arange(end)})
@@ -112,6 +115,8 @@ def finish(store: Store) -> None:
     """The segment with the result first, then the checkpoints go."""
     Run(store, MANIFEST).write_segment(f"w{os.getpid()}", [SealedResult.of(JOB, result())])
     CheckpointStore(store, FINGERPRINT).clear(JOB)
+    packed = PackedLogs(store, FINGERPRINT)
+    packed.put_in_place(packed.found().without([JOB]))
 
 
 def run_child(folder: Path, last: int) -> NoReturn:

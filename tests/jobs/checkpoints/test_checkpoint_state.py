@@ -107,11 +107,11 @@ def test_older_drafter_states_go_once_the_manifest_is_in_place_and_segments_stay
     store: Store, checkpoints: CheckpointStore
 ) -> None:
     first = write_state(checkpoints, 1, [5])
-    checkpoints.write_drafter(JOB, 1, 8, "suffix", {})
+    second = checkpoints.write_drafter(JOB, 1, 8, "suffix", {})
     assert first.drafter is not None
     assert checkpoints.read_drafter(JOB, first.drafter)
     write_state(checkpoints, 2, [4])
-    write_state(checkpoints, 1, [9], first.segments)
+    write_state(checkpoints, 1, [9], first.segments, replaced=[first.drafter.file, second.file])
     assert store.list(f"{ATTEMPTS}/0001") == ["drafter-9.arrow", "kv-0-5.arrow", "kv-5-9.arrow", "manifest.json"]
     assert store.list(f"{ATTEMPTS}/0002") == ["drafter-4.arrow", "kv-0-4.arrow", "manifest.json"]
 

@@ -17,6 +17,7 @@ from swiftbatch.jobs.run.run_records import WorkerStatus
 from swiftbatch.scheduler.chaos.hosts import Host, NamespaceHosts, namespace_hosts
 from swiftbatch.scheduler.chaos.local_cluster import LocalCluster, Node, local_cluster
 from swiftbatch.scheduler.demo.prompts import PROMPTS
+from tests.jobs.checkpoints.checkpoint_parts import logged_jobs
 from tests.scheduler.driving import DEADLINE_SECONDS, Driver, is_alive, outputs, swiftbatch
 
 pytestmark = [
@@ -84,7 +85,7 @@ def test_a_driver_host_that_is_cut_off_stops_and_another_one_goes_on(
     run, host = tmp_path / "run", cluster.raylets[-1].host
     with start(cluster, host, run, "submit", jobs_file, "--run", str(run)) as driver:
         worker = driver.wait_for(driver.busy_workers)[0]
-        driver.wait_for(lambda: list(driver.checkpoints(worker).glob("*/tokens.bin")))
+        driver.wait_for(lambda: driver.checkpoints(worker).name in logged_jobs(driver.run))
         cut_off = time.monotonic()
         hosts.cut(host)
         assert driver.process.wait(DEADLINE_SECONDS) == 2
@@ -100,10 +101,10 @@ def cut_off_and_back(hosts: NamespaceHosts, cluster: LocalCluster, driver: Drive
     """Cut a host off until its job has been given to another, which is then lost while the first one is back."""
     node, stale = driver.wait_for(lambda: busy_on(cluster, driver, cluster.raylets))
     job = driver.checkpoints(stale)
-    (first,) = driver.wait_for(lambda: {log.parent.name for log in job.glob("*/tokens.bin")})
+    driver.wait_for(lambda: job.name in logged_jobs(driver.run))
     cut_off = time.monotonic()
     hosts.cut(node.host)
-    driver.wait_for(lambda: {log.parent.name for log in job.glob("*/*")} - {first})
+    driver.wait_for(lambda: list(job.glob("*/resume.json")))
     print(f"its job was given to another host after {time.monotonic() - cut_off:.1f} s")
     assert is_alive(stale.pid)  # it knows nothing of that
     hosts.mend(node.host)

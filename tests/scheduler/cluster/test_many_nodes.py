@@ -16,6 +16,7 @@ import pytest
 
 from swiftbatch.scheduler.chaos.local_cluster import LocalCluster, local_cluster
 from swiftbatch.scheduler.demo.prompts import PROMPTS
+from tests.jobs.checkpoints.checkpoint_parts import logged_jobs
 from tests.scheduler.commands.submit_parts import submit_file
 from tests.scheduler.driving import DEADLINE_SECONDS, Driver, bodies, outputs, swiftbatch
 from tests.scheduler.runs.extension_parts import run_all
@@ -65,7 +66,7 @@ def submit(cluster: LocalCluster, jobs_file: str, run: Path, *args: str) -> Driv
 def wait_for_a_checkpoint(driver: Driver) -> Any:
     """A worker whose job has a token log, so that something can be lost."""
     worker = driver.wait_for(driver.busy_workers)[0]
-    driver.wait_for(lambda: list(driver.checkpoints(worker).glob("*/tokens.bin")))
+    driver.wait_for(lambda: driver.checkpoints(worker).name in logged_jobs(driver.run))
     return worker
 
 

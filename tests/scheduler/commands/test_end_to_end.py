@@ -19,6 +19,7 @@ from click.testing import CliRunner
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import WorkerStatus
 from swiftbatch.scheduler.cli import main
+from tests.jobs.checkpoints.checkpoint_parts import logged_jobs
 from tests.scheduler.commands.submit_parts import submit_file
 from tests.scheduler.runs.extension_parts import run_all
 
@@ -94,11 +95,6 @@ def hold(found: list[WorkerStatus]) -> None:
         os.kill(worker.pid, signal.SIGSTOP)
 
 
-def token_log(run: Path) -> Path | None:
-    """A token log of an unfinished job, once there is one."""
-    return next(iter(run.glob("checkpoints/*/*/tokens.bin")), None)
-
-
 def bodies(run: Path) -> dict[str, dict[str, Any]]:
     lines = [json.loads(line) for line in (run / "output.jsonl").read_text().splitlines()]
     return {line["custom_id"]: line["response"]["body"] for line in lines}
@@ -146,12 +142,10 @@ def test_a_worker_killed_midway_changes_no_token(
 ) -> None:
     run = tmp_path / "run"
     with started(*submit_args, "--run", str(run), "--workers", "2", "--metrics-port", "0") as process:
-        wait_until(lambda: token_log(run) and len(workers(run)) == 2)
+        wait_until(lambda: logged_jobs(run) and len(workers(run)) == 2)
         held = workers(run)
         hold(held)
-        log = token_log(run)
-        assert log is not None
-        job_id = log.parent.parent.name
+        job_id, *_ = logged_jobs(run)
         custom_id = job_id.rsplit("-", 1)[0]
         worker, *_ = wait_until(lambda: [worker for worker in workers(run) if custom_id in worker.jobs])
         assert status(run)["workers"][0]["metrics_address"].startswith("http://")
@@ -174,7 +168,7 @@ def test_a_killed_driver_and_an_interrupted_one_lose_nothing(
 ) -> None:
     run = tmp_path / "run"
     with started(*submit_args, "--run", str(run)) as process:
-        wait_until(lambda: token_log(run))
+        wait_until(lambda: logged_jobs(run))
         pids = [worker.pid for worker in workers(run)]
         process.kill()
         process.wait()

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
-from swiftbatch.jobs.checkpoints.token_log import Rewind
+from swiftbatch.jobs.checkpoints.checkpoint_store import AttemptStart, CheckpointStore
+from swiftbatch.jobs.checkpoints.packed_logs import PackedLogs
+from swiftbatch.jobs.checkpoints.token_log import Rewind, TokenLog
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
 from swiftbatch.scheduler.runs.watching import TAKEN_BACK, follow_text
@@ -31,6 +32,16 @@ def test_tail_reads_the_token_log_of_an_unfinished_job_and_the_text_of_a_finishe
     finish(run, "a", "the whole text")
     assert invoke("tail", run.store.uri, "a", "--follow").output == "the whole text\n"
     assert "no job 'z'" in refusal("tail", run.store.uri, "z")
+
+
+def test_tail_finds_a_running_job_s_tokens_in_its_worker_s_file(run: Run, tiny_model: Path) -> None:
+    record, codec, logs = run.jobs()[0], TextCodec(locate_model(str(tiny_model))), PackedLogs.of(run)
+    start = AttemptStart(worker_id="w1", claimed=1.0, numerics="cpu", attempt=1)
+    for number, text in enumerate(("jumps over", "jumps over the lazy dog")):
+        log = TokenLog(np.array(codec.encode(text), dtype=np.uint32))
+        logs.write(f"w1-x-{number:06d}.logs", [logs.entry(record.job_id, 1_000_001, start, log, None)])
+    assert invoke("tail", run.store.uri, "a").output == "jumps over the lazy dog\n"  # its driver is dead
+    assert invoke("tail", run.store.uri, "b").output == "\n"
 
 
 def test_tail_shows_characters_as_soon_as_they_are_sure(run: Run, tiny_model: Path) -> None:

@@ -18,7 +18,7 @@ from swiftbatch.scheduler.cluster.actors import WorkerSpec
 from swiftbatch.scheduler.cluster.cluster import Cluster, connect
 from swiftbatch.scheduler.display.events import Event
 from swiftbatch.scheduler.driver.attempts import Attempts
-from swiftbatch.scheduler.driver.backlog import load_queue
+from swiftbatch.scheduler.driver.backlog import load_queue, put_logs_in_place
 from swiftbatch.scheduler.driver.context import DriverContext
 from swiftbatch.scheduler.driver.driver import Driver
 from swiftbatch.scheduler.driver.hold import Hold
@@ -131,6 +131,7 @@ def make_driver(
         EngineConfig(), run.store.uri, session_factory=f"{COUNTING}:{session}", log_folder=f"{run.store.uri}/logs"
     )
     hold, fleet = Hold(run, may_take_over), Fleet(spec, cluster, worker_timeout)
+    put_logs_in_place(run)
     tries = Attempts.read(run.store, hold.epoch.number)
     queue = load_queue(run, attempts, tries)
     spent = Spending.so_far(hold.before, queue.num_generated_tokens)

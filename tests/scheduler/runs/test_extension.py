@@ -97,7 +97,7 @@ def test_a_kept_state_is_loaded_and_not_computed_again(
     run_all(run, tiny_model)
     resume = body(run, longer)["metrics"]["attempts"][1]["resume"]
     assert (resume["kind"], resume["num_loaded_positions"] >= FIRST) == ("kv", True)
-    assert run.store.list("checkpoints") == []
+    assert set(run.store.list("checkpoints")) <= {"workers"}
 
 
 def test_kept_states_of_layers_are_loaded_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

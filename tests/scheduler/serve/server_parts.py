@@ -17,6 +17,8 @@ from typing import Any
 from openai import OpenAI
 from openai.types import Batch
 
+from tests.jobs.checkpoints.checkpoint_parts import logged_jobs
+
 DEADLINE_SECONDS = 240
 OFTEN = ("--checkpoint-seconds", "0.2")  # so that there is one to go on from early in a job's few seconds
 OVER = ("completed", "failed", "expired", "cancelled")
@@ -101,7 +103,7 @@ def request(custom_id: str, max_tokens: int = 20, **fields: object) -> dict[str,
 def until_half_done(run: Path) -> dict[Path, bytes]:
     """Wait until a job has a checkpoint and another one its result; the results then."""
     segments = "results/segments/*.seg"
-    wait_until(lambda: next(run.glob("checkpoints/*/*/tokens.bin"), None) and next(run.glob(segments), None))
+    wait_until(lambda: logged_jobs(run) and next(run.glob(segments), None))
     return {path: path.read_bytes() for path in run.glob(segments)}
 
 

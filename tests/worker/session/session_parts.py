@@ -15,6 +15,7 @@ from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.job import Job, JobRecord
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.scheduler.driver.backlog import put_logs_in_place
 from swiftbatch.scheduler.runs.manifest import with_model
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.model.files import locate_model
@@ -63,7 +64,8 @@ def session(run: Run, model: Path, metrics_port: int | None = None, **changes: A
 
 
 def claimed(run: Run, job: JobRecord, num_reported_tokens: int = 0) -> Assignment:
-    """The next attempt at a job, numbered 1, 2, ... as in older runs."""
+    """The next attempt at a job, numbered 1, 2, ... as in older runs; those before count as lost."""
+    put_logs_in_place(run)
     place = (run.store.uri, job.job_id)
     found = CheckpointStore.of(run).attempts(job.job_id)
     _newest[place] = attempt = max([*found, _newest.get(place, 0)]) + 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from swiftbatch.jobs.checkpoints.pending import PendingCheckpoint
 from swiftbatch.jobs.checkpoints.token_log import Rewind
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.store import Store
+from swiftbatch.scheduler.driver.backlog import put_logs_in_place
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.session.checkpointing import Checkpointing
 from swiftbatch.worker.session.resume import _still_valid
@@ -82,8 +84,8 @@ def wait_for_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a worker wait for its writer, so that there is a moment behind everything that it hands over."""
     put_due, rewind = Checkpointing.put_due, Checkpointing.rewind
 
-    def put_and_wait(self: Checkpointing, job: RunningJob) -> None:
-        put_due(self, job)
+    def put_and_wait(self: Checkpointing, jobs: Collection[RunningJob]) -> None:
+        put_due(self, jobs)
         assert self._writer.flush(30.0)
 
     def rewind_and_wait(self: Checkpointing, job: RunningJob, again: Sequence) -> None:
@@ -119,6 +121,7 @@ def test_a_kill_at_any_moment_costs_no_token_and_no_rewind(
     ranks = set()
     for number, moment in enumerate(moments, ENGINES.index(engine)):
         again = made_with(run_at(moment, tmp_path / f"again-{number}"), tiny_model)
+        put_logs_in_place(again)
         num_rewinds, _ = CheckpointStore.of(again).read_log(JOB.job_id).progress
         if number % stride and num_rewinds in ranks:
             continue

@@ -7,15 +7,17 @@ import os
 import signal
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
+from swiftbatch.jobs.checkpoints.packed_logs import PackedLogs
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.jobs.storage.store import StoreError
+from swiftbatch.jobs.storage.store import Store, StoreError
 from swiftbatch.worker.session.work import Assignment, Orders
 from tests.jobs.checkpoints.checkpoint_parts import claim
 from tests.worker.session.session_parts import (
@@ -50,7 +52,8 @@ def test_finished_jobs_have_results_and_no_checkpoints(run: Run, tiny_model: Pat
     jobs = [record("fox"), record("dog")]
     report = to_the_end(session(run, tiny_model), *(claimed(run, job) for job in jobs))
     assert {progress.job_id for progress in report.finished} == run.ended()[0] == {job.job_id for job in jobs}
-    assert run.store.list("checkpoints") == []
+    assert set(run.store.list("checkpoints")) <= {"workers"}
+    assert PackedLogs.of(run).read().keys() <= {job.job_id for job in jobs}
     found = body(run, jobs[0])
     assert found["usage"]["completion_tokens"] == NUM_TOKENS
     assert found["choices"][0]["finish_reason"] == "length"
@@ -189,3 +192,41 @@ def test_a_job_whose_attempts_had_other_numerics_is_marked(run: Run, tiny_model:
     attempt = claim(CheckpointStore.of(run), job.job_id, "w0", worker.numerics)
     to_the_end(worker, Assignment(job, attempt, attempt))
     assert body(run, job)["metrics"]["exactness"] == "exact up to ties"
+
+
+def test_jobs_that_end_before_a_checkpoint_is_due_cost_their_results_alone(
+    run: Run, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = [record(name, 8) for name in ("fox", "dog", "cat")]
+    assignments = [claimed(run, job) for job in jobs]
+    worker = session(run, tiny_model, checkpoint_seconds=1000.0, checkpoint_tokens=1000)
+    asked, ask = [], Store._try
+
+    def asking(store: Store, action: str, path: str, *rest: Any, **how: Any) -> Any:
+        asked.append((action, path.partition("/")[0]))
+        return ask(store, action, path, *rest, **how)
+
+    monkeypatch.setattr(Store, "_try", asking)
+    to_the_end(worker, *assignments)
+    # each could be extended, which is why its tokens are kept
+    assert sorted(asked) == [("write", "results"), *[("write", "tokens")] * 3]
+
+
+def test_a_long_job_costs_a_write_an_interval_beside_its_states(
+    run: Run, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = [record(name, 96) for name in ("fox", "dog", "cat")]
+    assignments = [claimed(run, job) for job in jobs]
+    worker = session(run, tiny_model, engine="suffix", checkpoint="tokens", checkpoint_seconds=1000.0)
+    asked, ask = [], Store._try
+
+    def asking(store: Store, action: str, path: str, *rest: Any, **how: Any) -> Any:
+        asked.append((action, path.split("/")[1]))
+        return ask(store, action, path, *rest, **how)
+
+    monkeypatch.setattr(Store, "_try", asking)
+    until(worker, jobs[0], 80, *assignments)
+    worker._checkpointing._writer.flush(60.0)
+    num_written = asked.count(("write", "workers"))
+    assert set(asked) == {("write", "workers"), ("delete", "workers")}
+    assert 1 <= num_written <= 3 * 3  # every 32 tokens of whichever is first, for all three
