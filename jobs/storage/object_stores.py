@@ -11,7 +11,7 @@ from urllib.parse import parse_qs, urlsplit
 
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 10.0  # for which a server may send or take nothing
-NUM_TRIES = 1  # pyarrow's own; more of them hide the error, and don't work for small objects
+S3_TRIES = 1  # pyarrow's own; more of them hide the error, and don't work for small objects
 GCS_RETRY_SECONDS = 5
 
 ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")
@@ -74,7 +74,7 @@ def _cut_short(filesystem: Any, is_delayed: bool) -> Any:
     make, (settings,) = filesystem.__reduce__()
     if not make(settings).equals(filesystem):
         return filesystem  # the pickled form lacks some settings of TLS
-    tries = fs.AwsStandardS3RetryStrategy(max_attempts=NUM_TRIES)
+    tries = fs.AwsStandardS3RetryStrategy(max_attempts=S3_TRIES)
     bounds = {"retry_strategy": tries, "connect_timeout": CONNECT_SECONDS, "request_timeout": ANSWER_SECONDS}
     return fs.S3FileSystem(**(settings | bounds | {"allow_delayed_open": is_delayed}))
 

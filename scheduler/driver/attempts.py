@@ -66,10 +66,10 @@ class Attempts:
 
     def begin(self, job_id: str) -> tuple[int, int]:
         """Begin the next attempt at a job: returns its number, and how many the job has had with it."""
-        number, _ = self.reserve(job_id)
+        number, _ = self.number(job_id)
         return number, self.note_begun(job_id)
 
-    def reserve(self, job_id: str) -> tuple[int, int]:
+    def number(self, job_id: str) -> tuple[int, int]:
         """Number the next attempt at a job as `begin` does; it counts once it has begun."""
         self._newest[job_id] = number = self.newest(job_id) + 1
         return number, self.count(job_id) + 1

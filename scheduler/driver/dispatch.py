@@ -72,7 +72,7 @@ class Dispatcher:
         num_held = [self._queue.num_held_by(worker.id) + self._queue.num_reserved_by(worker.id) for worker in ready]
         if all(num_held) or any(worker.orders.released or worker.orders.recalled for worker in ready):
             return  # nobody is without, or one is on its way
-        if self._queue.num_leased:
+        if self._queue.num_reserved:
             for worker in ready:
                 worker.recall(entry.job_id for entry in self._queue.reserve_of(worker.id))
             return
@@ -146,7 +146,7 @@ class Dispatcher:
             has_room = partial(self._slots.has_room, worker, held[num_reserved + 1 :])
             if self._balance.has_share(num_held + num_reserved, num_left):
                 break
-            if (entry := queue.lease(worker.id, now, has_room)) is None:
+            if (entry := queue.reserve(worker.id, now, has_room)) is None:
                 break
             entries.append(entry)
             num_left += entry.max_tokens
@@ -173,7 +173,7 @@ class Dispatcher:
 
     def _reserved(self, entry: JobEntry) -> Assignment:
         """The next attempt at a job, which counts once the worker says that it has begun."""
-        return self._numbered(entry, *self._attempts.reserve(entry.job_id))
+        return self._numbered(entry, *self._attempts.number(entry.job_id))
 
     def _assignment(self, entry: JobEntry, worker: Worker) -> Assignment:
         """The next attempt at a job, which begins now."""

@@ -56,9 +56,11 @@ class JobQueue:
         self._num_tokens_left = 0  # of the jobs in `_touched`, if each runs to its max_tokens
         self._touched: dict[str, UnfinishedJob] = {}  # unfinished jobs that are not among the untouched
         self._running: dict[str, UnfinishedJob] = {}
-        self._leased: dict[str, UnfinishedJob] = {}  # those in reserves
-        self._reserves: dict[str, dict[str, None]] = defaultdict(dict)  # the same jobs by worker, in order
-        self._held: dict[str, set[str]] = defaultdict(set)  # the same jobs by worker, but for those that have ended
+        self._reserved: dict[str, UnfinishedJob] = {}  # not begun, in the reserve of a worker
+        self._reserves: dict[str, dict[str, None]] = defaultdict(dict)  # their ids by worker, in order
+        self._held: dict[str, set[str]] = defaultdict(
+            set
+        )  # ids of running jobs by worker, but for those that have ended
         self._unsealed: dict[str, set[str]] = defaultdict(set)  # those that have ended, by worker
         self._groups: dict[str, deque[int]] = defaultdict(lambda: deque(maxlen=NUM_GROUPS))  # of prompts, by worker
         self._waiting = WaitingJobs(self._untouched)
@@ -93,20 +95,20 @@ class JobQueue:
         self._run(job)
         return job.entry
 
-    def lease(self, worker_id: str, now: float, has_room: Callable[[Growth], bool] = _always) -> JobEntry | None:
+    def reserve(self, worker_id: str, now: float, has_room: Callable[[Growth], bool] = _always) -> JobEntry | None:
         """Give a worker the job that `take` would, for its reserve. None that may have to run alone."""
         forecast = self._forecast()
         job = self._first(worker_id, now, lambda job: not job.is_suspect and has_room(_growth(job, forecast)))
         if job is None or job.runs_alone:
             return None
         self._hand_to(worker_id, job)
-        self._leased[job.entry.job_id] = job
+        self._reserved[job.entry.job_id] = job
         self._reserves[worker_id][job.entry.job_id] = None
         return job.entry
 
     def begin(self, job_id: str) -> JobEntry | None:
         """Note that a worker has begun with a job of its reserve; None if it is no longer there."""
-        if (job := self._leased.pop(job_id, None)) is None:
+        if (job := self._reserved.pop(job_id, None)) is None:
             return None
         del self._reserves[job.worker_id][job_id]
         self._run(job)
@@ -118,7 +120,7 @@ class JobQueue:
 
     def reserve_of(self, worker_id: str) -> list[JobEntry]:
         """The jobs that a worker is to begin by itself, in order."""
-        return [self._leased[job_id].entry for job_id in self._reserves.get(worker_id, ())]
+        return [self._reserved[job_id].entry for job_id in self._reserves.get(worker_id, ())]
 
     def num_held_by(self, worker_id: str) -> int:
         """The number of jobs that run on a worker."""
@@ -139,7 +141,7 @@ class JobQueue:
     def num_left(self, worker_id: str) -> int:
         """The tokens that a worker's jobs have left if all run to their `max_tokens`, those in reserve included."""
         running = sum(self._running[job_id].num_left for job_id in self._held.get(worker_id, ()))
-        return running + sum(self._leased[job_id].num_left for job_id in self._reserves.get(worker_id, ()))
+        return running + sum(self._reserved[job_id].num_left for job_id in self._reserves.get(worker_id, ()))
 
     def growths(self, worker_id: str) -> list[Growth]:
         """The positions of the jobs that run on a worker: now, and as expected at their ends."""
@@ -202,12 +204,12 @@ class JobQueue:
 
     def release(self, job_id: str) -> None:
         """Put a job back whose worker gave it up on purpose, or had it in reserve: without blame, and at once."""
-        if job := self._running.get(job_id) or self._leased.get(job_id):
+        if job := self._running.get(job_id) or self._reserved.get(job_id):
             self._put_back(job, 0.0)
 
     def stop_running(self) -> None:
         """Put all jobs of workers back, without blame, since all workers are gone."""
-        for job_id in [*self._running, *self._leased]:
+        for job_id in [*self._running, *self._reserved]:
             self.release(job_id)
 
     def entry(self, job_id: str) -> JobEntry | None:
@@ -249,7 +251,7 @@ class JobQueue:
 
     def handed_out(self) -> set[str]:
         """The ids of all jobs that workers have, those in reserves included."""
-        return {*self._running, *self._leased}
+        return {*self._running, *self._reserved}
 
     @property
     def num_unfinished(self) -> int:
@@ -263,12 +265,12 @@ class JobQueue:
     @property
     def num_waiting(self) -> int:
         """Count the jobs that no worker has."""
-        return self.num_unfinished - len(self._running) - len(self._leased)
+        return self.num_unfinished - len(self._running) - len(self._reserved)
 
     @property
-    def num_leased(self) -> int:
+    def num_reserved(self) -> int:
         """Count the jobs in the reserves of all workers."""
-        return len(self._leased)
+        return len(self._reserved)
 
     @property
     def num_tokens_left(self) -> int:
@@ -334,7 +336,7 @@ class JobQueue:
     def _forecast(self) -> Forecast:
         """What is expected by now, or was a moment ago: most of what is known of many jobs is still true."""
         if self._known_forecast is None or self._num_moves * MOVES_SHARE >= max(1, len(self._running)):
-            jobs = [job for job in (*self._running.values(), *self._leased.values()) if not job.has_ended]
+            jobs = [job for job in (*self._running.values(), *self._reserved.values()) if not job.has_ended]
             running = ((job.entry.num_prompt_tokens, job.num_generated_tokens, job.entry.max_tokens) for job in jobs)
             forecast = self._known_forecast = self._lengths.forecast(running)
             self._num_moves = 0
@@ -380,7 +382,7 @@ class JobQueue:
         job_id = job.entry.job_id
         if self._running.pop(job_id, None):
             self._held[job.worker_id].discard(job_id)
-        elif self._leased.pop(job_id, None):
+        elif self._reserved.pop(job_id, None):
             del self._reserves[job.worker_id][job_id]
         if job.has_ended:
             self._unsealed[job.worker_id].discard(job_id)

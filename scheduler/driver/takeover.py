@@ -1,4 +1,5 @@
 """Decides which driver holds a run. No clock does: each driver claims the next epoch, and the newest claim holds.
+How long one may be silent before another may claim: `driver_heartbeat.py`.
 
 drivers/<epoch:04d>.json              who claimed the run, written once
 drivers/<epoch:04d>.<driver_id>.bid   on an object store, while two may claim the same epoch

@@ -15,7 +15,7 @@ Config = Mapping[str, Any]
 MOST = 2**53  # what JSON's readers agree on
 MOST_LAYERS = 10_000  # ten times those of the deepest model: lists have an entry for each
 MOST_REAL = 3.4e38  # what a float32 holds
-ACTIVATIONS = {  # by the names that transformers has for them
+KNOWN_ACTIVATIONS = {  # by the names that transformers has for them
     *("gelu", "gelu_10", "gelu_accurate", "gelu_fast", "gelu_new", "gelu_python", "gelu_python_tanh"),
     *("gelu_pytorch_tanh", "hardswish", "laplace", "leaky_relu", "linear", "mish", "prelu", "quick_gelu", "relu"),
     *("relu2", "relu6", "sigmoid", "silu", "sqrtsoftplus", "swish", "tanh", "xielu"),
@@ -106,7 +106,8 @@ LIMIT = KeyRule(
 )
 SWITCH = KeyRule("true or false", lambda value: isinstance(value, bool))
 ACTIVATION = KeyRule(
-    "an activation that transformers has, silu for one", lambda value: isinstance(value, str) and value in ACTIVATIONS
+    "an activation that transformers has, silu for one",
+    lambda value: isinstance(value, str) and value in KNOWN_ACTIVATIONS,
 )
 WORD = KeyRule("a word", lambda value: isinstance(value, str))
 DTYPE = KeyRule(f"one of {', '.join(DTYPES)}", lambda value: isinstance(value, str) and value in DTYPES)

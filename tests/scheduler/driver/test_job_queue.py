@@ -155,7 +155,7 @@ def test_a_job_lost_twice_without_progress_runs_alone() -> None:
     assert (held(queue, "w1"), held(queue, "w2")) == (["new", "suspect"], ["good", "other"])
 
 
-def test_a_released_job_is_at_hand_at_once_and_without_a_strike() -> None:
+def test_a_rereserved_job_is_at_hand_at_once_and_without_a_strike() -> None:
     queue = JobQueue(max_attempts=1)
     queue.add(entry("a", 100))
     for _ in range(3):
@@ -265,24 +265,24 @@ def test_a_job_that_has_ended_takes_no_room_and_runs_again_if_its_result_is_neve
     assert queue.counts()["finished"] == 1
 
 
-def lease(queue: JobQueue, worker_id: str) -> str | None:
-    leased = queue.lease(worker_id, 100.0)
-    return leased.job_id if leased else None
+def reserve(queue: JobQueue, worker_id: str) -> str | None:
+    reserved = queue.reserve(worker_id, 100.0)
+    return reserved.job_id if reserved else None
 
 
 def test_a_job_in_reserve_is_pending_until_it_begins_and_goes_back_as_it_was() -> None:
     queue = JobQueue(max_attempts=1)
     for line_number, (name, max_tokens) in enumerate([("a", 90), ("b", 80), ("c", 70)], start=1):
         queue.add(entry(name, max_tokens, line_number))
-    assert (take(queue, "w1", 0.0), lease(queue, "w1"), lease(queue, "w1")) == ("a", "b", "c")
+    assert (take(queue, "w1", 0.0), reserve(queue, "w1"), reserve(queue, "w1")) == ("a", "b", "c")
     assert (queue.counts()["running"], queue.counts()["pending"], queue.num_waiting) == (1, 2, 0)
     assert (held(queue, "w1"), [job.job_id for job in queue.reserve_of("w1")]) == (["a"], ["b", "c"])
     assert (queue.num_left("w1"), queue.num_to_run, queue.num_tokens_left) == (240, 3, 240)
     assert queue.begin("b") is not None
     assert queue.begin("b") is None
-    assert (held(queue, "w1"), queue.counts()["running"], queue.num_leased) == (["a", "b"], 2, 1)
+    assert (held(queue, "w1"), queue.counts()["running"], queue.num_reserved) == (["a", "b"], 2, 1)
     queue.release("c")
-    assert (queue.num_waiting, queue.num_leased, take(queue, "w2", 0.0)) == (1, 0, "c")
+    assert (queue.num_waiting, queue.num_reserved, take(queue, "w2", 0.0)) == (1, 0, "c")
     queue.end("b", 80)
     assert [job.job_id for job in queue.unsealed_by("w1")] == ["b"]
     queue.stop_running()
@@ -292,9 +292,9 @@ def test_a_job_in_reserve_is_pending_until_it_begins_and_goes_back_as_it_was() -
 def test_a_cancelled_job_leaves_its_reserve() -> None:
     queue = JobQueue(max_attempts=5)
     queue.add(entry("a", 90))
-    assert lease(queue, "w1") == "a"
+    assert reserve(queue, "w1") == "a"
     queue.drop("a", "cancelled")
-    assert (queue.reserve_of("w1"), queue.num_leased, queue.num_unfinished) == ([], 0, 0)
+    assert (queue.reserve_of("w1"), queue.num_reserved, queue.num_unfinished) == ([], 0, 0)
 
 
 def test_no_job_that_may_have_to_run_alone_waits_in_a_reserve() -> None:
@@ -303,14 +303,14 @@ def test_no_job_that_may_have_to_run_alone_waits_in_a_reserve() -> None:
     for _ in range(2):
         assert take(queue, "w1", 100.0) == "lost"
         assert queue.lose("lost", 0.0)
-    assert lease(queue, "w1") is None  # it runs alone
+    assert reserve(queue, "w1") is None  # it runs alone
     give_other(queue, "w2", 100.0)
     queue.add(entry("suspect", 80))
-    assert lease(queue, "w2") == "suspect"
+    assert reserve(queue, "w2") == "suspect"
     queue.suspect("suspect")
     queue.release("suspect")
-    assert lease(queue, "w2") is None
+    assert reserve(queue, "w2") is None
     assert take(queue, "w3", 100.0) == "lost"
     queue.add(entry("more", 10))
-    assert lease(queue, "w3") is None  # nobody beside it
-    assert lease(queue, "w2") == "more"
+    assert reserve(queue, "w3") is None  # nobody beside it
+    assert reserve(queue, "w2") == "more"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -75,11 +76,18 @@ class Parts:
         assert self.queue.take("w1", 0.0) is not None
         self.attempts.begin(self.a)
         for each in (self.b, self.c):
-            assert self.queue.lease("w1", 0.0) is not None
-            self.attempts.reserve(each)
+            assert self.queue.reserve("w1", 0.0) is not None
+            self.attempts.number(each)
 
     def counted(self) -> list[int]:
         return [self.attempts.count(each) for each in (self.a, self.b, self.c)]
+
+    def lose_worker(self) -> None:
+        """Lose it, and wait until its token logs are where others look for them."""
+        self.intake.take_in(Lost(self.worker, "worker_died", "its process ended"))
+        while self.queue.num_reserved:
+            self.intake.settle()
+            time.sleep(0.01)
 
     def report(self, **told: Any) -> None:
         self.intake.take_in(Reported(self.worker, WorkReport(**told)))
@@ -107,15 +115,15 @@ def test_of_a_lost_worker_s_reserve_those_are_blamed_that_have_left_files(parts:
     start = AttemptStart(worker_id="w1", claimed=1.0, numerics="", attempt=1)
     CheckpointStore.of(parts.run).begin(parts.b, parts.attempts.newest(parts.b), start)
     number = parts.attempts.newest(parts.c)
-    parts.intake.take_in(Lost(parts.worker, "worker_died", "its process ended"))
+    parts.lose_worker()
     assert parts.counted() == [1, 1, 0]
     assert [note for note in parts.display.notes if "goes back" in note] == [
         f"job {name} goes back, to resume from its checkpoint" for name in "ab"
     ]
     assert parts.context.counters.num_preemptions["worker_died"] == 2
-    assert (parts.queue.num_waiting, parts.queue.num_leased) == (3, 0)
+    assert (parts.queue.num_waiting, parts.queue.num_reserved) == (3, 0)
     assert parts.attempts.begin(parts.c)[0] > number  # who is lost may still work on
-    assert parts.queue.lease("w2", 0.0) is None  # c never waits in a reserve again, and the others wait a while
+    assert parts.queue.reserve("w2", 0.0) is None  # c never waits in a reserve again, and the others wait a while
     assert parts.queue.take("w2", 0.0) is not None
 
 

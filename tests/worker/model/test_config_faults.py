@@ -18,7 +18,7 @@ from swiftbatch.worker.caches.room import bytes_per_position
 from swiftbatch.worker.inspection.inspection import inspect_model
 from swiftbatch.worker.model.compute_path import path_on
 from swiftbatch.worker.model.config_faults import LATENT_KINDS, OF_ATTENTION, OF_LATENT
-from swiftbatch.worker.model.config_values import ACTIVATIONS
+from swiftbatch.worker.model.config_values import KNOWN_ACTIVATIONS
 from swiftbatch.worker.model.files import locate_model, what_refuses
 from swiftbatch.worker.model.kinds import SUPPORTED_KINDS
 from swiftbatch.worker.model.text_view import text_view
@@ -137,7 +137,7 @@ def test_no_key_has_to_be_there_for_a_config_to_be_told_in_a_line(kind: str) -> 
 
 
 def test_the_activations_are_those_of_transformers() -> None:
-    assert set(ACT2CLS) == ACTIVATIONS
+    assert set(ACT2CLS) == KNOWN_ACTIVATIONS
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
