@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from swiftbatch.jobs.job import Job, JobRecord
 from swiftbatch.jobs.run.job_index import JobEntry
-from swiftbatch.jobs.run.table_parts import picked
+from swiftbatch.jobs.run.job_table_parts import picked
 from swiftbatch.jobs.storage.spool import new_spool, told_of_room
 
 if TYPE_CHECKING:

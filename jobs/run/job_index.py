@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swiftbatch.jobs.run.job_table import lineages, table_schema
-from swiftbatch.jobs.run.table_parts import read_parts
+from swiftbatch.jobs.run.job_table_parts import read_parts
 from swiftbatch.jobs.storage.store import Store
 
 if TYPE_CHECKING:

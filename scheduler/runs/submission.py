@@ -19,9 +19,9 @@ from swiftbatch.jobs.job import JobUrl
 from swiftbatch.jobs.repetition import loop_guard
 from swiftbatch.jobs.run.job_index import COLUMNS, JobIndex
 from swiftbatch.jobs.run.job_table import table_schema, write_records, write_tables
+from swiftbatch.jobs.run.job_table_parts import parts_of
 from swiftbatch.jobs.run.priorities import set_priorities
 from swiftbatch.jobs.run.run import Run, RunError, RunManifest
-from swiftbatch.jobs.run.table_parts import parts_of
 from swiftbatch.jobs.shards.settings import ask_for_shards
 from swiftbatch.jobs.storage.spool import spool
 from swiftbatch.scheduler.driver.hold import Hold

@@ -18,7 +18,7 @@ from swiftbatch.worker.caches.huge_pages import ask_for_huge_pages
 from swiftbatch.worker.caches.partial import NUM_PINNED, Entries, Keys, NewEntries, PartialCache, Queries
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.kernels.instruction_sets import chosen_variant, load_library
-from swiftbatch.worker.kernels.kv_rows import KV_CODES
+from swiftbatch.worker.kernels.kv_codes import KV_CODES
 from swiftbatch.worker.kernels.native import CAttentionSizes
 from swiftbatch.worker.kernels.row_tables import CachePlace, LayerCacheShape
 from swiftbatch.worker.kernels.scan_coding import CLOUD_CHUNKS, SCAN_CHUNK, flat_deviation, most_chunks

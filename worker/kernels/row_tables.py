@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from swiftbatch.worker.kernels.kv_rows import KV_CODES
+from swiftbatch.worker.kernels.kv_codes import KV_CODES
 from swiftbatch.worker.kernels.sizes import BLOCK, KV_SCALE_BYTES
 
 MOST_POSITIONS = 2**21
@@ -30,7 +30,7 @@ class RowCache(Protocol):
     """Keys and values of rows, layer by layer."""
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values `[num_kv_heads, capacity, row_width]` of a layer: numbers, or codes as `kv_rows` has them."""
+        """Keys and values `[num_kv_heads, capacity, row_width]` of a layer: numbers, or codes as in `kv_codes`."""
 
 
 class Rows(Protocol):

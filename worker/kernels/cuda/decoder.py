@@ -31,7 +31,7 @@ from swiftbatch.worker.kernels.cuda.scan.scanned_texts import ScannedTexts
 from swiftbatch.worker.kernels.cuda.stacked import StackedLayer, StackedWeights
 from swiftbatch.worker.kernels.decoder_weights import other_rotary
 from swiftbatch.worker.kernels.frequencies import QueryGrowth, Rotary
-from swiftbatch.worker.kernels.kv_rows import cuda_row_width
+from swiftbatch.worker.kernels.kv_codes import cuda_row_width
 from swiftbatch.worker.kernels.sizes import RING_LAYERS
 
 

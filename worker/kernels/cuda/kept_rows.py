@@ -1,4 +1,4 @@
-"""Keys and values of an arena, of the run's dtype or in 8 bits: `worker/kernels/kv_rows.py` says how they lie.
+"""Keys and values of an arena, of the run's dtype or in 8 bits: `worker/kernels/kv_codes.py` says how they lie.
 
 What a kernel does follows from the type of the arena's pointer. Rows of codes begin at multiples of 16 bytes.
 """
@@ -10,7 +10,7 @@ import triton.language as tl
 
 from swiftbatch.worker.kernels.cuda.code_numbers import e4m3, signed_byte
 from swiftbatch.worker.kernels.cuda.rounding import in_one_place, narrowed
-from swiftbatch.worker.kernels.kv_rows import LARGEST
+from swiftbatch.worker.kernels.kv_codes import LARGEST
 
 ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2^23: what is added to it is rounded to a whole number, in its low bits
 MOST_INT8, MOST_E4M3 = (tl.constexpr(each) for each in LARGEST.values())

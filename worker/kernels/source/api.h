@@ -7,7 +7,7 @@
 #define TAIL 64  // keys of a row's own, behind the prefix that it shares
 
 typedef enum { BF16 = 0, F32 = 1 } element;
-typedef enum { KV_PLAIN, KV_INT8, KV_E4M3 } kv_code;  // rows of a cache: elements, or codes of 8 bits: see kv_rows.h
+typedef enum { KV_PLAIN, KV_INT8, KV_E4M3 } kv_code;  // rows of a cache: elements, or codes of 8 bits: see kv_codes.h
 
 // ---- this build
 

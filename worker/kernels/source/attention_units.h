@@ -2,7 +2,7 @@
 #pragma once
 #include "attention.h"
 #include "gemm.h"
-#include "kv_rows.h"
+#include "kv_codes.h"
 
 // The keys of all tails of a group, each once.
 typedef struct {

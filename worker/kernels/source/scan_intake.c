@@ -4,7 +4,7 @@
 // distribution's best four). Two dimensions make a nibble, four a byte; a block's keys lie side by side.
 #include "elementwise.h"
 #include "gemm.h"
-#include "kv_rows.h"
+#include "kv_codes.h"
 #include "packing.h"
 #include "scan.h"
 

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from swiftbatch.worker.kernels.cuda.cuda_row_table import PageTable
 from swiftbatch.worker.kernels.cuda.kept_rows import in_pool, load_kept
-from swiftbatch.worker.kernels.kv_rows import cuda_row_width
+from swiftbatch.worker.kernels.kv_codes import cuda_row_width
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # of a number's size in bytes
 MOVE_WARPS = 1  # a program holds one row at a time, so that the same warp reads and writes a number

@@ -13,7 +13,7 @@ from swiftbatch.worker.caches.scan_cache import ScannedKeys
 from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK
 from swiftbatch.worker.kernels.cuda.scan.scan import Scan
 from swiftbatch.worker.kernels.instruction_sets import load_library
-from swiftbatch.worker.kernels.kv_rows import coded, numbers_of
+from swiftbatch.worker.kernels.kv_codes import coded, numbers_of
 from swiftbatch.worker.kernels.native import native_attention
 from swiftbatch.worker.kernels.scan_coding import SCAN_CHUNK
 from swiftbatch.worker.kernels.sizes import CUDA_SCALE_BYTES

@@ -1,4 +1,4 @@
-"""Keys and values in 8 bits: how a row lies in a cache, and the numbers that it stands for, as source/kv_rows.h has it.
+"""Keys and values in 8 bits: how a row lies in a cache, and the numbers that it stands for, as kv_codes.h has it.
 
 A row has a code for each dimension, then its scale as a float32: the largest magnitude over the largest number that a
 code has. So a key has the same bits whatever stands beside it. Who reads it takes code times scale, rounded once to the

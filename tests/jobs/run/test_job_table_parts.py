@@ -10,7 +10,7 @@ import pytest
 from pyarrow import parquet
 
 from swiftbatch.jobs.job import JobRecord
-from swiftbatch.jobs.run import job_table, table_parts
+from swiftbatch.jobs.run import job_table, job_table_parts
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_files import RunError
 from tests.jobs.run.run_parts import MANIFEST, make_record
@@ -55,7 +55,7 @@ def test_each_job_is_read_alone_in_any_order(run: Run) -> None:
 
 
 def test_the_longest_job_is_known_without_a_look_at_jobs(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(table_parts, "parts_of")
+    monkeypatch.delattr(job_table_parts, "parts_of")
     assert run.longest_job() == 903
 
 
