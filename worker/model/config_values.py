@@ -162,8 +162,8 @@ IDS = ("bos_token_id", "eod_token_id", "pad_token_id", "sep_token_id")
 OR_NULL = {  # in all kinds that have them
     *IDS,
     *("attn_logit_softcapping", "clip_qkv", "final_logit_softcapping", "global_attn_every_n_layers", "mamba_d_ssm"),
-    *("moe_latent_size", "partial_rotary_factor", "prefix_dense_intermediate_size", "q_lora_rank"),
-    *("sliding_window", "use_bidirectional_attention"),
+    *("moe_latent_size", "num_nextn_predict_layers", "partial_rotary_factor", "prefix_dense_intermediate_size"),
+    *("q_lora_rank", "sliding_window", "use_bidirectional_attention"),
 }
 RULES: dict[str, KeyRule] = {
     **dict.fromkeys(SIZES, SIZE),

@@ -145,6 +145,7 @@ def _read(
         own = {f"{OWN}{role}.weight" for role in ROLES}
         if different := sorted(own - set(layout.heads)):
             raise NoPredictorError(f"{different[0].removeprefix(OWN)} is missing")
+        _refuse_other_shapes(layout, dense.hidden)
         if dense.form.norm_form not in (NormForm.TWICE, NormForm.ONCE, NormForm.ONE_MORE):
             raise NoPredictorError("its norms are of distances from a mean")
         of_the_target = {EMBEDDING, *dense.form.norm_tensors(dense.form.final_norm), *([] if dense.is_tied else [HEAD])}
@@ -152,6 +153,14 @@ def _read(
     except (OtherDecoderError, FormatError) as error:
         raise NoPredictorError(str(error)) from None
     return Predictor(dense, layout, names, form.is_hidden_first, form.feeds_normed)
+
+
+def _refuse_other_shapes(layout: Layout, hidden: int) -> None:
+    """Raise NoPredictorError where norms and join are not of the model's width: the layer itself is looked at later."""
+    expected: dict[str, tuple[int, ...]] = dict.fromkeys(ROLES, (hidden,)) | {"join": (hidden, 2 * hidden)}
+    for role, shape in expected.items():
+        if (found := layout.heads[f"{OWN}{role}.weight"].shape) != shape:
+            raise NoPredictorError(f"{role}.weight is {list(found)}; expected {list(shape)}")
 
 
 def _layout(heads: list[tuple[str, StoredTensor]], config: dict[str, Any], path: Path) -> Layout:

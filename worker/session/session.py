@@ -36,7 +36,7 @@ from swiftbatch.worker.drawing.sampling import NOT_FINITE
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.closing import closed, may_be_extended
 from swiftbatch.worker.engine.engine import Engine
-from swiftbatch.worker.engine.stopping import may_rewind, rewound, text_of
+from swiftbatch.worker.engine.stopping import may_rewind, rewind_distance, rewound, text_of
 from swiftbatch.worker.exactness.verdicts import exactness_of
 from swiftbatch.worker.model.files import ModelFiles
 from swiftbatch.worker.model.text import TextCodec
@@ -229,6 +229,8 @@ class WorkerSession:
         rules = self._codec.rules(sampling, thinking)
         sequence = Sequence(record.job_id, prompt_ids, sampling, target.vocab_size, target.device, bad_word_ids, rules)
         cache = self.engine.new_cache(sequence.max_length)
+        if distance := rewind_distance(sequence):
+            cache.expect_returns(distance)  # before it is loaded: what a loop goes back to is not forgotten there
         is_first = assignment.num_attempts == 1
         recovery = None if is_first else self._resumer.recover(sequence, cache, self._config.engine)
         job = RunningJob(assignment, sequence, cache, recovery, start, started=started, thinking=thinking)

@@ -151,6 +151,20 @@ def test_a_loop_is_taken_back_exactly_behind_every_kill(
         assert looping_outcome(again, job) == undisturbed, moment
 
 
+def test_a_loop_that_began_before_a_kill_is_taken_back_without_another_look_at_the_text(
+    tmp_path: Path, model: Path
+) -> None:
+    repeated = {"max_pattern_size": 1, "min_count": 200, "action": "rewind", "max_rewinds": 2}
+    job = record("fox", 260, drawn=LOOPING | {"repetition_detection": repeated}, prompt=5 * BOOK)
+    run = make_run(tmp_path)
+    preempted(run, model, job, 150, engine="autoregressive", checkpoint="state")
+    worker = session(run, model, engine="autoregressive")
+    to_the_end(worker, claimed(run, job))
+    assert body(run, job)["metrics"]["num_rewinds"] > 0
+    assert worker.engine.counters.num_resumes == {"kv": 1}
+    assert worker.engine.counters.num_read_tokens == 0
+
+
 @pytest.mark.parametrize("checkpoint", ["state", "tokens"])
 def test_jobs_copy_a_shared_prompt_that_the_first_has_long_passed(tmp_path: Path, model: Path, checkpoint: str) -> None:
     """At once, one reads and the other copies; later, from what was kept."""

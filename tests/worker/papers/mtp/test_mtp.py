@@ -179,3 +179,19 @@ def test_a_layer_that_is_not_understood_is_named_and_left_alone(tmp_path: Path) 
     assert not isinstance(create_drafter("auto", target, free_rows), MeasuredDrafter)
     with pytest.raises(ModelError, match="are not used"):
         create_drafter("mtp", target, free_rows)
+
+
+@pytest.mark.parametrize(("part", "shape"), [("token_layernorm", (129,)), ("input_proj", (128, 128))])
+def test_a_layer_whose_parts_have_another_width_is_named_and_left_alone(
+    tmp_path: Path, part: str, shape: tuple[int, ...]
+) -> None:
+    publish_with_layer("MiMo", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors") | {f"model.mtp_layers.0.{part}.weight": torch.ones(shape)}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    said = inspect_model(str(tmp_path)).predictor
+    assert said is not None
+    assert f"is {list(shape)}; expected" in said
+    target = loaded(tmp_path)
+    assert not isinstance(create_drafter("auto", target, free_rows), MeasuredDrafter)
+    with pytest.raises(ModelError, match="are not used"):
+        create_drafter("mtp", target, free_rows)
