@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
-from swiftbatch.jobs.checkpoints.packed_logs import PackedLogs
+from swiftbatch.jobs.checkpoints.packed_logs import FOLDER, PackedLogs
 from swiftbatch.jobs.run.job_index import JobEntry, JobIndex
 from swiftbatch.jobs.run.output_line import error_line
 from swiftbatch.jobs.run.priorities import priorities_of
@@ -27,14 +27,14 @@ CANCELLED = "cancelled"  # the error code of a job that its user stopped
 
 
 def load_queue(run: Run, max_attempts: int, attempts: Attempts | None = None) -> JobQueue:
-    """The queue of a run's unfinished jobs; `attempts` hears of those that have left files.
+    """The queue of a run's unfinished jobs; `attempts` hears of those that have left files, or a result.
 
     A started job counts the tokens of its token log, or of the last heartbeat where that is ahead: those were generated
     too, and an attempt that has not come as far has made no progress.
     """
     index = run.job_index()
     lengths = Lengths()
-    is_waiting, ended = _ended(run, index, lengths)
+    is_waiting, ended = _ended(run, index, lengths, attempts)
     index = index.some(np.flatnonzero(is_waiting))
     priorities, (groups, shared) = _priorities(run, index), _prompts(index)
     started = _started(run, index, attempts)
@@ -52,8 +52,10 @@ def load_queue(run: Run, max_attempts: int, attempts: Attempts | None = None) ->
 def put_logs_in_place(run: Run) -> None:
     """Write the token logs that workers of earlier drivers have left in files of their own where jobs are resumed from.
 
-    Call it before `load_queue`, once the run is held. Raises StoreError.
+    What such workers have left half written goes as well. Call it before `load_queue`, once the run is held, and when
+    the last worker has gone. Raises StoreError.
     """
+    run.store.delete_leftovers(FOLDER)
     logs = PackedLogs.of(run)
     found = logs.found()
     logs.put_in_place(found.without(with_results(run, {entry.job_id for entry in found.entries})))
@@ -66,10 +68,12 @@ def with_results(run: Run, job_ids: Collection[str]) -> set[str]:
     return {job_id for job_id, line in zip(asked, lines, strict=True) if line is not None}
 
 
-def _ended(run: Run, index: JobIndex, lengths: Lengths) -> tuple[NDArray[np.bool_], dict[str, tuple[int, int]]]:
+def _ended(
+    run: Run, index: JobIndex, lengths: Lengths, attempts: Attempts | None
+) -> tuple[NDArray[np.bool_], dict[str, tuple[int, int]]]:
     """Tell which jobs have no readable result or error, and how many others ended how, with how many tokens.
 
-    The lengths of finished ones are noted in `lengths`.
+    The lengths of finished ones are noted in `lengths`; `attempts` forgets them.
     """
     is_waiting = np.ones(len(index), bool)
     num_jobs: Counter[str] = Counter()
@@ -84,6 +88,9 @@ def _ended(run: Run, index: JobIndex, lengths: Lengths) -> tuple[NDArray[np.bool
             finished.extend((row, length))
     rows, tokens = np.asarray(finished, np.int64).reshape(-1, 2).T
     lengths.note_all(index.columns["num_prompt_tokens"][rows], tokens, index.columns["max_tokens"][rows])
+    if attempts is not None:
+        for row in np.intersect1d(rows, index.rows_of("job_id", attempts.counted())):
+            attempts.finish(index.columns["job_id"][row].as_py())
     return is_waiting, {state: (num_jobs[state], num_tokens[state]) for state in num_jobs}
 
 

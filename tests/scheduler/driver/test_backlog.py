@@ -15,6 +15,7 @@ from swiftbatch.jobs.run.output_line import error_line, success_line
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.segment_format import SEGMENTS
 from swiftbatch.jobs.storage.local_folder import LocalFolder
+from swiftbatch.scheduler.driver.attempts import Attempts
 from swiftbatch.scheduler.driver.backlog import count_jobs, load_queue, write_cancelled
 from tests.jobs.checkpoints.checkpoint_parts import claim
 from tests.jobs.run.run_parts import MANIFEST, PROGRESS, make_record, write_result
@@ -59,6 +60,16 @@ def test_every_job_is_counted_where_it_stands(run: Run) -> None:
     assert queue.unfinished() == [e.job_id, f.job_id]
     assert queue.num_generated_tokens == 4 + 5 + 3
     assert queue.num_tokens_left == 2 + 5
+
+
+def test_attempts_at_jobs_that_finished_since_they_were_counted_are_forgotten(run: Run) -> None:
+    """The last driver was killed before it heard of a result; whoever fails may be tried again."""
+    a, b, c, *_ = run.jobs()
+    finish(run, a, 4)
+    run.write_error(b.job_id, error_line(b, "attempts_failed", "its workers died"))
+    attempts = Attempts(run.store, 2, {a.job_id: 1, b.job_id: 5, c.job_id: 2})
+    load_queue(run, 5, attempts)
+    assert set(attempts.counted()) == {b.job_id, c.job_id}
 
 
 def test_cancelled_jobs_are_written_several_at_a_time(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

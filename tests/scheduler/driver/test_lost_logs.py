@@ -68,3 +68,13 @@ def test_a_takeover_finds_the_logs_of_all_workers_that_the_last_driver_left(tmp_
     assert attempts.begin(job_id(run, "a")) == (2_000_001, 2)
     assert set(run.store.list("checkpoints")) <= {job_id(run, "a"), job_id(run, "b"), "workers"}
     assert run.store.list(FOLDER) == []
+
+
+def test_what_a_killed_worker_has_left_half_written_goes_with_its_logs(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", {"a": 300})
+    write_logs(run, ["a"])
+    half = tmp_path / "run" / FOLDER / f".w1-x-000002.logs.{'0' * 32}"
+    half.write_bytes(b"half")
+    put_logs_in_place(run)
+    assert not half.exists()
+    assert CheckpointStore.of(run).read_tokens(job_id(run, "a")).tolist() == TOKENS.tolist()
