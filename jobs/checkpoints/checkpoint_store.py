@@ -179,12 +179,15 @@ class CheckpointStore:
         for attempt in attempts:
             path = _path(job_id, attempt, "tokens.bin")
             data = self._store.read(path)
-            # every attempt writes one, but the newest may have just begun
-            if data is None and attempt == attempts[-1]:
-                continue
+            if data is None and (attempt == attempts[-1] or not self._has_state(job_id, attempt)):
+                continue  # it had not come to one, or its worker had it in a file of all its jobs
             if (log := self._files.decoded(path, data, decode)) is not None:
                 logs.append(log)
         return sorted(logs, key=lambda log: log.progress, reverse=True)
+
+    def _has_state(self, job_id: str, attempt: int) -> bool:
+        """Return whether an attempt left parts of a state: a token log is written before these."""
+        return any(name.endswith(".arrow") for name in self._store.list(_folder(job_id, attempt)))
 
     def write_segment(self, job_id: str, attempt: int, segment: Segment) -> SegmentEntry:
         """Write a segment's file and return what a manifest has to say of it. Raises `TypeError` for unfit arrays."""
@@ -255,7 +258,7 @@ class CheckpointStore:
         path = _path(job_id, attempt, "manifest.json")
         data = self._store.read(path)
         # without one there must be nothing for it to name
-        if data is None and not any(name.endswith(".arrow") for name in self._store.list(_folder(job_id, attempt))):
+        if data is None and not self._has_state(job_id, attempt):
             return None
         identity = self._identity(job_id)
         return self._files.decoded(path, data, lambda data: parse_file(data, StateManifest, identity))
