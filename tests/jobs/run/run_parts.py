@@ -6,6 +6,7 @@ from typing import Any
 
 from swiftbatch.jobs.job import Job, JobRecord
 from swiftbatch.jobs.run.line_files import LineFiles
+from swiftbatch.jobs.run.line_parts import line_id
 from swiftbatch.jobs.run.run import Progress, Run, RunManifest, WorkerStatus
 from swiftbatch.jobs.run.segment_format import SealedResult
 from swiftbatch.jobs.sampling import SamplingParams
@@ -63,7 +64,7 @@ def write_result(run: Run, job_id: str, line: dict[str, Any]) -> bool:
     """Keep a result in a segment of its own; False where there is one."""
     is_new = run.result(job_id) is None
     if is_new:
-        run.write_segment(job_id, [SealedResult.of(job_id, line)])
+        run.write_segment(job_id, [SealedResult.of(job_id, {"id": line_id(job_id)} | line)])
     return is_new
 
 

@@ -129,6 +129,6 @@ def events_of_a_drive(
     monkeypatch.setattr(launch, "Driver", lambda *_: driver)
     config = EngineConfig(model=model, engine="autoregressive")
     display, spent, counters = SimpleNamespace(note=told.append), SimpleNamespace(), SimpleNamespace()
-    parts: list[Any] = [run, None, None, spent, config, settings, cluster, display, counters]
+    parts: list[Any] = [run, None, None, None, spent, config, settings, cluster, display, counters]
     assert launch._drive(*parts) == ("finished", None)
     return told
