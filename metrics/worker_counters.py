@@ -198,7 +198,8 @@ class EngineCounters:
         """Count one file written: a token log, or a part of a state."""
         self.checkpoint_bytes[kind] += num_bytes
         self.checkpoint_seconds[kind].observe(seconds)
-        self.last_checkpoint = time.time()
+        if self.last_checkpoint is not None:  # a file may be done when the last job has left already
+            self.last_checkpoint = time.time()
 
     def note_work(self, is_running: bool) -> None:
         """Note whether there are jobs: the age of the last checkpoint counts from the first one's start."""

@@ -195,6 +195,8 @@ def test_an_idle_worker_has_no_checkpoint_age_and_no_cached_tokens(tmp_path: Pat
     assert counters.kv_cache_tokens > 0
     to_the_end(worker)
     assert counters.last_checkpoint is None
+    counters.count_checkpoint("tokens", num_bytes=1, seconds=0.0)  # a file that is done behind the last job's end
+    assert counters.last_checkpoint is None
     assert counters.kv_cache_tokens == 0
     [interval] = [f for f in EngineCollector(counters, LABELS).collect() if f.name.endswith("interval_seconds")]
     assert interval.samples[0].value == 600.0

@@ -13,6 +13,7 @@ from pyarrow import parquet
 from swiftbatch.jobs.chat import Message
 from swiftbatch.jobs.input.reader import Reject
 from swiftbatch.jobs.job import Job, JobRecord
+from swiftbatch.jobs.run.line_parts import line_id
 from swiftbatch.jobs.run.run import Run, RunError
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.jobs.storage.store import StoreError
@@ -257,7 +258,7 @@ def test_rejects_come_back_as_they_went_in(run: Run) -> None:
 def test_a_finished_result_is_never_overwritten(run: Run) -> None:
     assert write_result(run, "a-1", FINISHED)
     assert not write_result(run, "a-1", FINISHED | {"custom_id": "second"})
-    assert run.result("a-1") == FINISHED
+    assert run.result("a-1") == {"id": line_id("a-1")} | FINISHED
     assert run.ended()[0] == {"a-1"}
     assert run.result("b-1") is None
 
