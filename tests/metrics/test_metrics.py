@@ -50,6 +50,7 @@ def test_a_worker_serves_every_name_over_http() -> None:
     counters.step_seconds["verify"] = 0.5
     counters.count_draft(num_draft_tokens=8, num_accepted_tokens=20)
     counters.count_resume("replay", num_tokens_recovered=30, num_tokens_recomputed=30)
+    counters.note_work(is_running=True)
     counters.count_checkpoint("tokens", num_bytes=400, seconds=0.02)
     counters.num_store_retries = 3
     counters.count_finished("length", seconds=70.0, num_generation_tokens=2000)
