@@ -23,6 +23,7 @@ NUM_ROWS = np.array(NODE_CHOICES) + 1
 PLAN_EVERY, PLAN_AT_LEAST_EVERY = 8, 64  # trees: to find shares takes half a short step; those that stay wait
 STEPS_PER_PLAN = 320  # at most, without anything learned: texts grow, and steps take longer
 DOUBT_EVERY = 16  # steps between plans for nothing; where looks come one behind the other, what they find is new
+DOUBT_EVERY_TOGETHER = 128  # of several sequences: to try again costs all of them, and there are more looks to tell
 WORTH_DRAFTING = 1.05  # times the rate without drafts, for a start
 WORTH_STAYING = 1.02  # such rates, where drafts are made: less than for a start, since looks tell less than drafts do
 MOST_RESTING = 127  # steps in a row that nothing is asked about: where none drafts, to ask takes a tenth of a step
@@ -247,7 +248,8 @@ class SharedBudget:
         self._is_drafting = bool(shares.any())
         plan = dict(zip(names, shares.tolist(), strict=True))
         if not self._is_drafting:
-            if self._num_observed >= DOUBT_EVERY * len(names):
+            doubt_every = DOUBT_EVERY if len(names) == 1 else DOUBT_EVERY_TOGETHER
+            if self._num_observed >= doubt_every * len(names):
                 self.clock.doubt("tree")
             self._plan_every = 1  # the next look tells
         else:
