@@ -129,7 +129,7 @@ class ResumeRecord(Strict):
 
 
 class AttemptStart(Strict):
-    """Who makes an attempt, since when, with which numerics, and which of its job's attempts it is: 1, 2, ...
+    """The maker of an attempt, since when, with which numerics, and which of its job's attempts it is: 1, 2, ...
 
     `attempt` is 0 in older runs, whose attempts have these as their numbers.
     """

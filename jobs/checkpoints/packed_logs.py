@@ -161,7 +161,7 @@ class PackedLogs:
         return [name for name in names if worker_ids is None or name.rsplit("-", 2)[0] in worker_ids]
 
     def read(self, worker_ids: Collection[str] | None = None) -> dict[str, RunningAttempt]:
-        """What the files of some workers, or of all, say of jobs, by their ids; of several attempts the furthest."""
+        """Return what the files of some workers, or of all, say of jobs, by ids; of several attempts the furthest."""
         for _ in range(NUM_LOOKS):
             read = {name: self._known.get(name) or self._attempts(name) for name in self.names(worker_ids)}
             self._known = {name: attempts for name, attempts in read.items() if attempts is not None}
@@ -175,7 +175,7 @@ class PackedLogs:
         return found
 
     def entries(self, name: str) -> list[PackedLog] | None:
-        """What can be found in a file, None where it has gone; names what is damaged."""
+        """Find what a file has, None where it has gone; name what is damaged."""
         if (data := self._store.read(f"{FOLDER}/{name}")) is None:
             return None
         found, num_lost = unpack(data)

@@ -38,7 +38,7 @@ class NoTroubles:
 
 
 class Troubles:
-    """What a cluster of namespaces suffers just now, and where its next driver runs: beside the head, or apart."""
+    """The troubles of a cluster of namespaces now, and the place of its next driver: beside the head, or apart."""
 
     def __init__(
         self,

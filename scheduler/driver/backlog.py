@@ -62,7 +62,7 @@ def put_logs_in_place(run: Run) -> None:
 
 
 def with_results(run: Run, job_ids: Collection[str]) -> set[str]:
-    """Those of some jobs that have a result."""
+    """Return those of some jobs that have a result."""
     asked = list(job_ids)
     lines = run.result_lines(asked) if asked else ()
     return {job_id for job_id, line in zip(asked, lines, strict=True) if line is not None}

@@ -334,7 +334,7 @@ class JobQueue:
         self._waiting.put(job)
 
     def _forecast(self) -> Forecast:
-        """What is expected by now, or was a moment ago: most of what is known of many jobs is still true."""
+        """Return the forecast of now, or of a moment ago: most of what is known of many jobs is still true."""
         if self._known_forecast is None or self._num_moves * MOVES_SHARE >= max(1, len(self._running)):
             jobs = [job for job in (*self._running.values(), *self._reserved.values()) if not job.has_ended]
             running = ((job.entry.num_prompt_tokens, job.num_generated_tokens, job.entry.max_tokens) for job in jobs)

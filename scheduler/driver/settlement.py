@@ -134,7 +134,7 @@ class Settlement:
                 self.finish(job_id, num_completion_tokens(line))
 
     def with_results(self, job_ids: Collection[str]) -> set[str]:
-        """Those of some jobs that have a result, whoever wrote it."""
+        """Return those of some jobs that have a result, whoever wrote it."""
         return with_results(self._run, job_ids)
 
     def _has_ended(self, job_id: str) -> bool:

@@ -1,4 +1,4 @@
-"""What waits for a CUDA device: every kind of model that the kernels run, small, against transformers.
+"""Tests that wait for a CUDA device: every kind of model that the kernels run, small, against transformers.
 
 Triton's interpreter has the same in `tests/worker/target/cuda/` and `tests/worker/kernels/cuda/`.
 """

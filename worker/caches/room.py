@@ -106,7 +106,7 @@ class HeldPositions:
 
 
 def held_positions(windows: Windows, num_unwritten: int = NUM_UNWRITTEN) -> HeldPositions | None:
-    """What caches of layers with these windows hold; None where all of them see all."""
+    """Return what caches of layers with these windows hold; None where all of them see all."""
     sizes = [size for size in windows if size is not None]
     if not sizes:
         return None

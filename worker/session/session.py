@@ -169,7 +169,7 @@ class WorkerSession:
             self._finish(job, self._slice.ended, self._slice.failed)
 
     def _report(self, finished: Iterable[JobProgress], num_generated_tokens: int) -> WorkReport:
-        """What the slice has come to; of jobs whose results are there nobody needs token logs any more."""
+        """Return what the slice has come to; of jobs whose results are there nobody needs token logs any more."""
         done, progress = tuple(finished), [job.progress for job in self._running.values()]
         self._checkpointing.forget([job.job_id for job in done])
         is_draining, counters = self._must_drain, self._due_counters()

@@ -1,4 +1,4 @@
-"""What becomes of a worker's jobs between two reports, and how full its steps are."""
+"""The jobs of a worker between two reports, and how full its steps are."""
 
 from __future__ import annotations
 

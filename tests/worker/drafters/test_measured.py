@@ -1,4 +1,4 @@
-"""Of two ways to draft, steps go the one that is faster by the clock, and the other one is tried now and then."""
+"""Two ways to draft: steps go the one that is faster by the clock, and the other one is tried now and then."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Clock:
 
 
 def run(target: TargetModel, factor: float, num_tokens: int) -> tuple[list[bool], Sequence]:
-    """Which way each step of a text went."""
+    """Return the way that each step of a text went."""
     clock, repeating = Clock(factor), auto(target, free_rows, None)
     assert isinstance(repeating, RepeatingDrafter)
     clock.drafter = drafter = MeasuredDrafter(repeating, Predicting(), clock)

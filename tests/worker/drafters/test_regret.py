@@ -1,4 +1,4 @@
-"""What the choice of drafts loses against the best choice, on simulated machines whose speed wanders.
+"""The loss of the choice of drafts against the best choice, on simulated machines whose speed wanders.
 
 The clock is simulated: a step takes the seconds of its rows, times a factor that wanders as a shared machine's speed
 does. So the figures are the policy's own, and the same everywhere.
@@ -43,7 +43,7 @@ class _Costs:
 
 
 class _Text:
-    """What a budget needs of a sequence."""
+    """The parts of a sequence that a budget needs."""
 
     def __init__(self, name: str) -> None:
         self.sequence_id, self.length = name, 2048

@@ -196,7 +196,7 @@ def test_before_real_steps_tell_rows_count_as_many_experts_as_rows_may_meet() ->
 def test_rounds_promise_what_the_experts_of_real_steps_let_them_bring(
     attention: float, share: float, probed: float
 ) -> None:
-    """Of one row behind a long text; whatever probes met, rounds look neither better nor worse than they are."""
+    """Rounds of one row behind a long text: whatever probes met, rounds look neither better nor worse than they are."""
 
     def behind_a_long_text(costs: StepCosts) -> StepCosts:
         by_rows = attention * (1 + 0.05 * np.array(ROW_COUNTS))

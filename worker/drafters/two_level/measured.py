@@ -111,7 +111,7 @@ class MeasuredDrafter(Drafter):
         self.predicting.stop(sequence)
 
     def state(self, sequence: Sequence) -> dict[str, np.ndarray]:
-        """What `otherwise` keeps. Which way is faster is another matter on another machine, and soon seen."""
+        """Return what `otherwise` keeps. Which way is faster is another matter on another machine, and soon seen."""
         return self.otherwise.state(sequence)
 
     def restore(self, sequence: Sequence, state: dict[str, np.ndarray]) -> None:

@@ -40,7 +40,7 @@ class PredictorModule(nn.Module):
         self.join = nn.Linear(2 * made.hidden_size, made.hidden_size, bias=False)
 
     def forward(self, hidden: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor:
-        """What the head takes, `[batch, num_rows, hidden]`, from inputs of that shape."""
+        """Compute what the head takes, `[batch, num_rows, hidden]`, from inputs of that shape."""
         joined = self.join(torch.cat([self.token_norm(embeddings), self.hidden_norm(hidden)], dim=-1))
         output: torch.Tensor = self.decoder(inputs_embeds=joined, use_cache=False).last_hidden_state
         return output

@@ -41,12 +41,12 @@ class PredictorWeights:
     feeds_normed: bool
 
     def joined(self, embeddings: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """What the layer takes, `[num_rows, hidden] float32`, from inputs of that shape."""
+        """Compute what the layer takes, `[num_rows, hidden] float32`, from inputs of that shape."""
         parts = (self._norm(embeddings, self.token_norm), self._norm(hidden, self.hidden_norm))
         return torch.nn.functional.linear(torch.cat(parts, dim=-1), self.join)
 
     def normed(self, state: torch.Tensor) -> torch.Tensor:
-        """What the head takes, `[num_rows, hidden]` of the model's dtype, from what the layer gave in float32."""
+        """Return the head's inputs, `[num_rows, hidden]` of the model's dtype, from what the layer gave in float32."""
         return self._norm(state, self.final_norm).to(self.sizes.dtype)
 
     def _norm(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -59,7 +59,7 @@ class MTPRecipe:
 
 @dataclass(frozen=True)
 class MTPAccuracyRecord:
-    """How often the layer's best token behind rows of held-out texts is the target's, by pass."""
+    """The share of rows where the layer's best token behind rows of held-out texts is the target's, by pass."""
 
     when: str
     step: int
@@ -167,7 +167,7 @@ def accumulate_gradients(module: PredictorModule, target: TargetModel, windows: 
 def forward_passes(
     module: PredictorModule, target: TargetModel, windows: Windows, num_passes: int
 ) -> list[torch.Tensor]:
-    """What each pass gives the head, `[num_windows, length, hidden]`."""
+    """Compute what each pass gives the head, `[num_windows, length, hidden]`."""
     outputs: list[torch.Tensor] = []
     with torch.autocast(target.device.type, dtype=torch.bfloat16):
         embeddings = target.model.get_input_embeddings()(windows.token_ids)
@@ -192,7 +192,7 @@ def measure(
 
 
 def _same(module: PredictorModule, target: TargetModel, text: TextFeatures, recipe: MTPRecipe) -> torch.Tensor:
-    """Whether each pass says what the target says behind the rows of a text, `[num_passes, num_rows]`."""
+    """Tell whether each pass says what the target says behind the rows of a text, `[num_passes, num_rows]`."""
     windows = Windows.gather([(text, np.arange(min(len(text.token_ids), recipe.window_length)))], target.device)
     said = target.logits(windows.features[0]).argmax(dim=-1)
     outputs = forward_passes(module, target, windows, recipe.num_passes)

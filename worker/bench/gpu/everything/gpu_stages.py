@@ -18,7 +18,7 @@ class GPUStage:
 
     @property
     def module_and_function(self) -> tuple[str, str]:
-        """Where its function is."""
+        """The place of its function."""
         module, _, function = self.place.partition(":")
         return (PACKAGE + module if module.startswith(".") else module), function
 

@@ -143,7 +143,7 @@ def _median(target: TargetModel, call: Callable[[], object]) -> float:
 
 
 def graph_memory(trial: Trial) -> Iterator[Try]:
-    """What CUDA's context, graphs and workspaces take beside what torch was asked for."""
+    """Measure what CUDA's context, graphs and workspaces take beside what torch was asked for."""
     yield "context and graphs", functools.partial(_graph_memory, trial)
 
 

@@ -18,7 +18,7 @@ ENDINGS: frozenset[StageState] = frozenset({"passed", "failed", "ended", "killed
 
 
 class GPUStageRecord(Frozen):
-    """What came of one stage. `ended`: its process did, before it had done all; `killed`: its time was over."""
+    """The end of one stage. `ended`: its process did, before it had done all; `killed`: its time was over."""
 
     stage: str
     state: StageState
