@@ -112,8 +112,16 @@ def unpack(data: bytes) -> tuple[list[PackedLog], int]:
             parts.append(data[behind : behind + size])
             behind += size
         entries.append(PackedLog(head.job_id, head.attempt, *parts))
-        start = behind
+        start = _next_entry(data, behind - sum(head.sizes), behind)
     return entries, num_lost
+
+
+def _next_entry(data: bytes, files: int, end: int) -> int:
+    """Return where the entry behind one begins, whose files do from `files` to `end`: sooner if bytes were lost."""
+    if end == len(data) or data.startswith(HEAD, end):
+        return end
+    sooner = data.find(HEAD, files, end + len(HEAD) - 1)
+    return end if sooner < 0 else sooner
 
 
 def _head(line: bytes) -> _Head | None:

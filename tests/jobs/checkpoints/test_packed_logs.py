@@ -117,6 +117,14 @@ def test_what_is_whole_of_a_torn_file_is_found(packed: PackedLogs) -> None:
         assert num_lost == size - ([0, *sizes][num_whole])
 
 
+def test_bytes_that_were_lost_within_an_entry_hide_no_other(packed: PackedLogs) -> None:
+    whole = entries(packed)
+    data, second = pack(whole), len(pack(whole[:1]))
+    for start in range(0, second - 5, 3):
+        found, _ = unpack(data[:start] + data[start + 5 :])
+        assert found[-2:] == whole[1:]
+
+
 def test_a_damaged_entry_is_named_and_the_others_are_found(
     store: Store, packed: PackedLogs, checkpoints: CheckpointStore, caplog: pytest.LogCaptureFixture
 ) -> None:
