@@ -35,11 +35,22 @@ TOKENS = click.option(
     help="Training tokens of the target, in windows. From 2 million on, long texts follow.",
 )
 SEED = click.option("--seed", type=WholeNumber(0), default=defaults.SEED)
+FEATURES = click.option(
+    "--features",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder of the model's features, which trainings may share. [default: `features` in the output]",
+)
 
 
 def steps_option(default: int) -> Callable[[Command], Command]:
     """`--steps`, with what a training takes by default."""
     return click.option("--steps", "num_steps", type=WholeNumber(1), default=default)
+
+
+def own_texts_option(default: int) -> Callable[[Command], Command]:
+    """`--own-texts`, with what a training of this kind takes by default."""
+    help_text = "Also learn from this many texts that the model generates."
+    return click.option("--own-texts", "num_own_texts", type=WholeNumber(0), default=default, help=help_text)
 
 
 @click.group()
@@ -149,13 +160,7 @@ def draft(model: str, data: Path, output: Path, num_steps: int, seed: int) -> No
 @DATA
 @OUTPUT
 @steps_option(defaults.GRIFFIN_STEPS)
-@click.option(
-    "--own-texts",
-    "num_own_texts",
-    type=WholeNumber(0),
-    default=defaults.GRIFFIN_OWN_TEXTS,
-    help="Also learn from this many texts that the model generates.",
-)
+@own_texts_option(defaults.GRIFFIN_OWN_TEXTS)
 @click.option(
     "--passes",
     "num_passes",
@@ -171,11 +176,7 @@ def draft(model: str, data: Path, output: Path, num_steps: int, seed: int) -> No
 @click.option("--no-token-alignment", is_flag=True, help="Use one pass and no mask, as in EAGLE-2.")
 @click.option("--no-token-guided-fusion", is_flag=True, help="Fuse features and tokens once, as in EAGLE.")
 @click.option("--no-token-enhanced-head", is_flag=True, help="Use one feature for tokens and for the next forward.")
-@click.option(
-    "--features",
-    type=click.Path(path_type=Path, file_okay=False),
-    help="Folder of the model's features, which trainings may share. [default: `features` in the output]",
-)
+@FEATURES
 @SEED
 def griffin(model: str, data: Path, output: Path, features: Path | None, **options: Any) -> None:
     """Train a model's draft model for the engine `griffin`. The model itself is not changed.
@@ -198,23 +199,13 @@ def griffin(model: str, data: Path, output: Path, features: Path | None, **optio
 @DATA
 @OUTPUT
 @steps_option(defaults.MTP_STEPS)
-@click.option(
-    "--own-texts",
-    "num_own_texts",
-    type=WholeNumber(0),
-    default=defaults.MTP_OWN_TEXTS,
-    help="Also learn from this many texts that the model generates.",
-)
-@click.option(
-    "--features",
-    type=click.Path(path_type=Path, file_okay=False),
-    help="Folder of the model's features, which trainings may share. [default: `features` in the output]",
-)
+@own_texts_option(defaults.MTP_OWN_TEXTS)
+@FEATURES
 @SEED
 def mtp(
     model: str, data: Path, output: Path, num_steps: int, num_own_texts: int, features: Path | None, seed: int
 ) -> None:
-    """Train a layer that predicts further tokens, for the engine `mtp`. The model itself is not changed.
+    """Train a layer that predicts further tokens, with which `auto` drafts. The model itself is not changed.
 
     For models whose checkpoints have no such layer. It learns from the beginnings of the books in *train*.jsonl and
     from the model's continuations of parts of them; *test*.jsonl measures it. After a kill, the same command continues.

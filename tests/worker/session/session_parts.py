@@ -134,3 +134,11 @@ def undisturbed_body(folder: Path, model: Path, job: JobRecord, **changes: Any) 
     run = make_run(folder)
     to_the_end(session(run, model, engine="autoregressive", **changes), claimed(run, job))
     return body(run, job)
+
+
+LOOPS_OF_80 = {  # tokens; in front of the first loop's end a text has a boundary of its cache
+    "repetition_penalty": 1.0,
+    "logit_bias": {"17": 32},
+    "seed": 3,
+    "repetition_detection": {"max_pattern_size": 1, "min_count": 80, "action": "rewind", "max_rewinds": 2},
+}

@@ -15,6 +15,7 @@ from swiftbatch.worker.kernels.sizes import BLOCK
 from swiftbatch.worker.session.session import WorkerSession
 from tests.worker.session.recurrent_parts import save_recurrent_model
 from tests.worker.session.session_parts import (
+    LOOPS_OF_80,
     body,
     claimed,
     digest,
@@ -34,12 +35,6 @@ pytestmark = pytest.mark.long
 
 BOOK = "the quick brown fox jumps over the lazy dog. " * 16
 JOB = record("fox", 60, prompt=BOOK)
-LOOPING = {  # loops of 80 tokens, the first of which begins in front of the boundary of the cache
-    "repetition_penalty": 1.0,
-    "logit_bias": {"17": 32},
-    "seed": 3,
-    "repetition_detection": {"max_pattern_size": 1, "min_count": 80, "action": "rewind", "max_rewinds": 2},
-}
 
 
 OTHERS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("falcon_h1", "nemotron_h")]
@@ -136,7 +131,7 @@ def looping_outcome(run: Any, job: JobRecord) -> dict[str, Any]:
 def test_a_loop_is_taken_back_exactly_behind_every_kill(
     tmp_path: Path, model: Path, moments: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = record("fox", 230, drawn=LOOPING, prompt="the quick brown fox jumps over the lazy dog. " * 7)
+    job = record("fox", 230, drawn=LOOPS_OF_80, prompt="the quick brown fox jumps over the lazy dog. " * 7)
     plain = make_run(tmp_path / "plain")
     worker = session(plain, model, engine="autoregressive", checkpoint="tokens")
     to_the_end(worker, claimed(plain, job))

@@ -24,6 +24,7 @@ from swiftbatch.worker.session.session import _held
 from tests.worker.caches.window_parts import spoil_what_is_forgotten
 from tests.worker.session.recurrent_parts import save_recurrent_model
 from tests.worker.session.session_parts import (
+    LOOPS_OF_80,
     body,
     claimed,
     digest,
@@ -44,12 +45,6 @@ pytestmark = pytest.mark.long
 
 BOOK = "the quick brown fox jumps over the lazy dog. " * 5
 JOB = record("fox", 450, prompt=BOOK)
-LOOPING = {  # loops of 80 tokens
-    "repetition_penalty": 1.0,
-    "logit_bias": {"17": 32},
-    "seed": 3,
-    "repetition_detection": {"max_pattern_size": 1, "min_count": 80, "action": "rewind", "max_rewinds": 2},
-}
 
 
 @pytest.fixture(autouse=True)
@@ -131,7 +126,7 @@ def looping_outcome(run: Any, job: JobRecord) -> dict[str, Any]:
 def test_a_loop_is_taken_back_exactly_behind_every_kill(
     tmp_path: Path, model: Path, moments: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = record("fox", 230, drawn=LOOPING, prompt=5 * BOOK)
+    job = record("fox", 230, drawn=LOOPS_OF_80, prompt=5 * BOOK)
     plain = make_run(tmp_path / "plain")
     with monkeypatch.context() as patch:
         patch.setattr(WindowedKVCache, "_forget", lambda _: None)
@@ -155,7 +150,7 @@ def test_a_loop_that_began_before_a_kill_is_taken_back_without_another_look_at_t
     tmp_path: Path, model: Path
 ) -> None:
     repeated = {"max_pattern_size": 1, "min_count": 200, "action": "rewind", "max_rewinds": 2}
-    job = record("fox", 260, drawn=LOOPING | {"repetition_detection": repeated}, prompt=5 * BOOK)
+    job = record("fox", 260, drawn=LOOPS_OF_80 | {"repetition_detection": repeated}, prompt=5 * BOOK)
     run = make_run(tmp_path)
     preempted(run, model, job, 150, engine="autoregressive", checkpoint="state")
     worker = session(run, model, engine="autoregressive")
