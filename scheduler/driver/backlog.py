@@ -24,6 +24,7 @@ from swiftbatch.scheduler.driver.lengths import Lengths
 from swiftbatch.scheduler.driver.untouched_jobs import NO_GROUP, UntouchedJobs
 
 CANCELLED = "cancelled"  # the error code of a job that its user stopped
+SECONDS_OF_A_WRITE = 60  # at the most
 
 
 def load_queue(run: Run, max_attempts: int, attempts: Attempts | None = None) -> JobQueue:
@@ -49,13 +50,14 @@ def load_queue(run: Run, max_attempts: int, attempts: Attempts | None = None) ->
     return queue
 
 
-def put_logs_in_place(run: Run) -> None:
+def put_logs_in_place(run: Run, have_all_gone: bool = False) -> None:
     """Write the token logs that workers of earlier drivers have left in files of their own where jobs are resumed from.
 
-    What such workers have left half written goes as well. Call it before `load_queue`, once the run is held, and when
-    the last worker has gone. Raises StoreError.
+    What such workers have left half written goes as well: at once where all workers `have_all_gone`, else as soon as it
+    is so old that nobody can be writing it. Call it before `load_queue`, once the run is held, and when the last worker
+    has gone. Raises StoreError.
     """
-    run.store.delete_leftovers(FOLDER)
+    run.store.delete_leftovers(FOLDER, min_age_seconds=0 if have_all_gone else SECONDS_OF_A_WRITE)
     logs = PackedLogs.of(run)
     found = logs.found()
     logs.put_in_place(found.without(with_results(run, {entry.job_id for entry in found.entries})))

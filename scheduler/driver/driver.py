@@ -163,7 +163,7 @@ class Driver:
         state = self._end_state()
         self._fleet.stop()
         with self._hold.beating():
-            put_logs_in_place(self._run)  # of workers that ended badly
+            put_logs_in_place(self._run, have_all_gone=True)  # of workers that ended badly
             self._sharding.finish(is_end=state != "interrupted")
             self._run.write_output(self._hold.epoch.check)
         return state
