@@ -16,7 +16,7 @@ from swiftbatch.worker.exactness.first_run.parts import Parts
 from swiftbatch.worker.exactness.probe import random_tree
 from swiftbatch.worker.kernels.cuda.attend import AttentionShape
 from swiftbatch.worker.kernels.cuda.attentions import ATTENTION_KERNELS
-from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, NUM_ROWS, TableLayout
+from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, TableLayout
 from swiftbatch.worker.kernels.cuda.upload import Upload
 from swiftbatch.worker.target.tiles import SequenceRows, max_tree_depth, tree_rows
 
@@ -106,10 +106,11 @@ class OneLayer:
         self.arena = parts.arena(num_slots, longest, num_layers=1)
         self.arena.buffer.normal_(generator=parts.generator(4))
         heads_per_kv = sizes.num_heads // sizes.num_kv_heads
-        shape = AttentionShape(sizes.num_kv_heads, heads_per_kv, sizes.head_dim, parts.num_splits, sizes.dtype)
+        heads, num_rows = (sizes.num_kv_heads, heads_per_kv, sizes.head_dim), parts.kernels.num_rows
+        shape = AttentionShape(*heads, parts.num_splits, sizes.dtype, num_rows)
         capacity, pages = self.arena.capacity, self.arena.pages
         table = (num_slots, capacity, shape.rows_per_group, capacity, sizes.vocab)
-        self._layout = TableLayout(*table, page=None if pages is None else pages.page)
+        self._layout = TableLayout(*table, page=None if pages is None else pages.page, num_rows=num_rows)
         self._buffer = torch.zeros(self._layout.size, dtype=torch.int32, device=parts.device)
         self._upload = Upload(self._buffer)
         self._table = self._layout.table(self._buffer)
@@ -130,7 +131,7 @@ class OneLayer:
         return found
 
     def random_query(self, seed: int) -> Tensor:
-        """Draw a query `[NUM_ROWS, num_heads, head_dim]`."""
+        """Draw a query `[num_rows, num_heads, head_dim]`."""
         query = self._rows().float().normal_(generator=self._parts.generator(seed))
         return query.to(self._parts.dtype)
 
@@ -174,4 +175,5 @@ class OneLayer:
 
     def _rows(self) -> Tensor:
         sizes = self._parts.sizes
-        return torch.zeros(NUM_ROWS, sizes.num_heads, sizes.head_dim, dtype=sizes.dtype, device=self._parts.device)
+        heads = (self._layout.num_rows, sizes.num_heads, sizes.head_dim)
+        return torch.zeros(heads, dtype=sizes.dtype, device=self._parts.device)

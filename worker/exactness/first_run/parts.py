@@ -78,7 +78,8 @@ class Parts:
             kernels.refuse_unfit(dtype, sizes.head_dim)
         if device.type == "cuda" and sizes is not None:
             hold_products_steady()
-            num_splits = splits_of(torch.cuda.get_device_properties(device).multi_processor_count, sizes.num_kv_heads)
+            num_multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+            num_splits = splits_of(num_multiprocessors, sizes.num_kv_heads, kernels.num_rows)
 
         def load() -> StackedWeights | None:
             weights = dense_weights(files, DTYPES[dtype], device)
