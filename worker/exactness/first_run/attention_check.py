@@ -18,6 +18,7 @@ from swiftbatch.worker.kernels.cuda.attend import AttentionShape
 from swiftbatch.worker.kernels.cuda.attentions import ATTENTION_KERNELS
 from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, TableLayout
 from swiftbatch.worker.kernels.cuda.upload import Upload
+from swiftbatch.worker.kernels.sizes import NUM_ROWS
 from swiftbatch.worker.target.tiles import SequenceRows, max_tree_depth, tree_rows
 
 MOST_ERROR = {torch.bfloat16: 0.02, torch.float32: 1e-5}  # of the greatest number of a row
@@ -66,13 +67,19 @@ def _compared(parts: Parts, layer: OneLayer, rng: random.Random, length: int) ->
     """Compare all row and slot counts at one length."""
     differing, tried, error = 0, 0, 0.0
     for num_slots in parts.extent.slot_counts:
-        for num_rows in parts.extent.row_counts:
+        for num_rows in _row_counts(parts):
             if num_rows < num_slots:
                 continue
             placed = layer.placed(rng, length, num_slots, num_rows)
             found, among, worst = _against_alone(layer, placed, rng.randrange(2**31))
             differing, tried, error = differing + found, tried + among, max(error, worst)
     return {"length": length, "tried": tried, "differing": differing, "error": error}
+
+
+def _row_counts(parts: Parts) -> tuple[int, ...]:
+    """The numbers of rows to try; where forwards have more than these, as many as a forward has, too."""
+    counts, most = parts.extent.row_counts, parts.kernels.num_rows
+    return counts if most == NUM_ROWS else (*counts, most)
 
 
 def _against_alone(layer: OneLayer, placed: list[Placed], seed: int) -> tuple[int, int, float]:
@@ -126,7 +133,7 @@ class OneLayer:
         """Return trees of so many rows in all at most, over some slots of nearly this length."""
         found = []
         for number, cache in enumerate(self._caches[:num_slots]):
-            rows = self._tree(rng, cache, max(0, length - number * SHORTER), num_rows // num_slots)
+            rows = self._tree(rng, cache, max(0, length - number * SHORTER), min(num_rows // num_slots, BLOCK))
             found.append((rows, cache.slot))
         return found
 

@@ -20,6 +20,7 @@ from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.exactness.first_run.findings import Finding, Row
 from swiftbatch.worker.exactness.first_run.parts import Parts
 from swiftbatch.worker.exactness.first_run.products import bits, weight_shapes
+from swiftbatch.worker.exactness.probe import MAX_LENGTH, num_caches, probe_rows
 from swiftbatch.worker.kernels.cuda.linear import cublas_linear, triton_linear
 from swiftbatch.worker.kernels.decoder_weights import AnyLinear
 from swiftbatch.worker.target.partial_rows import partial_rows
@@ -31,10 +32,20 @@ NUM_PLACES = 16  # of a row that are tried
 
 
 def wide_products(trial: Trial) -> Iterator[Try]:
-    """Every weight shape with both kernels at each number of rows."""
+    """Every weight shape with both kernels at each number of rows, and whole forwards of more rows than the fewest."""
     parts = trial.parts(dtype="bfloat16" if trial.device.type == "cuda" else None)
     for num_rows in trial.sizes.row_counts:
         yield f"{num_rows} rows", functools.partial(_products_of, parts, num_rows)
+    for num_rows in trial.sizes.row_counts[1:]:
+        yield f"trees in forwards of {num_rows} rows", functools.partial(_trees_of, parts.with_rows(num_rows))
+
+
+def _trees_of(parts: Parts) -> Finding:
+    """Trees against plain decoding."""
+    target = parts.target(num_caches(parts.kernels.num_rows), MAX_LENGTH)
+    found = probe_rows(target, parts.extent.num_rows // 4 or 1, most_nodes=parts.extent.most_nodes)
+    words = f"{found.num_differing} of {found.num_rows} rows differ from plain decoding"
+    return Finding(passed=found.num_differing == 0, words=words, rows=[])
 
 
 def _products_of(parts: Parts, num_rows: int) -> Finding:
