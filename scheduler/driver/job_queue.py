@@ -19,7 +19,7 @@ from swiftbatch.jobs.backoff import Backoff
 from swiftbatch.jobs.run.job_index import JobEntry
 from swiftbatch.jobs.shared_prompts import NOT_SHARED, SharedPrompt
 from swiftbatch.scheduler.driver.lengths import Forecast, Lengths, Living, Place, place_of
-from swiftbatch.scheduler.driver.unfinished_job import UnfinishedJob
+from swiftbatch.scheduler.driver.unfinished_job import Strikes, UnfinishedJob
 from swiftbatch.scheduler.driver.untouched_jobs import UntouchedJobs
 from swiftbatch.scheduler.driver.waiting_jobs import WaitingJobs
 from swiftbatch.worker.caches.memory.pages import Growth
@@ -80,11 +80,24 @@ class JobQueue:
         self._next_order = FIRST_ORDER  # so many ended jobs
 
     def add(
-        self, entry: JobEntry, num_generated_tokens: int = 0, priority: int = 0, prompt: SharedPrompt = NOT_SHARED
+        self,
+        entry: JobEntry,
+        num_generated_tokens: int = 0,
+        priority: int = 0,
+        prompt: SharedPrompt = NOT_SHARED,
+        strikes: Strikes | None = None,
     ) -> None:
-        """Add a job to do; `num_generated_tokens` are the most that an earlier attempt is known to have had."""
+        """Add a job to do; `num_generated_tokens` are the most that an earlier attempt is known to have had.
+
+        `strikes` are those that earlier drivers have counted; progress since then clears them.
+        """
         self.num_generated_tokens += num_generated_tokens
-        self._touch(UnfinishedJob(entry, num_generated_tokens, num_generated_tokens, priority, prompt))
+        job = UnfinishedJob(entry, num_generated_tokens, num_generated_tokens, priority, prompt)
+        if strikes is not None:
+            job.num_tokens_at_last_loss = strikes.num_tokens
+            self._strike(job, 0 if self._has_progressed(job) else strikes.num)
+            job.num_tokens_at_last_loss = max(strikes.num_tokens, num_generated_tokens)
+        self._touch(job)
 
     def add_ended(self, state: str, num_generated_tokens: int, num_jobs: int = 1) -> None:
         """Count jobs that an earlier driver saw end; the tokens are those of all."""
@@ -203,11 +216,15 @@ class JobQueue:
     def lose(self, job_id: str, now: float) -> bool:
         """Put a job back whose attempt was lost. Returns False if it has no attempt left: then it is to be dropped."""
         job = self._known(job_id)
-        job.num_strikes = 1 if self._has_progressed(job) else job.num_strikes + 1
-        job.runs_alone = job.num_strikes >= max(1, min(2, self._max_attempts - 1))
+        self._strike(job, 1 if self._has_progressed(job) else job.num_strikes + 1)
         job.num_tokens_at_last_loss = max(job.num_tokens_at_last_loss, job.num_generated_tokens)
         self._put_back(job, now + RETRIES.seconds(job.num_strikes))
         return job.num_strikes < self._max_attempts
+
+    def strikes(self, job_id: str) -> Strikes:
+        """The attempts at a job that were lost in a row."""
+        job = self._known(job_id)
+        return Strikes(job.num_strikes, job.num_tokens_at_last_loss)
 
     def release(self, job_id: str) -> None:
         """Put a job back whose worker gave it up on purpose, or had it in reserve: without blame, and at once."""
@@ -413,6 +430,10 @@ class JobQueue:
         if job.ticket is None and change:
             self._left[job.worker_id] += change
             self._outlooks.pop(job.worker_id, None)
+
+    def _strike(self, job: UnfinishedJob, num_strikes: int) -> None:
+        job.num_strikes = num_strikes
+        job.runs_alone = num_strikes >= max(1, min(2, self._max_attempts - 1))
 
     def _put_back(self, job: UnfinishedJob, not_before: float) -> None:
         self._take_back(job)

@@ -14,6 +14,13 @@ CLASSES_PER_DOUBLING = 4  # of lengths: where the longest job has no room, the f
 LEAST_LENGTH = 0.75  # of the longest job that may run: a shorter one never goes first for the sake of its prompt
 
 
+class Strikes(NamedTuple):
+    """Attempts at a job that were lost in a row without progress, and the most tokens that it had had at the last."""
+
+    num: int
+    num_tokens: int
+
+
 @dataclass(eq=False)
 class UnfinishedJob:
     entry: JobEntry
