@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from swiftbatch.scheduler.driver.job_queue import JobQueue
 from swiftbatch.scheduler.driver.worker_fleet import Fleet, Worker
 
-SLACK = 1.1  # a longest job that ends so much later than it could is worth moving others for
+SLACK = 1.1  # a longest job that ends so much later than it could is worth moving others for,
+MIN_RELIEF_SECONDS = 2.0  # if it ends so much sooner then: to be handed back and to go on elsewhere takes about as long
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,8 @@ class Balance:
             alone, (self._queue.num_expected_left - sum(lefts[:num_kept]) - lefts[-1]) / last.speed_of_others
         ):
             num_kept -= 1
+        if self._seconds_of(lefts) - self._seconds_of([*lefts[:num_kept], lefts[-1]]) < MIN_RELIEF_SECONDS:
+            return []
         surplus = [entry.job_id for _, entry in held[num_kept:-1] if entry.job_id not in self._relieved]
         self._relieved.update(surplus)
         return surplus
