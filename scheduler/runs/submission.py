@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swiftbatch.jobs.errors import UserError
+from swiftbatch.jobs.garbage import looked_for_seldom
 from swiftbatch.jobs.input.column_option import Columns
 from swiftbatch.jobs.input.reader import JobReader, Reject
 from swiftbatch.jobs.job import JobUrl
@@ -108,7 +109,8 @@ def submission(
     room, guard = kv_room(manifest, files, settings), loop_guard(manifest.loop_guard)
     fitting = (manifest.max_tokens, room, guard, manifest.thinking_end)
     with spool() as table:
-        write_records(table, make_records(lines, notes, files, codec, *fitting), manifest.run_id)
+        with looked_for_seldom():
+            write_records(table, make_records(lines, notes, files, codec, *fitting), manifest.run_id)
         rejects = [*reader.rejects, *notes.rejects]
         if rejects and is_strict:
             raise StrictError(said[0], [reader.placed(reject) for reject in _in_order(rejects)])
