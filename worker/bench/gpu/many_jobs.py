@@ -38,7 +38,7 @@ DRAW_SECONDS = 1e-4  # of 64 rows: computed
 
 
 @dataclass(frozen=True)
-class Host:
+class HostTime:
     """Seconds that the host adds to a step."""
 
     base: float
@@ -48,7 +48,7 @@ class Host:
         return self.base + num_jobs * self.per_job
 
 
-MEASURED_HOST, PROMISED_HOST = Host(4e-4, 1.2e-4), Host(3e-4, 1e-5)
+MEASURED_HOST, PROMISED_HOST = HostTime(4e-4, 1.2e-4), HostTime(3e-4, 1e-5)
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ A100 = GPU(
 
 
 @dataclass(frozen=True)
-class Run:
+class JobMix:
     """A run of jobs of these lengths, in positions, whose prompts are short."""
 
     name: str
@@ -110,10 +110,10 @@ def uniform(number: int, least: int, most: int) -> tuple[int, ...]:
 
 
 RUNS = (
-    Run("5 x 100K", (100_000,) * 5),
-    Run("30 x 16-32K", uniform(30, 16_000, 32_000)),
-    Run("200 x 4-8K", uniform(200, 4000, 8000)),
-    Run("one of 100K beside 199 of 6K", (100_000, *(6000,) * 199)),
+    JobMix("5 x 100K", (100_000,) * 5),
+    JobMix("30 x 16-32K", uniform(30, 16_000, 32_000)),
+    JobMix("200 x 4-8K", uniform(200, 4000, 8000)),
+    JobMix("one of 100K beside 199 of 6K", (100_000, *(6000,) * 199)),
 )
 
 
@@ -125,7 +125,7 @@ class Way:
     num_slots: int
     num_pages: int | None  # None: each slot has room for the longest job
     acceptance: np.ndarray  # of each node of a tree
-    host: Host
+    host: HostTime
 
     @property
     def tokens(self) -> np.ndarray:
@@ -136,13 +136,13 @@ class Way:
 NOTHING = np.zeros(NODE_CHOICES[-1])
 
 
-def way_before(gpu: GPU, run: Run) -> Way:
+def way_before(gpu: GPU, run: JobMix) -> Way:
     """As before there were pages: slots of the longest job, 32 at most, and 64 rows."""
     plan = plan_memory(SIZES, gpu.memory(NUM_ROWS), max(run.lengths))
     return Way(NUM_ROWS, plan.num_slots, None, NOTHING, MEASURED_HOST)
 
 
-def way_now(gpu: GPU, run: Run, acceptance: np.ndarray, host: Host) -> Way:
+def way_now(gpu: GPU, run: JobMix, acceptance: np.ndarray, host: HostTime) -> Way:
     """As a worker plans for a new run."""
     load = RunLoad(len(run.lengths), sum(run.lengths) / len(run.lengths) / 2, bool(acceptance.any()))
     most = most_rows(gpu.capability, SIZES.item_size, is_packed=False)
@@ -156,7 +156,7 @@ class Simulation:
     """A worker that only counts. Jobs are begun as the driver begins them, and the youngest leaves when pages end."""
 
     gpu: GPU
-    run: Run
+    run: JobMix
     way: Way
     waiting: list[Growth] = field(default_factory=list)
     running: list[Growth] = field(default_factory=list)  # oldest first
@@ -211,7 +211,7 @@ class Simulation:
             self.waiting.insert(0, self.running.pop())
 
 
-def speed(gpu: GPU, run: Run, way: Way) -> str:
+def speed(gpu: GPU, run: JobMix, way: Way) -> str:
     return " / ".join(f"{each:,.0f}" for each in Simulation(gpu, run, way).speeds())
 
 

@@ -13,7 +13,7 @@ from swiftbatch.worker.bench.gpu.many_jobs import (
     PROMISED_HOST,
     RUNS,
     SIZES,
-    Run,
+    JobMix,
     Simulation,
     jobs_table,
     speed,
@@ -60,7 +60,7 @@ def test_a_step_of_the_model_is_the_measured_one() -> None:
 
 
 def test_all_jobs_get_all_their_tokens() -> None:
-    run = Run("few", (300, 5000, 700))
+    run = JobMix("few", (300, 5000, 700))
     simulation = Simulation(H100, run, way_now(H100, run, PRIOR_ACCEPTANCE, PROMISED_HOST))
     full, whole = simulation.speeds()
     assert simulation.num_tokens == 6000
