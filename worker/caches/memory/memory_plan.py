@@ -20,6 +20,17 @@ DECODED_BYTES = 4  # bytes of a logit that is not drawn from in place
 GRAPH_RESERVE = 400_000_000  # graphs, cuBLAS workspaces, what draws keep of slots, rounding: not measured yet
 
 
+PROGRAMS_PER_MULTIPROCESSOR = 4  # attention's programs: two waves of two, as their shared memory allows
+LATENT_TILE_HEADS = 64  # heads of a row that a program of latent attention has, whose memory is all of a multiprocessor
+
+
+def splits_of(num_multiprocessors: int, sizes: ModelSizes) -> int:
+    """Parts that prefixes are attended to in: a constant of the device and the model, so bits depend on both."""
+    if sizes.latent is not None:
+        return max(1, num_multiprocessors // -(-sizes.num_heads // LATENT_TILE_HEADS))
+    return max(1, PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors // sizes.num_kv_heads)
+
+
 def slot_capacity(max_length: int) -> int:
     """Entries of an arena's slot for jobs of up to `max_length` positions: these, a tree behind them, whole blocks."""
     return -(-(max_length + MAX_TREE_NODES) // CAPACITY_BLOCK) * CAPACITY_BLOCK
@@ -49,7 +60,7 @@ class GPUMemory:
         return PADDED_ROWS[self.attention](sizes.num_heads // sizes.num_kv_heads) * self._bytes_per_row(sizes)
 
     def _bytes_per_row(self, sizes: ModelSizes) -> int:
-        return self.num_splits * sizes.num_heads * (sizes.head_dim + 1) * 4
+        return self.num_splits * sizes.num_heads * (sizes.value_dim + 1) * 4
 
 
 @dataclass(frozen=True)
@@ -208,7 +219,12 @@ def _row_bytes(sizes: ModelSizes, logit_bytes: int = LOGIT_BYTES) -> int:
     And of experts, what each that a row chose makes of it.
     """
     query, key = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
-    widths = 4 * sizes.hidden + (query + 2 * key) + 2 * query + 3 * sizes.intermediate
+    heads = (query + 2 * key) + 2 * query
+    if (latent := sizes.latent) is not None:
+        given = sizes.num_heads * latent.query_dim
+        of_vectors = 2 * latent.query_rank + given if latent.query_rank else given
+        heads = of_vectors + latent.entry_dim + query + sizes.num_heads * (latent.rank + latent.value_dim)
+    widths = 4 * sizes.hidden + heads + 3 * sizes.intermediate
     if sizes.experts is not None:
         widths += sizes.experts.num_chosen * (sizes.experts.width + sizes.hidden)
     return NUM_ROWS * (widths * sizes.item_size + sizes.vocab * logit_bytes)

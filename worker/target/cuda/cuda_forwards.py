@@ -73,7 +73,7 @@ class CudaForwards:
         """
         self.sizes = sizes = weights.sizes
         hides = (layer.window is not None or layer.sinks is not None for layer in weights.layers)
-        self.has_windows = bool(sizes.score_cap) or any(hides)
+        self.has_windows = bool(sizes.score_cap) or sizes.latent is not None or any(hides)
         self.has_experts = any(layer.experts is not None for layer in weights.layers)
         self.arena, self.eos_token_ids = arena, eos_token_ids
         self.device, self.dtype = arena.shape.device, sizes.dtype

@@ -24,6 +24,7 @@ from swiftbatch.worker.caches.memory.memory_plan import (
     draft_splits,
     plan_memory,
     slot_capacity,
+    splits_of,
 )
 from swiftbatch.worker.caches.memory.model_sizes import ModelSizes, read_sizes
 from swiftbatch.worker.caches.memory.offload import plan_offload
@@ -35,6 +36,7 @@ from swiftbatch.worker.caches.summary import CHUNK_SIZE, summary_positions
 from swiftbatch.worker.kernels.choice import CUBLAS_WORKSPACES, DEFAULT_KERNELS, CudaKernels
 from swiftbatch.worker.kernels.cuda.stacked import handed_over, stacked_weights
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights
+from swiftbatch.worker.kernels.kv_dtypes import refuse_latent
 from swiftbatch.worker.kernels.sizes import CUDA_SCALE_BYTES
 from swiftbatch.worker.model.dense import dense_weights
 from swiftbatch.worker.model.files import ModelFiles
@@ -48,7 +50,6 @@ BLAS_LIBRARY = "cublas"  # as products were measured exact; an environment may p
 EMPTY_SHARE = 0.97  # of a GPU's memory, free: nobody else has any
 STILL_SECONDS, MOST_SETTLING_SECONDS = 2.0, 30.0  # without a rise of free memory; of waiting for that
 POLL_SECONDS = 0.1
-PROGRAMS_PER_MULTIPROCESSOR = 4  # attention's programs: two waves of two, as their shared memory allows
 
 
 def load_cuda_forwards(
@@ -69,11 +70,13 @@ def load_cuda_forwards(
     sizes = read_sizes(files, dtype_name)
     if sizes is None:
         return None
+    if sizes.latent is not None:
+        refuse_latent(kv_dtype, files.name)
     sizes = replace(sizes, kv_dtype=kv_dtype)
     kernels.refuse_absent()
     kernels.refuse_unfit(dtype_name, sizes.head_dim)
     hold_products_steady()
-    num_splits = splits_of(torch.cuda.get_device_properties(device).multi_processor_count, sizes.num_kv_heads)
+    num_splits = splits_of(torch.cuda.get_device_properties(device).multi_processor_count, sizes)
     gpu = GPUMemory(settled_free_bytes(device), num_splits, kernels.attention)
     drafts = with_rounds(drafts_of(wanted, sizes), wanted, sizes, gpu)
     copies: Staging | Streams
@@ -193,14 +196,9 @@ def drafts_of(wanted: SlotsWanted, sizes: ModelSizes) -> DraftMemory:
 def with_rounds(drafts: DraftMemory, wanted: SlotsWanted, sizes: ModelSizes, gpu: GPUMemory) -> DraftMemory:
     """Add what rounds take beside their partial caches: scanned texts."""
     scan = NO_DRAFTS
-    if wanted.scanned_best:
+    if wanted.scanned_best and sizes.latent is None:
         longest = slot_capacity(wanted.longest_job) - MAX_TREE_NODES
         scan = scan_memory(sizes, longest, wanted.scanned_best, gpu.num_splits)
     has_rounds = wanted.partial_budget or scan.slot_bytes
     own_bytes = gpu.scratch_bytes(sizes) if has_rounds and gpu.attention == "flash" else 0  # which adds no biases
     return DraftMemory(drafts.part_bytes + scan.part_bytes + own_bytes, drafts.slot_bytes + scan.slot_bytes)
-
-
-def splits_of(num_multiprocessors: int, num_kv_heads: int) -> int:
-    """Parts that prefixes are attended to in: a constant of the device and the model, so bits depend on both."""
-    return max(1, PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors // num_kv_heads)
