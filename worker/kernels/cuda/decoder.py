@@ -119,6 +119,11 @@ class CudaDecoder:
         other.attention = attention
         return other
 
+    @property
+    def experts_met(self) -> Tensor | None:
+        """The counts of experts that rows of all forwards met, as `CudaExperts` has them; None without experts."""
+        return None if self._experts is None else self._experts.met
+
     def forward(self, tap: Callable[[int, Tensor], None] | None = None) -> None:
         """Run the rows that `table_buffer` tells of, as `layout` fills one: into the arena, `hidden` and `logits`.
 

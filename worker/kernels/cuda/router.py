@@ -236,16 +236,17 @@ def choose_row(
 
 @triton.jit
 def sort_choices(
-    marks_ptr, tile_experts_ptr, tile_pairs_ptr,
+    rows_ptr, marks_ptr, tile_experts_ptr, tile_pairs_ptr, met_ptr,
     NUM_ROWS: tl.constexpr, NUM_EXPERTS: tl.constexpr, NUM_CHOSEN: tl.constexpr, NUM_TILES: tl.constexpr,
     ALL_TILES: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The only program: for each tile its expert, and its pairs of a row and a choice, in their order; -1 for none.
 
-    A pair is the number of its row times `NUM_CHOSEN`, and its rank.
+    A pair is the number of its row times `NUM_CHOSEN`, and its rank. At the number of real rows `met [NUM_ROWS + 1, 2]`
+    counts layers, and the experts that had a row there.
     """
     rows = tl.arange(0, NUM_ROWS)[:, None]
-    num_tiles = 0
+    num_tiles, num_met = 0, 0
     for first in range(0, NUM_EXPERTS, BLOCK):
         experts = first + tl.arange(0, BLOCK)
         is_expert = (experts < NUM_EXPERTS)[None, :]
@@ -262,9 +263,14 @@ def sort_choices(
             free = counts + place
             tl.store(tile_pairs_ptr + starts * TILE + free, tl.zeros([BLOCK], tl.int32) - 1, mask=free < tiles * TILE)
         num_tiles += tl.sum(tiles, 0)
+        num_met += tl.sum((counts > 0).to(tl.int32), 0)
     numbers = tl.arange(0, ALL_TILES)
     is_empty = (numbers >= num_tiles) & (numbers < NUM_TILES)
     tl.store(tile_experts_ptr + numbers, tl.zeros([ALL_TILES], tl.int32) - 1, mask=is_empty)
+    num_real = tl.sum((tl.load(rows_ptr + tl.arange(0, NUM_ROWS) * 5 + 2) > 0).to(tl.int32), 0)
+    met_ptr += num_real * 2
+    tl.store(met_ptr, tl.load(met_ptr) + 1)
+    tl.store(met_ptr + 1, tl.load(met_ptr + 1) + num_met)
 
 
 def router_constants(hidden: int, num_columns: int) -> dict[str, int]:

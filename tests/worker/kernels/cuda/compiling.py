@@ -65,7 +65,7 @@ INTEGERS += (
     "tile_pairs_ptr",
 )
 READ = ("numbers_ptr", "sums_ptr")  # by the kernel that does nothing else
-LONG_INTEGERS = ("words_ptr", "places_ptr", "addresses_ptr")
+LONG_INTEGERS = ("met_ptr", "words_ptr", "places_ptr", "addresses_ptr")
 SUMS = (
     "lse_ptr",
     "curve_ptr",
