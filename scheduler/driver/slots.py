@@ -56,7 +56,7 @@ class Slots:
         if not held or worker.info is None or num_pages is None:
             return not held or num_pages is None
         beside, pool = worker.info.num_state_positions, worker.info.pool_size
-        jobs = [Growth(each.now + beside, each.end + beside) for each in (*held, job)]
+        jobs = [each._replace(now=each.now + beside, end=each.end + beside) for each in (*held, job)]
         return most_pages(jobs, pool and pool.page, worker.info.held_positions) <= num_pages
 
     def num_pages(self, worker: Worker) -> int | None:
