@@ -11,7 +11,7 @@ from swiftbatch.jobs.run.option_values import KVDtype
 from swiftbatch.worker.caches.memory.packed_sizes import PackedPart, num_beside, num_floats, packed_parts
 from swiftbatch.worker.caches.room import ITEM_SIZES, bytes_per_position, state_bytes
 from swiftbatch.worker.kernels.sizes import CUDA_SCALE_BYTES, LatentSizes
-from swiftbatch.worker.model.dense_config import OtherDecoderError, latent_sizes, read_dense
+from swiftbatch.worker.model.dense_config import DenseConfig, OtherDecoderError, latent_sizes, read_dense
 from swiftbatch.worker.model.expert_config import ExpertConfig
 from swiftbatch.worker.model.files import ModelFiles, read_config, stored_layout
 from swiftbatch.worker.model.formats.contract import StoredTensor
@@ -52,6 +52,7 @@ class ModelSizes:
     kv_dtype: KVDtype | None = None  # of the keys and values that full caches keep; None: as all others
     experts: ExpertSizes | None = None  # that our kernels multiply
     latent: LatentSizes | None = None  # then a cache has one head, whose rows are keys and values at once
+    is_scannable: bool = True  # drafts may scan its keys: rows see all positions as they are
 
     @property
     def value_dim(self) -> int:
@@ -97,13 +98,24 @@ def sizes_of_stored(config: dict[str, Any], heads: Mapping[str, StoredTensor], d
     return replace(sizes, experts=ExpertSizes(*numbers))
 
 
-def _experts_of(config: dict[str, Any]) -> ExpertConfig | None:
-    """The experts of a model that our kernels for GPUs take."""
+def _dense(config: dict[str, Any]) -> DenseConfig | None:
+    """What our kernels know of a model; None for one that they do not take."""
     try:
-        dense = read_dense(config)
+        return read_dense(config)
     except OtherDecoderError:
         return None
-    return dense.experts if dense.mixer is None else None
+
+
+def _experts_of(config: dict[str, Any]) -> ExpertConfig | None:
+    """The experts of a model that our kernels for GPUs take."""
+    dense = _dense(config)
+    return dense.experts if dense is not None and dense.mixer is None else None
+
+
+def _hides(dense: DenseConfig) -> bool:
+    """Tell whether rows of a model do not see all positions as they are: `Forwards.has_windows`."""
+    hides = any(dense.windows) or dense.form.has_sinks or dense.latent is not None
+    return hides or bool(dense.caps.get("scores"))
 
 
 def sizes_of(config: dict[str, Any], number: int, dtype: str, packed: tuple[PackedPart, ...] = ()) -> ModelSizes | None:
@@ -117,6 +129,7 @@ def sizes_of(config: dict[str, Any], number: int, dtype: str, packed: tuple[Pack
     )
     if num_bytes is None or not (num_heads and hidden and intermediate):
         return None
+    dense = _dense(config)
     latent = latent_sizes("cuda", config)
     num_kv_heads, head_dim = config.get("num_key_value_heads") or num_heads, config.get("head_dim")
     return ModelSizes(
@@ -132,6 +145,7 @@ def sizes_of(config: dict[str, Any], number: int, dtype: str, packed: tuple[Pack
         packed=packed if dtype == PACKED_DTYPE else (),
         state_bytes=state_bytes(config, dtype),
         latent=latent,
+        is_scannable=dense is None or not _hides(dense),
     )
 
 

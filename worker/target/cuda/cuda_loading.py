@@ -196,7 +196,7 @@ def drafts_of(wanted: SlotsWanted, sizes: ModelSizes) -> DraftMemory:
 def with_rounds(drafts: DraftMemory, wanted: SlotsWanted, sizes: ModelSizes, gpu: GPUMemory) -> DraftMemory:
     """Add what rounds take beside their partial caches: scanned texts."""
     scan = NO_DRAFTS
-    if wanted.scanned_best and sizes.latent is None:
+    if wanted.scanned_best and sizes.is_scannable:
         longest = slot_capacity(wanted.longest_job) - MAX_TREE_NODES
         scan = scan_memory(sizes, longest, wanted.scanned_best, gpu.num_splits)
     has_rounds = wanted.partial_budget or scan.slot_bytes
