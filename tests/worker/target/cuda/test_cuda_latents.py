@@ -21,17 +21,21 @@ from swiftbatch.worker.kernels.cuda.stacked import stacked_weights
 from swiftbatch.worker.kernels.packed import PackedMatrix
 from swiftbatch.worker.model.dense import dense_weights
 from swiftbatch.worker.model.files import ModelFiles, locate_model
+from swiftbatch.worker.session import session as worker_session
 from swiftbatch.worker.target.cuda.cuda_loading import load_cuda_forwards
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.tiles import tree_rows
 from tests.worker.caches.memory.test_packed_sizes import loaded_bytes
+from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.kernels.kernel_parts import path_to, random_tree
 from tests.worker.model.expert_configs import WITH_LATENTS, write_experts
 from tests.worker.model.formats.examples import fp8
 from tests.worker.model.formats.test_native_experts import stored
 from tests.worker.model.formats.twins import make_twins
 from tests.worker.model.test_kinds_engines import decode
+from tests.worker.session.recurrent_parts import save_recurrent_model
 from tests.worker.target.cuda.cuda_parts import cuda_target, offloaded_target
+from tests.worker.target.cuda.test_pages_of_a_gpu import alone_on_a_cpu, check_jobs_that_outgrow_pages
 
 pytestmark = pytest.mark.long
 
@@ -138,3 +142,13 @@ def test_latent_vectors_have_no_codes_of_8_bits_on_a_gpu_either(tmp_path: Path) 
     wanted = SlotsWanted(longest_job=100)
     with pytest.raises(ModelError, match="hold a latent vector per position"):
         load_cuda_forwards(files_of(TRIED, tmp_path), torch.bfloat16, CPU, wanted, frozenset(), DEFAULT_KERNELS, "int8")
+
+
+@pytest.mark.slow
+def test_jobs_that_outgrow_the_pages_and_come_back_have_the_tokens_of_plain_decoding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_session, "step_costs_of", lambda target: free_rows)
+    model = save_recurrent_model(tmp_path / "model", "glm4_moe_lite")
+    expected = alone_on_a_cpu(tmp_path / "alone", model)
+    check_jobs_that_outgrow_pages(tmp_path / "paged", model, expected, "token-recycling", monkeypatch)
