@@ -11,7 +11,7 @@ from torch import Tensor
 from swiftbatch.jobs.run.option_values import AttentionName
 from swiftbatch.worker.kernels.attention_view import SEES_ALL, AttentionView
 from swiftbatch.worker.kernels.cuda.attend import AttentionShape, Scratch, attend
-from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS, CudaRowTable, PageTable, TableLayout
+from swiftbatch.worker.kernels.cuda.cuda_row_table import CudaRowTable, PageTable, TableLayout
 from swiftbatch.worker.kernels.cuda.flash import FlashAttention
 from swiftbatch.worker.kernels.cuda.latent_attention import LatentShape, attend_to_latents
 from swiftbatch.worker.kernels.decoder_weights import DecoderSizes
@@ -27,7 +27,7 @@ class Attention(Protocol):
         """A line that names all that decides the bits, beside the shape."""
 
     def places(self, table: CudaRowTable[Tensor]) -> Tensor | None:
-        """Return rows' places `[NUM_ROWS]` for `rope_store`, with heads in another order; None: all in order."""
+        """Return rows' places `[num_rows]` for `rope_store`, with heads in another order; None: all in order."""
 
     def attend(
         self,
@@ -58,8 +58,8 @@ class TritonAttention:
     def __init__(self, shape: AttentionShape, layout: TableLayout, scale: float, device: torch.device) -> None:
         num_heads = shape.num_kv_heads * shape.heads_per_kv
         self.shape, self.scale = shape, scale
-        self.scratch = Scratch.empty(shape.num_splits, num_heads, shape.head_dim, device)
-        self.query = torch.zeros(NUM_ROWS, num_heads, shape.head_dim, dtype=shape.dtype, device=device)
+        self.scratch = Scratch.empty(shape.num_splits, num_heads, shape.head_dim, device, shape.num_rows)
+        self.query = torch.zeros(shape.num_rows, num_heads, shape.head_dim, dtype=shape.dtype, device=device)
 
     @property
     def numerics(self) -> str:
@@ -88,16 +88,17 @@ class TritonAttention:
 
     def heads(self) -> Tensor:
         shape = self.shape
-        return self.query.view(NUM_ROWS, shape.num_kv_heads, shape.heads_per_kv, shape.head_dim)
+        return self.query.view(shape.num_rows, shape.num_kv_heads, shape.heads_per_kv, shape.head_dim)
 
 
 class LatentAttention:
-    """An `Attention` over latent vectors, keys and values at once: `mixed` is `[NUM_ROWS, num_heads, rank]`."""
+    """An `Attention` over latent vectors, keys and values at once: `mixed` is `[num_rows, num_heads, rank]`."""
 
     def __init__(self, shape: LatentShape, layout: TableLayout, scale: float, device: torch.device) -> None:
         self.shape, self.scale = shape, scale
-        self.scratch = Scratch.empty(shape.num_splits, shape.num_heads, shape.latent.rank, device)
-        self.query = torch.zeros(NUM_ROWS, shape.num_heads, shape.latent.entry_dim, dtype=shape.dtype, device=device)
+        num_rows, latent = shape.num_rows, shape.latent
+        self.scratch = Scratch.empty(shape.num_splits, shape.num_heads, latent.rank, device, num_rows)
+        self.query = torch.zeros(num_rows, shape.num_heads, latent.entry_dim, dtype=shape.dtype, device=device)
 
     @property
     def numerics(self) -> str:
@@ -133,12 +134,12 @@ AttentionKernel = Callable[[AttentionShape, TableLayout, float, torch.device], A
 ATTENTION_KERNELS: dict[AttentionName, AttentionKernel] = {"triton": TritonAttention, "flash": FlashAttention}
 
 
-def shape_of(sizes: DecoderSizes, num_splits: int) -> AttentionShape | LatentShape:
+def shape_of(sizes: DecoderSizes, num_splits: int, num_rows: int) -> AttentionShape | LatentShape:
     """The sizes of a decoder's attention. Raises ValueError for those that the kernels have no tiles for."""
     if sizes.latent is not None:
-        return LatentShape(sizes.num_heads, sizes.latent, num_splits, sizes.dtype)
-    heads_per_kv = sizes.num_heads // sizes.num_kv_heads
-    return AttentionShape(sizes.num_kv_heads, heads_per_kv, sizes.head_dim, num_splits, sizes.dtype)
+        return LatentShape(sizes.num_heads, sizes.latent, num_splits, sizes.dtype, num_rows)
+    heads = (sizes.num_kv_heads, sizes.num_heads // sizes.num_kv_heads, sizes.head_dim)
+    return AttentionShape(*heads, num_splits, sizes.dtype, num_rows)
 
 
 def new_attention(

@@ -16,12 +16,12 @@ import triton.language as tl
 from torch import Tensor
 
 from swiftbatch.worker.kernels.cuda.attend import LOG2_E, TAIL_TILE_ROWS, Scratch
-from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, NUM_ROWS, CudaRowTable, PageTable
+from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, CudaRowTable, PageTable
 from swiftbatch.worker.kernels.cuda.kept_rows import load_rows
 from swiftbatch.worker.kernels.cuda.prefix import LOG2_E as LOG2_OF_E
 from swiftbatch.worker.kernels.cuda.rounding import dot, rounded
 from swiftbatch.worker.kernels.cuda.tail import merge_split
-from swiftbatch.worker.kernels.sizes import BLOCK_DEPTH, LANES, LatentSizes
+from swiftbatch.worker.kernels.sizes import BLOCK_DEPTH, LANES, NUM_ROWS, LatentSizes
 
 LEAST_DEPTH = LANES  # of a product of tensor cores
 
@@ -34,6 +34,7 @@ class LatentShape:
     latent: LatentSizes
     num_splits: int  # that a prefix is cut into
     dtype: torch.dtype
+    num_rows: int = NUM_ROWS  # of a forward
 
     @property
     def tile_rows(self) -> int:
@@ -81,7 +82,7 @@ class LatentShape:
 
     def _sizes(self) -> dict[str, int]:
         return {
-            "NUM_ROWS": NUM_ROWS,
+            "NUM_ROWS": self.num_rows,
             "NUM_HEADS": self.num_heads,
             "RANK": self.latent.rank,
             "TURNED": self.latent.turned_dim,
@@ -223,12 +224,12 @@ def latent_tail_merge(
 
 def attend_to_latents(
     shape: LatentShape,
-    query: Tensor,  # [NUM_ROWS, num_heads, entry_dim]
+    query: Tensor,  # [num_rows, num_heads, entry_dim]
     kept: Tensor,  # [num_slots, 1, capacity, entry_dim], one layer of the arena
     bias: Tensor | None,  # [num_slots, capacity] float32, as `attend` takes it
     table: CudaRowTable[Tensor],
     scratch: Scratch,
-    mixed: Tensor,  # [NUM_ROWS, num_heads, rank]
+    mixed: Tensor,  # [num_rows, num_heads, rank]
     scale: float,
     pages: PageTable | None = None,
 ) -> None:
@@ -241,6 +242,6 @@ def attend_to_latents(
     )  # fmt: skip
     constants = shape.tail_constants()
     num_parts = triton.cdiv(shape.latent.rank, shape.tail_depth)
-    latent_tail_merge[(NUM_ROWS, triton.cdiv(shape.num_heads, TAIL_TILE_ROWS), num_parts)](
+    latent_tail_merge[(shape.num_rows, triton.cdiv(shape.num_heads, TAIL_TILE_ROWS), num_parts)](
         query, kept, scratch.output, scratch.lse, mixed, table.rows, table.tail_slots, scale_log2, *strides, **constants
     )

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS, CudaRowTable
+from swiftbatch.worker.kernels.cuda.cuda_row_table import CudaRowTable
 from swiftbatch.worker.kernels.cuda.kept_rows import store_halves
 from swiftbatch.worker.kernels.cuda.layer_kernels import is_padding, normed_row
 from swiftbatch.worker.kernels.cuda.linear import TILE_COLUMNS
@@ -25,6 +25,7 @@ from swiftbatch.worker.kernels.decoder_weights import AnyLinear, DecoderSizes
 from swiftbatch.worker.kernels.forms import NormForm
 from swiftbatch.worker.kernels.sizes import BLOCK_DEPTH, LatentSizes
 
+TILE_ROWS = 64  # of a program: numbers of rows are multiples of it
 EPSILON = 1e-6  # of the norms of latent vectors, whatever that of the others is
 
 
@@ -84,16 +85,16 @@ def turn_heads(input_ptr, row_ptr, angles_ptr, out_ptr, TURNED: tl.constexpr, SP
 @triton.jit
 def multiply_heads(
     input_ptr, weight_ptr, rows_ptr, angles_ptr, out_ptr,
-    NUM_ROWS: tl.constexpr, NUM_HEADS: tl.constexpr, IN_ROW: tl.constexpr, DEPTH: tl.constexpr,
+    TILE_ROWS: tl.constexpr, NUM_HEADS: tl.constexpr, IN_ROW: tl.constexpr, DEPTH: tl.constexpr,
     COLUMNS: tl.constexpr, TURNED: tl.constexpr, SPUN: tl.constexpr, TILE_COLUMNS: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Program (head, columns): all rows' product of the head's first numbers with its rows of the weight.
+    """Program (head, columns, rows): the product of the head's first numbers with its rows of the weight.
 
     Where `TURNED` numbers are behind these, a head's last program turns them, to behind the product. Heads of a row
     lie side by side, the rows of the input `IN_ROW` numbers apart.
     """
-    head, rows = tl.program_id(0), tl.arange(0, NUM_ROWS)
+    head, rows = tl.program_id(0), tl.program_id(2) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     input_ptr += rows.to(tl.int64)[:, None] * IN_ROW + head * (DEPTH + TURNED)
     out_ptr += (rows.to(tl.int64)[:, None] * NUM_HEADS + head) * (COLUMNS + TURNED)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
@@ -104,7 +105,7 @@ def multiply_heads(
     columns, depth = start_column + tl.arange(0, TILE_COLUMNS), tl.arange(0, BLOCK_DEPTH)
     known = tl.where(columns < COLUMNS, columns, 0)  # reads a column that there is, and is not stored
     weight_ptr += (head.to(tl.int64) * COLUMNS + known)[None, :] * DEPTH + depth[:, None]
-    acc = tl.zeros([NUM_ROWS, TILE_COLUMNS], tl.float32)
+    acc = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
     for start in range(0, DEPTH, BLOCK_DEPTH):
         is_there = depth < DEPTH - start
         x = read(input_ptr + start + depth[None, :], is_there[None, :], DEPTH % BLOCK_DEPTH == 0)
@@ -116,14 +117,16 @@ def multiply_heads(
 class CudaLatents:
     """The buffers of latent attention, and what it launches around the attention itself."""
 
-    def __init__(self, sizes: DecoderSizes, latent: LatentSizes, linear: WeightKernel, device: torch.device) -> None:
+    def __init__(
+        self, sizes: DecoderSizes, latent: LatentSizes, linear: WeightKernel, device: torch.device, num_rows: int
+    ) -> None:
         """Buffers of zeros: what padding rows have never written are numbers, too."""
-        self._sizes, self._latent, self._linear = sizes, latent, linear
+        self._sizes, self._latent, self._linear, self._num_rows = sizes, latent, linear, num_rows
         queries = sizes.num_heads * latent.query_dim
         of_vectors = queries if latent.query_rank else 0
         widths = ((latent.query_rank or queries) + latent.entry_dim, latent.query_rank, of_vectors, sizes.found_width)
         self._down, self._vector, self._queries, self._found = (
-            torch.zeros(NUM_ROWS, width, dtype=sizes.dtype, device=device) for width in widths
+            torch.zeros(num_rows, width, dtype=sizes.dtype, device=device) for width in widths
         )
 
     def keep(
@@ -136,14 +139,14 @@ class CudaLatents:
         kept: Tensor,
         query: Tensor,
     ) -> None:
-        """Write the entries of `rows [NUM_ROWS, hidden]` to `kept [num_slots, 1, capacity, entry_dim]`.
+        """Write the entries of `rows [num_rows, hidden]` to `kept [num_slots, 1, capacity, entry_dim]`.
 
-        And `query [NUM_ROWS, num_heads, entry_dim]` as it meets them. `down` makes both vectors, or where queries have
+        And `query [num_rows, num_heads, entry_dim]` as it meets them. `down` makes both vectors, or where queries have
         none, these themselves in front of the one that is kept.
         """
         sizes, latent = self._sizes, self._latent
         self._linear(rows, down.weight, down.bias, self._down)
-        keep_latent_row[(NUM_ROWS,)](
+        keep_latent_row[(self._num_rows,)](
             self._down, angles, weights.query_norm, weights.key_norm, table.rows, self._vector, kept, EPSILON,
             kept.stride(0), kept.stride(2), **keep_constants(latent, self._down.shape[1], sizes.norm_form),
         )  # fmt: skip
@@ -154,7 +157,7 @@ class CudaLatents:
         self._multiply(queries, weights.key_up, table, angles, query, latent.turned_dim)
 
     def values(self, weights: StackedLatent, mixed: Tensor, table: CudaRowTable[Tensor]) -> Tensor:
-        """The values `[NUM_ROWS, num_heads * value_dim]` of what heads have `mixed [NUM_ROWS, num_heads, rank]`."""
+        """The values `[num_rows, num_heads * value_dim]` of what heads have `mixed [num_rows, num_heads, rank]`."""
         self._multiply(mixed.flatten(1), weights.value_up, table, None, self._found)
         return self._found
 
@@ -169,7 +172,8 @@ class CudaLatents:
     ) -> None:
         constants = head_constants(self._sizes.num_heads, weight, rows.shape[1], num_turned)
         num_tiles = triton.cdiv(constants["COLUMNS"], TILE_COLUMNS) + (num_turned > 0)
-        multiply_heads[(self._sizes.num_heads, num_tiles)](rows, weight, table.rows, angles, out, **constants)
+        grid = (self._sizes.num_heads, num_tiles, self._num_rows // TILE_ROWS)
+        multiply_heads[grid](rows, weight, table.rows, angles, out, **constants)
 
 
 def keep_constants(latent: LatentSizes, down_width: int, form: NormForm) -> dict[str, int]:
@@ -189,7 +193,7 @@ def keep_constants(latent: LatentSizes, down_width: int, form: NormForm) -> dict
 def head_constants(num_heads: int, weight: Tensor, row_width: int, num_turned: int) -> dict[str, Any]:
     """Return the constants of `multiply_heads`, with its warps and stages."""
     return {
-        "NUM_ROWS": NUM_ROWS,
+        "TILE_ROWS": TILE_ROWS,
         "NUM_HEADS": num_heads,
         "IN_ROW": row_width,
         "DEPTH": weight.shape[1],
