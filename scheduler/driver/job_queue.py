@@ -307,6 +307,12 @@ class JobQueue:
         num_unexpected = self._forecast().num_unexpected(self._living)
         return max(0, self._num_tokens_left - num_unexpected) + self._untouched.num_expected_left
 
+    def expected_lefts(self) -> NDArray[np.int64]:
+        """The tokens that each job which has not ended is expected to draw yet."""
+        forecast = self._forecast()
+        touched = [_num_expected(job, forecast) for job in self._touched.values() if not job.has_ended]
+        return np.concatenate([np.array(touched, np.int64), self._untouched.expected_lengths()])
+
     def num_expected(self, job_id: str) -> int:
         """Tokens that a running job is expected to draw yet."""
         return _num_expected(self._running[job_id], self._forecast())
