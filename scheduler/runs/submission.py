@@ -28,7 +28,7 @@ from swiftbatch.jobs.storage.spool import spool
 from swiftbatch.scheduler.driver.hold import Hold
 from swiftbatch.scheduler.runs.job_files import job_lines
 from swiftbatch.scheduler.runs.job_records import LineNotes, make_records
-from swiftbatch.scheduler.runs.manifest import computation_of, kept_or_new_manifest, with_markers, with_model
+from swiftbatch.scheduler.runs.manifest import computation_of, kept_or_new_manifest, with_markers, with_model, with_rows
 from swiftbatch.scheduler.runs.settings import Settings
 from swiftbatch.worker.caches.room import (
     MEMORY,
@@ -96,6 +96,7 @@ def submission(
     `refuse_if_taken`) and StoreError, each with one line for the user; then no job of the file is in the run.
     """
     manifest = kept_or_new_manifest(run_uri, settings)
+    is_new = not manifest.model_fingerprint
     said = [jobs] if isinstance(jobs, str) else jobs
     files = locate_model(manifest.model)
     codec = TextCodec(files, manifest.thinking_markers)
@@ -113,6 +114,8 @@ def submission(
         rejects = [*reader.rejects, *notes.rejects]
         if rejects and is_strict:
             raise StrictError(said[0], [reader.placed(reject) for reject in _in_order(rejects)])
+        if is_new:
+            manifest = with_rows(manifest, files, JobIndex.of(parts_of(table, COLUMNS)), settings)
         planned = Run.planned(run_uri, manifest, settings.start_retries)
         with Hold(planned, may_take_over, forgets_cancel=True) as hold:
             run = _made(planned, manifest)
