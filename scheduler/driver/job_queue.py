@@ -7,6 +7,7 @@ Which one runs next is decided in `waiting_jobs.py`.
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable
 from itertools import count
@@ -36,6 +37,12 @@ class Outlook(NamedTuple):
 
     growths: list[Growth]
     mean_length: float  # tokens at their ends
+
+    def beside(self, growth: Growth, num_prompt_tokens: int) -> Outlook:
+        """The same with one more job."""
+        growths, num_jobs = [*self.growths], len(self.growths)
+        insort(growths, growth, key=_left)
+        return Outlook(growths, (num_jobs * self.mean_length + growth.end - num_prompt_tokens) / (num_jobs + 1))
 
 
 def _always(_growth: Growth) -> bool:
@@ -347,7 +354,10 @@ class JobQueue:
     def _run(self, job: UnfinishedJob) -> None:
         self._held[job.worker_id].add(job.entry.job_id)
         self._running[job.entry.job_id] = job
-        self._outlooks.pop(job.worker_id, None)
+        if (known := self._outlooks.get(job.worker_id)) is not None and self._known_forecast is not None:
+            self._outlooks[job.worker_id] = known.beside(
+                _growth(job, self._known_forecast), job.entry.num_prompt_tokens
+            )
 
     def _count_living(self, job: UnfinishedJob, *, is_there: bool) -> None:
         """Count a job of a worker where it is now, or no longer."""
