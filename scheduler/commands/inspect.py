@@ -87,13 +87,11 @@ def _running(found: Inspection) -> list[tuple[str, str]]:
 
 
 def _cache(found: Inspection) -> str:
-    """The bytes of a position, on both devices where these keep other things."""
+    """The bytes of a position, and what layers with windows hold of old ones."""
     words = f"{found.bytes_per_position:,} bytes per position in bfloat16"
     if found.num_whole_positions is not None:
         words += f"; on a CPU {found.bytes_per_old_position:,} behind the newest {found.num_whole_positions:,}"
-    if found.gpu_bytes_per_position == found.bytes_per_position:
-        return words
-    return f"{words} on a CPU, as latent vectors; {found.gpu_bytes_per_position:,} on a GPU"
+    return words
 
 
 def _path(path: DevicePath) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from swiftbatch.worker.caches.memory.memory_plan import NO_DRAFTS, GPUMemory, SlotsWanted, plan_memory
+from swiftbatch.worker.caches.memory.memory_plan import NO_DRAFTS, GPUMemory, SlotsWanted, plan_memory, splits_of
 from swiftbatch.worker.caches.memory.model_sizes import ModelSizes
 from swiftbatch.worker.caches.memory.page_plan import plan_pages
 from swiftbatch.worker.caches.memory.pages import GPU_PAGE, Growth, most_pages, pages_of
@@ -21,7 +21,7 @@ from swiftbatch.worker.caches.memory.row_choice import RunLoad, most_rows, rows_
 from swiftbatch.worker.drafters.budget import NODE_CHOICES, PRIOR_ACCEPTANCE
 from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.drafters.shared_budget import best_shares, rate_of
-from swiftbatch.worker.inspection.inspection import CONTEXT_BYTES, GPU_BYTES, NUM_SPLITS
+from swiftbatch.worker.inspection.inspection import CONTEXT_BYTES, GPU_BYTES, GPUS
 from swiftbatch.worker.kernels.sizes import BLOCK, NUM_ROWS, least_blocks
 from swiftbatch.worker.target.cuda.cuda_loading import with_rounds
 from swiftbatch.worker.target.step_costs import ROW_COUNTS, StepCosts
@@ -66,7 +66,8 @@ class GPU:
     per_job: float  # seconds that each further job adds
 
     def memory(self, num_rows: int) -> GPUMemory:
-        return GPUMemory(GPU_BYTES - CONTEXT_BYTES, NUM_SPLITS[self.name]).with_rows(num_rows)
+        num_splits = splits_of(GPUS[self.name], SIZES)
+        return GPUMemory(GPU_BYTES - CONTEXT_BYTES, num_splits).with_rows(num_rows)
 
     def costs(self, num_rows: int) -> StepCosts:
         """The step costs of forwards of so many rows."""

@@ -15,7 +15,7 @@ from swiftbatch.worker.kernels.cuda.stacked import stacked_weights
 from swiftbatch.worker.kernels.sizes import ROW_CHOICES
 from tests.worker.kernels.cuda.arenas import NUM_SPLITS, Arena, Placed, random_arena, random_rows
 from tests.worker.kernels.cuda.test_decoder import CPU, NUM_POSITIONS, is_near, run
-from tests.worker.kernels.kernel_parts import BF16, FLOAT32, WITH_EXPERTS, Shape, random_weights
+from tests.worker.kernels.kernel_parts import BF16, FLOAT32, LATENTS, WITH_EXPERTS, Shape, random_weights
 
 pytestmark = pytest.mark.long
 
@@ -25,6 +25,7 @@ SHAPES = {
     "bfloat16": Shape(num_kv_heads=2, has_bias=True),
     "float32": Shape(dtype=FLOAT32),
     "experts": WITH_EXPERTS["glm4_moe"],
+    "latent": LATENTS[0],
     "experts, float32": WITH_EXPERTS["gpt_oss in float32"],
 }
 EVERY_DAY = {("bfloat16", 128), ("experts", 256)}
