@@ -29,7 +29,7 @@ from swiftbatch.worker.kernels.cuda.attentions import (
 )
 from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, PageTable, TableLayout
 from swiftbatch.worker.kernels.cuda.expert_products import CudaExperts
-from swiftbatch.worker.kernels.cuda.latent_layers import CudaLatents
+from swiftbatch.worker.kernels.cuda.latent_products import CudaLatents
 from swiftbatch.worker.kernels.cuda.layer_kernels import add_norm, embed, norm_heads, rope_store
 from swiftbatch.worker.kernels.cuda.linear import LinearKernel
 from swiftbatch.worker.kernels.cuda.logit_cap import cap_logits

@@ -28,7 +28,7 @@ from swiftbatch.worker.kernels.cuda import (
     expert_products,
     flash,
     latent_attention,
-    latent_layers,
+    latent_products,
     linear,
     logit_cap,
     packed_linear,
@@ -134,9 +134,9 @@ def latent_kernels(dtype: str) -> dict[str, Made]:
     """Of GLM 4.7 Flash; DeepSeek V3 has more heads, which fill several tiles."""
     sizes, num_heads, paged = LatentSizes(512, 768, 192, 64, 256), 20, {"PAGE": GPU_PAGE}
     attention = latent_attention.LatentShape(num_heads, sizes, 132, DTYPES[dtype])
-    many = dataclasses.replace(attention, num_heads=128, num_splits=66)
+    many = dataclasses.replace(attention, num_heads=128, num_splits=16, num_rows=MOST_ROWS)
     plain = without(attention.prefix_constants(), "HAS_BIAS", "bias_ptr") | paged
-    keep = latent_layers.keep_constants(sizes, sizes.query_rank + sizes.entry_dim, NormForm.TWICE)
+    keep = latent_products.keep_constants(sizes, sizes.query_rank + sizes.entry_dim, NormForm.TWICE)
     ups = {
         "absorbed queries": (sizes.rank, sizes.still_dim, sizes.query_dim, sizes.turned_dim),
         "values of heads": (sizes.value_dim, sizes.rank, sizes.rank, 0),
@@ -152,12 +152,12 @@ def latent_kernels(dtype: str) -> dict[str, Made]:
             attention.prefix_constants() | {"HAS_BIAS": True} | NO_PAGES,
         ),
         "latent tail": (latent_attention.latent_tail_merge, attention.tail_constants()),
-        "kept latents": (latent_layers.keep_latent_row, keep),
+        "kept latents": (latent_products.keep_latent_row, keep),
     }
     for name, (columns, depth, width, num_turned) in ups.items():
         weight = torch.empty(num_heads * columns, depth, dtype=DTYPES[dtype], device="meta")
-        constants: dict[str, Any] = latent_layers.head_constants(num_heads, weight, num_heads * width, num_turned)
-        found[name] = latent_layers.multiply_heads, constants | ({} if num_turned else {"angles_ptr": None})
+        constants: dict[str, Any] = latent_products.head_constants(num_heads, weight, num_heads * width, num_turned)
+        found[name] = latent_products.multiply_heads, constants | ({} if num_turned else {"angles_ptr": None})
     return found
 
 
