@@ -8,7 +8,7 @@ from typing import NamedTuple
 from swiftbatch.worker.caches.room import MAX_TREE_NODES, HeldPositions
 
 PAGE = 64  # positions; a CPU's memory is taken in less
-GPU_PAGE = 1024  # positions of a GPU's: one look-up for each block of keys, and a job wastes half of one
+GPU_PAGE = 256  # positions of a GPU's: of many short jobs each wastes half of one, and one look-up is a block's anyway
 HORIZON = 2048  # tokens that a job has room for when it begins: to leave and to come back costs far less than these
 ROOM_BEHIND = MAX_TREE_NODES + 1  # positions that a step may write behind the committed ones
 
