@@ -485,7 +485,8 @@ def _growth(job: UnfinishedJob, forecast: Forecast) -> Growth:
     """The positions of a job: its prompt's, and those of the tokens that it has and is expected to have."""
     num_prompt_tokens = job.entry.num_prompt_tokens
     num_final_tokens = job.num_generated_tokens + _num_expected(job, forecast)
-    return Growth(num_prompt_tokens + job.num_generated_tokens, num_prompt_tokens + num_final_tokens)
+    now, end = (num_prompt_tokens + number for number in (job.num_generated_tokens, num_final_tokens))
+    return Growth(now, end, job.prompt.num_tokens)
 
 
 def _num_expected(job: UnfinishedJob, forecast: Forecast) -> int:

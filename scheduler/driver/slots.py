@@ -64,7 +64,7 @@ class Slots:
         page = PAGE if pool is None else pool.page
         if _at_their_ends(held, job, beside, page) <= num_pages * page:
             return True  # as most often; to look when each ends is dear
-        jobs = [Growth(each.now + beside, each.end + beside) for each in (*held, job)]
+        jobs = [each._replace(now=each.now + beside, end=each.end + beside) for each in (*held, job)]
         return most_pages(jobs, page, worker.info.held_positions) <= num_pages
 
     def num_pages(self, worker: Worker) -> int | None:

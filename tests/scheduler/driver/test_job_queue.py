@@ -7,7 +7,7 @@ import random
 import pytest
 
 from swiftbatch.jobs.run.job_index import JobEntry
-from swiftbatch.jobs.shared_prompts import NOT_SHARED
+from swiftbatch.jobs.shared_prompts import NOT_SHARED, SharedPrompt
 from swiftbatch.scheduler.driver.job_queue import FIRST_ORDER, JobQueue
 from tests.scheduler.driver.queue_parts import untouched
 
@@ -99,16 +99,23 @@ def test_jobs_are_expected_to_become_as_long_as_those_that_have_ended() -> None:
     for number in range(200):
         queue.add(entry(f"j{number}", 6400, number))
     assert take(queue, "w1", 0.0) == "j0"
-    assert queue.growths("w1") == [(10, 6410)]
+    assert queue.growths("w1") == [(10, 6410, 0)]
     for _ in range(150):
         done = queue.take("w2", 0.0)
         assert done is not None
         queue.finish(done.job_id, 640)
-    [(now, end)] = queue.growths("w1")
+    [(now, end, _)] = queue.growths("w1")
     assert now == 10
     assert 600 < end < 1000
     queue.progress("j0", 3000)  # longer than any that has ended
-    assert queue.growths("w1") == [(3010, 6410)]
+    assert queue.growths("w1") == [(3010, 6410, 0)]
+
+
+def test_the_tokens_that_others_have_too_are_told_of_a_job_that_grows() -> None:
+    queue = JobQueue(max_attempts=5)
+    queue.add(entry("a", 90), prompt=SharedPrompt(1, 64))
+    take(queue, "w1", 0.0)
+    assert queue.growths("w1") == [(10, 100, 64)]
 
 
 def test_a_lost_job_waits_longer_each_time_and_has_its_attempts() -> None:
