@@ -9,13 +9,14 @@ from typing import Any
 
 from swiftbatch.jobs.run.option_values import KVDtype
 from swiftbatch.worker.caches.memory.packed_sizes import PackedPart, num_beside, num_floats, packed_parts
-from swiftbatch.worker.caches.room import ITEM_SIZES, bytes_per_position, state_bytes
+from swiftbatch.worker.caches.room import ITEM_SIZES, MAX_TREE_NODES, bytes_per_position
+from swiftbatch.worker.kernels.cuda.states.step_layout import slot_bytes
 from swiftbatch.worker.kernels.sizes import CUDA_SCALE_BYTES
-from swiftbatch.worker.model.dense_config import OtherDecoderError, read_dense
-from swiftbatch.worker.model.expert_config import ExpertConfig
+from swiftbatch.worker.model.dense_config import DenseConfig, OtherDecoderError, read_dense, refuse_layers_on
 from swiftbatch.worker.model.files import ModelFiles, read_config, stored_layout
 from swiftbatch.worker.model.formats.contract import StoredTensor
 from swiftbatch.worker.model.formats.layout import heads_in
+from swiftbatch.worker.model.recurrent_sizes import RecurrentShape, recurrent_shape
 from swiftbatch.worker.model.text_view import is_of_text
 
 PACKED_DTYPE = "bfloat16"  # the dtype whose kernels multiply packed weights
@@ -48,9 +49,16 @@ class ModelSizes:
     vocab: int
     item_size: int  # bytes of a number
     packed: tuple[PackedPart, ...] = ()  # of the parameters; the others lie there in the dtype
-    state_bytes: int = 0  # of a job, whatever its length: of layers that have a state
+    recurrent: RecurrentShape | None = None  # of layers that have a state
     kv_dtype: KVDtype | None = None  # of the keys and values that full caches keep; None: as all others
     experts: ExpertSizes | None = None  # that our kernels multiply
+
+    @property
+    def state_bytes(self) -> int:
+        """The bytes of a job whatever its length, as slots have them: of layers that have a state."""
+        if self.recurrent is None:
+            return 0
+        return slot_bytes(self.recurrent, self.recurrent.num_layers, self.item_size, MAX_TREE_NODES + 1)
 
     @property
     def kept_bytes_per_position(self) -> int:
@@ -77,8 +85,10 @@ def read_sizes(files: ModelFiles, dtype: str) -> ModelSizes | None:
 def sizes_of_stored(config: dict[str, Any], heads: Mapping[str, StoredTensor], dtype: str) -> ModelSizes | None:
     """The same of stored tensors. A tied head counts once, as on the device, if it is not packed."""
     number = sum(each.num_numbers for name, each in heads.items() if is_of_text(name, config))
-    experts = _experts_of(config)
-    sizes = sizes_of(config, number + num_beside(heads, config), dtype, packed_parts(heads, config, experts))
+    dense = _run_by_kernels(config)
+    experts = None if dense is None else dense.experts
+    packed = packed_parts(heads, config, experts, None if dense is None else dense.mixer)
+    sizes = sizes_of(config, number + num_beside(heads, config), dtype, packed)
     if sizes is None or experts is None:
         return sizes
     routing = experts.routing
@@ -86,13 +96,13 @@ def sizes_of_stored(config: dict[str, Any], heads: Mapping[str, StoredTensor], d
     return replace(sizes, experts=ExpertSizes(*numbers))
 
 
-def _experts_of(config: dict[str, Any]) -> ExpertConfig | None:
-    """The experts of a model that our kernels for GPUs take."""
+def _run_by_kernels(config: dict[str, Any]) -> DenseConfig | None:
+    """The config of a model that our kernels for GPUs take."""
     try:
-        dense = read_dense(config)
+        refuse_layers_on("cuda", config)
+        return read_dense(config)
     except OtherDecoderError:
         return None
-    return dense.experts if dense.mixer is None and dense.latent is None else None
 
 
 def sizes_of(config: dict[str, Any], number: int, dtype: str, packed: tuple[PackedPart, ...] = ()) -> ModelSizes | None:
@@ -117,7 +127,7 @@ def sizes_of(config: dict[str, Any], number: int, dtype: str, packed: tuple[Pack
         vocab=config["vocab_size"],
         item_size=ITEM_SIZES[dtype],
         packed=packed if dtype == PACKED_DTYPE else (),
-        state_bytes=state_bytes(config, dtype),
+        recurrent=recurrent_shape(config),
     )
 
 
