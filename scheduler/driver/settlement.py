@@ -48,7 +48,9 @@ class Settlement:
             return
         self._counters.num_preemptions[reason] += 1
         num_tokens = self._queue.num_reported_tokens(job_id)
-        if self._queue.lose(job_id, self._clock()):
+        has_attempts_left = self._queue.lose(job_id, self._clock())
+        self._attempts.note_strikes(job_id, self._queue.strikes(job_id) if has_attempts_left else None)
+        if has_attempts_left:
             self._display.note(JobPutBack(entry.name, reason, num_tokens, is_lost=True))
         else:
             text = f"given up after {self._attempts.count(job_id)} attempts; the last one: {message}"

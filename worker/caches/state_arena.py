@@ -26,6 +26,8 @@ from swiftbatch.worker.kernels.cuda.states.state_buffers import StateBuffers, nu
 from swiftbatch.worker.kernels.cuda.upload import Upload
 from swiftbatch.worker.kernels.sizes import BLOCK
 
+MOST_READ = MAX_TREE_NODES + 1  # known tokens of one forward: as many steps as the largest tree has
+
 
 class StateArena(PagedArena):
     """A `PagedArena` with states and steps beside its pages, as much of them for each slot."""
@@ -43,9 +45,9 @@ class StateArena(PagedArena):
     ) -> None:
         """`shape` is that of a model with states."""
         super().__init__(shape, num_slots, max_length, num_pages, staging, page)
-        sizes, num_rows = shape.recurrent, MAX_TREE_NODES + 1
+        sizes = shape.recurrent
         assert sizes is not None
-        self.states = StateBuffers.empty(sizes, sizes.num_layers, num_slots, shape.dtype, num_rows, shape.device)
+        self.states = StateBuffers.empty(sizes, sizes.num_layers, num_slots, shape.dtype, MOST_READ, shape.device)
         self._moves = torch.tensor([PADDING] * MAX_TREE_NODES, dtype=torch.int32, device=shape.device)
         self._upload = Upload(self._moves.view(-1))
 
@@ -86,6 +88,9 @@ class StateSlotCache(PagedKVCache):
             passed = range(self.boundary + BLOCK, boundary + 1, BLOCK)
             self._due += [each for each in passed if self._kept.wants(each)]
             self.boundary, self._oldest = boundary, max(self._oldest, boundary - BLOCK)
+
+    def num_readable(self, most: int) -> int:
+        return min(most, MOST_READ)
 
     def commit(self, path: list[int]) -> None:
         self._arena.move_steps(self.slot, self.length, path)

@@ -18,7 +18,7 @@ from swiftbatch.metrics.report.facts import gather
 from swiftbatch.metrics.report.page import render
 from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
 from swiftbatch.scheduler.driver.takeover import claims
-from swiftbatch.scheduler.serve.api.access import Owner, Served
+from swiftbatch.scheduler.serve.api.dependencies import Owner, Served
 from swiftbatch.scheduler.serve.api.objects import Object, batch_object
 from swiftbatch.scheduler.serve.batch_status import Status, is_submitted
 from swiftbatch.scheduler.serve.batches import Batch

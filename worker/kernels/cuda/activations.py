@@ -6,7 +6,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS
 from swiftbatch.worker.kernels.cuda.layer_kernels import is_padding
 from swiftbatch.worker.kernels.cuda.rounding import rounded
 from swiftbatch.worker.kernels.forms import Activation
@@ -85,9 +84,9 @@ def gate_row(rows_ptr, qkv_ptr, mixed_ptr, ALL: tl.constexpr, NUMBERS: tl.conste
 
 
 def gate_heads(rows: Tensor, qkv: Tensor, mixed: Tensor) -> None:
-    """Multiply what attention has found, `mixed [NUM_ROWS, ...]`, by the sigmoids of gates at the end of `qkv`."""
+    """Multiply what attention has found, `mixed [num_rows, ...]`, by the sigmoids of gates at the end of `qkv`."""
     numbers = mixed[0].numel()
-    grid = (NUM_ROWS, triton.cdiv(numbers, ACTIVE_COLUMNS))
+    grid = (len(mixed), triton.cdiv(numbers, ACTIVE_COLUMNS))
     gate_row[grid](rows, qkv, mixed, ALL=qkv.shape[1], NUMBERS=numbers, COLUMNS=ACTIVE_COLUMNS)
 
 
@@ -98,12 +97,12 @@ def activate(
     activation: Activation = Activation.SILU,
     curve: Tensor | None = None,
 ) -> None:
-    """`[NUM_ROWS, 2 * intermediate]`, gates first, or ups alone, to `out [NUM_ROWS, intermediate]`.
+    """`[num_rows, 2 * intermediate]`, gates first, or ups alone, to `out [num_rows, intermediate]`.
 
     `curve [4] float32` on the device is that of XIELU.
     """
     intermediate = out.shape[1]
-    grid = (NUM_ROWS, triton.cdiv(intermediate, ACTIVE_COLUMNS))
+    grid = (len(out), triton.cdiv(intermediate, ACTIVE_COLUMNS))
     activate_row[grid](
         rows, gate_up, curve, out, INTERMEDIATE=intermediate, COLUMNS=ACTIVE_COLUMNS,
         HAS_GATES=gate_up.shape[1] > intermediate, ACTIVATION=int(activation),

@@ -22,7 +22,7 @@ from swiftbatch.worker.kernels.attention_view import SEES_ALL, AttentionView
 from swiftbatch.worker.kernels.cuda.activations import activate, gate_heads
 from swiftbatch.worker.kernels.cuda.attend import AttentionShape
 from swiftbatch.worker.kernels.cuda.attentions import Attention, AttentionKernel, TritonAttention
-from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, NUM_ROWS, PageTable, TableLayout
+from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, PageTable, TableLayout
 from swiftbatch.worker.kernels.cuda.expert_products import CudaExperts
 from swiftbatch.worker.kernels.cuda.layer_kernels import add_norm, embed, norm_heads, rope_store
 from swiftbatch.worker.kernels.cuda.linear import LinearKernel
@@ -36,13 +36,13 @@ from swiftbatch.worker.kernels.cuda.states.state_layers import CudaMixers
 from swiftbatch.worker.kernels.decoder_weights import AnyLinear, other_rotary
 from swiftbatch.worker.kernels.frequencies import QueryGrowth, Rotary
 from swiftbatch.worker.kernels.kv_codes import cuda_row_width
-from swiftbatch.worker.kernels.sizes import RING_LAYERS
+from swiftbatch.worker.kernels.sizes import NUM_ROWS, RING_LAYERS
 
 
 class CudaDecoder:
     """A decoder that runs the rows of its table; what it reads and writes is allocated here, once.
 
-    A row's `hidden [NUM_ROWS, hidden]`, of the model's dtype, and `logits [NUM_ROWS, vocab] float32` follow from the
+    A row's `hidden [num_rows, hidden]`, of the model's dtype, and `logits [num_rows, vocab] float32` follow from the
     row's own tokens, whatever shares the table; those of padding rows mean nothing.
     """
 
@@ -58,13 +58,14 @@ class CudaDecoder:
         attention: AttentionKernel = TritonAttention,
         pages: PageTable | None = None,
         states: StateBuffers | None = None,
+        num_rows: int = NUM_ROWS,
     ) -> None:
         """Rows see entries of `arena [num_layers, 2, num_slots, num_kv_heads, capacity, row_width]`, on its device.
 
         Its layers are those that attend; the others have `states`. It may have room for `RING_LAYERS` layers alone,
         which take turns; whoever runs layer by layer fills them.
         `bias [num_slots, capacity] float32` is added to scores of prefixes. `reduce` sums a layer's part of the
-        outputs `[NUM_ROWS, hidden]` over devices that hold the others, in place. With `pages` the arena is a pool, one
+        outputs `[num_rows, hidden]` over devices that hold the others, in place. With `pages` the arena is a pool, one
         slot that all see, in whose pages their entries lie. Raises ValueError.
         """
         sizes = self.sizes = weights.sizes
@@ -73,15 +74,16 @@ class CudaDecoder:
             arena = arena.expand(-1, -1, len(pages.numbers), -1, -1, -1)  # a stride of 0
         capacity = arena.shape[4] if pages is None else pages.capacity
         heads_per_kv = sizes.num_heads // sizes.num_kv_heads
-        shape = self._shape = AttentionShape(sizes.num_kv_heads, heads_per_kv, sizes.head_dim, num_splits, sizes.dtype)
+        heads = (sizes.num_kv_heads, heads_per_kv, sizes.head_dim)
+        shape = self._shape = AttentionShape(*heads, num_splits, sizes.dtype, num_rows)
         step = BLOCK if bias is None else 1
         num_angles = weights.rotary.num_rows(num_positions)
         table = (arena.shape[2], capacity, shape.rows_per_group, num_angles, sizes.vocab, step)
-        self.layout = TableLayout(*table, None if pages is None else pages.page)
+        self.layout = TableLayout(*table, None if pages is None else pages.page, num_rows)
         self._weights, self._arena, self._bias, self._pages = weights, arena, bias, pages
         self._linear, self._reduce = WeightKernel(linear), reduce
         self._numbers = _numbers_of(weights.layers)
-        self.mixers = _mixers_of(weights, states, self._linear)
+        self.mixers = _mixers_of(weights, states, self._linear, num_rows)
         attending = [layer for layer in weights.layers if layer.attention is not None]
         self._views = [AttentionView(layer.window, sizes.score_cap or None, layer.sinks) for layer in attending]
         self._angles = self._angles_of(np.arange(num_angles), arena.device)
@@ -205,7 +207,7 @@ class CudaDecoder:
         attention.attend(number, keys, values, self._bias, table, self._mixed, self._views[number], self._pages)
         if sizes.gates_heads:
             gate_heads(table.rows, self._qkv, self._mixed)
-        self._linear(self._mixed.view(NUM_ROWS, -1), behind.weight, behind.bias, self._delta)
+        self._linear(self._mixed.flatten(1), behind.weight, behind.bias, self._delta)
 
     def _run_mlp(self, layer: StackedLayer, rows: Tensor) -> None:
         if layer.own_products is not None:
@@ -225,10 +227,10 @@ class CudaDecoder:
 
     def _allocate(self, device: torch.device) -> None:
         """Static buffers, of zeros: what padding rows have never written are numbers, too."""
-        sizes, layers = self.sizes, self._weights.layers
+        sizes, layers, num_rows = self.sizes, self._weights.layers, self.layout.num_rows
 
         def rows(*shape: int) -> Tensor:
-            return torch.zeros(NUM_ROWS, *shape, dtype=sizes.dtype, device=device)
+            return torch.zeros(num_rows, *shape, dtype=sizes.dtype, device=device)
 
         self._allocate_table(device)
         self._state, self._normed, self._delta = (rows(sizes.hidden) for _ in range(3))
@@ -237,9 +239,11 @@ class CudaDecoder:
         width = max((layer.own_products[1].weight.shape[1] for layer in layers if layer.own_products), default=0)
         self._gate_up, self._activated = rows((1 + sizes.has_gates) * width), rows(width)
         experts = [layer.experts for layer in layers if layer.experts is not None]
-        self._experts = CudaExperts(experts, sizes.hidden, sizes.dtype, sizes.activation, device) if experts else None
+        self._experts = None
+        if experts:
+            self._experts = CudaExperts(experts, sizes.hidden, sizes.dtype, sizes.activation, device, num_rows)
         self.hidden = rows(sizes.hidden)
-        self.logits = torch.zeros(NUM_ROWS, sizes.vocab, device=device)
+        self.logits = torch.zeros(num_rows, sizes.vocab, device=device)
 
     def _allocate_table(self, device: torch.device) -> None:
         num_states = 0 if self.mixers is None else self.mixers.layout.size
@@ -261,17 +265,19 @@ def _mixes(layer: StackedLayer) -> bool:
     return layer.mixer is not None or layer.attention is not None
 
 
-def _mixers_of(weights: StackedWeights, states: StateBuffers | None, linear: WeightKernel) -> CudaMixers | None:
+def _mixers_of(
+    weights: StackedWeights, states: StateBuffers | None, linear: WeightKernel, num_rows: int
+) -> CudaMixers | None:
     """Raises ValueError where there are states but no mixers, or mixers without states or of several sizes."""
     found = {layer.mixer.sizes for layer in weights.layers if layer.mixer is not None}
     if len(found) != (states is not None):
         raise ValueError(f"found mixers of {len(found)} sizes, and {'some' if states else 'no'} states")
-    return None if states is None else CudaMixers(found.pop(), states, weights.sizes.dtype, linear)
+    return None if states is None else CudaMixers(found.pop(), states, weights.sizes.dtype, linear, num_rows)
 
 
 def _of_width(buffer: Tensor, width: int) -> Tensor:
     """The first numbers of a buffer as rows without gaps."""
-    return buffer.flatten()[: NUM_ROWS * width].view(NUM_ROWS, width)
+    return buffer.flatten()[: len(buffer) * width].view(len(buffer), width)
 
 
 def _check_arena(arena: Tensor, weights: StackedWeights) -> None:

@@ -10,12 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS
 from swiftbatch.worker.kernels.cuda.states.state_buffers import StateBuffers, number_of_state
 from swiftbatch.worker.kernels.cuda.states.state_table import StateLayout, StateRows
 from swiftbatch.worker.kernels.cuda.states.state_walk import walk, weigh_paths
 from swiftbatch.worker.kernels.mixer_sizes import MixerForm, MixerSizes
-from swiftbatch.worker.kernels.sizes import BLOCK
+from swiftbatch.worker.kernels.sizes import BLOCK, NUM_ROWS
 from swiftbatch.worker.target.tiles import known_rows
 
 pytestmark = pytest.mark.long
@@ -68,7 +67,7 @@ def padded(rows: Tensor, part: slice) -> Tensor:
 
 def run(steps: Steps, states: StateBuffers) -> Tensor:
     sizes, layout = steps.sizes, states.layout
-    tables = StateLayout(states.num_slots, layout.ring, sizes.conv_width - 1)
+    tables = StateLayout(states.num_slots, layout.ring, sizes.conv_width - 1, NUM_ROWS)
     cache: Any = SimpleNamespace(length=0, first_angle=0)
     found, boundary = [], 0
     for end in PARTS:
@@ -108,7 +107,7 @@ def test_rows_and_the_folded_state_are_those_of_the_plain_recurrence(name: str) 
     [((0,), 2 * BLOCK, "behind the state at 128"), ((0, 1, 0), 0, "behind those of others"), ((2,), 0, "0 to 1")],
 )
 def test_rows_that_do_not_fit_their_states_are_refused(slots: tuple[int, ...], boundary: int, words: str) -> None:
-    layout, cache = StateLayout(2, 259, 3), SimpleNamespace(length=BLOCK, first_angle=0)
+    layout, cache = StateLayout(2, 259, 3, NUM_ROWS), SimpleNamespace(length=BLOCK, first_angle=0)
     [rows] = known_rows(cache, [1, 2])  # type: ignore[arg-type]
     buffer = np.full(layout.size, 7, dtype=np.int32)
     with pytest.raises(ValueError, match=words):
@@ -117,7 +116,7 @@ def test_rows_that_do_not_fit_their_states_are_refused(slots: tuple[int, ...], b
 
 
 def test_rows_beyond_the_ring_are_refused() -> None:
-    layout, cache = StateLayout(2, 259, 3), SimpleNamespace(length=4 * BLOCK, first_angle=0)
+    layout, cache = StateLayout(2, 259, 3, NUM_ROWS), SimpleNamespace(length=4 * BLOCK, first_angle=0)
     [rows] = known_rows(cache, [1])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="found rows up to 257, expected them up to 192"):
         layout.fill(np.zeros(layout.size, dtype=np.int32), [StateRows(rows, 0, 0)])

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, NUM_ROWS
+from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK
 from swiftbatch.worker.kernels.cuda.rounding import rounded
 from swiftbatch.worker.kernels.cuda.states.state_table import StateTable
 from swiftbatch.worker.kernels.cuda.states.step_layout import StepLayout
@@ -217,7 +217,7 @@ def gate_constants(sizes: MixerSizes, layout: StepLayout, has_tap_bias: bool) ->
 
 def ready_heads(
     table: StateTable[Tensor],
-    products: tuple[Tensor, Tensor],  # wide [NUM_ROWS, ...] and narrow
+    products: tuple[Tensor, Tensor],  # wide [num_rows, ...] and narrow
     floats: dict[str, Tensor],
     steps: tuple[Tensor, Tensor],  # inputs and words of one layer, [num_slots, ring, ...]
     found: tuple[Tensor, Tensor, Tensor, Tensor],  # queries, values, own values, shares: float32
@@ -226,7 +226,7 @@ def ready_heads(
     """Launch the part of a layer with heads in front of its state."""
     wide, narrow = products
     num_heads = constants["NUM_HEADS"] + 2 * constants["NUM_KEY_HEADS"]
-    ready_head[(NUM_ROWS, num_heads)](
+    ready_head[(len(table.rows), num_heads)](
         table.rows, table.paths, wide, narrow, floats["taps"], floats.get("tap_bias"), floats["rates"],
         floats["step_bias"], *steps, *found, **constants,
     )  # fmt: skip
@@ -237,10 +237,10 @@ def gate_convolutions(
     wide: Tensor,
     floats: dict[str, Tensor],
     inputs: Tensor,
-    mixed: Tensor,  # [NUM_ROWS, num_channels]
+    mixed: Tensor,  # [num_rows, num_channels]
     constants: dict[str, Any],
 ) -> None:
     """Launch a layer that is a convolution alone, between its products."""
-    gate_convolution[(NUM_ROWS, triton.cdiv(mixed.shape[1], GATED_COLUMNS))](
+    gate_convolution[(len(table.rows), triton.cdiv(mixed.shape[1], GATED_COLUMNS))](
         table.rows, table.paths, wide, floats["taps"], floats.get("tap_bias"), inputs, mixed, **constants
     )

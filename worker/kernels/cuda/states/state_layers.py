@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, NUM_ROWS
+from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK
 from swiftbatch.worker.kernels.cuda.packed_linear import WeightKernel
 from swiftbatch.worker.kernels.cuda.rounding import rounded
 from swiftbatch.worker.kernels.cuda.states.ready import (
@@ -88,15 +88,15 @@ def finish_constants(sizes: MixerSizes) -> dict[str, Any]:
 def finish(
     table: StateTable[Tensor],
     wide: Tensor,  # of the products in front, with gates behind inputs
-    found: Tensor,  # [NUM_ROWS, num_heads, value_dim] float32
+    found: Tensor,  # [num_rows, num_heads, value_dim] float32
     own: Tensor,  # as found
     floats: dict[str, Tensor],
-    mixed: Tensor,  # [NUM_ROWS, num_heads * value_dim] of the model's dtype
+    mixed: Tensor,  # [num_rows, num_heads * value_dim] of the model's dtype
     sizes: MixerSizes,
 ) -> None:
     """Write what the last product reads."""
     constants = finish_constants(sizes)
-    finish_group[(NUM_ROWS, sizes.width // constants["GROUP"])](
+    finish_group[(len(table.rows), sizes.width // constants["GROUP"])](
         table.rows, wide, found, own, floats.get("skip"), floats.get("norm"), mixed, sizes.epsilon, **constants
     )
 
@@ -104,15 +104,17 @@ def finish(
 class CudaMixers:
     """All mixers of a decoder, which share their buffers: one runs at a time."""
 
-    def __init__(self, sizes: MixerSizes, states: StateBuffers, dtype: torch.dtype, linear: WeightKernel) -> None:
+    def __init__(
+        self, sizes: MixerSizes, states: StateBuffers, dtype: torch.dtype, linear: WeightKernel, num_rows: int
+    ) -> None:
         """All mixers have these sizes. What rows find in `states` follows from the tables that `layout` fills."""
-        self.layout = StateLayout(states.num_slots, states.layout.ring, sizes.conv_width - 1)
+        self.layout = StateLayout(states.num_slots, states.layout.ring, sizes.conv_width - 1, num_rows)
         self._sizes, self._states, self._linear = sizes, states, linear
         device = states.steps.device
         columns, heads = sizes.columns(), sizes.num_heads
 
         def rows(*shape: int, kind: torch.dtype = torch.float32) -> Tensor:
-            return torch.zeros(NUM_ROWS, *shape, dtype=kind, device=device)
+            return torch.zeros(num_rows, *shape, dtype=kind, device=device)
 
         self._wide = rows(sum(columns[role] for role in wide_roles(sizes)), kind=dtype)
         self._narrow = rows((1 + (sizes.form == MixerForm.DELTA_NET)) * heads, kind=dtype)
@@ -123,7 +125,7 @@ class CudaMixers:
         self._scores = rows(heads, BLOCK), rows(heads, BLOCK)
 
     def run(self, table: StateTable[Tensor], number: int, mixer: StackedMixer, rows: Tensor, out: Tensor) -> None:
-        """Run one layer's mixer, the `number`-th of them, from `rows [NUM_ROWS, hidden]` to `out` of that shape."""
+        """Run one layer's mixer, the `number`-th of them, from `rows [num_rows, hidden]` to `out` of that shape."""
         self._linear(rows, mixer.wide.weight, mixer.wide.bias, self._wide)
         if mixer.narrow is None:
             constants = gate_constants(self._sizes, self._states.layout, "tap_bias" in mixer.floats)

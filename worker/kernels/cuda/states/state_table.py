@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, NUM_ROWS, Ints
+from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, Ints
 
 if TYPE_CHECKING:
     from swiftbatch.worker.kernels.row_tables import Rows
@@ -21,8 +21,8 @@ class StateTable(Generic[Ints]):
     """Parts of one buffer; entries are those of the sequence, wherever its keys lie."""
 
     sequences: Ints  # [num_slots, 4]: slot, first row, number of rows (0: none), boundary of the newest state
-    rows: Ints  # [NUM_ROWS, 5]: slot, boundary, length of the path (0: padding), entry and number of the first row
-    paths: Ints  # [NUM_ROWS, BLOCK]: entries from the boundary on, in position order, the row's own last
+    rows: Ints  # [num_rows, 5]: slot, boundary, length of the path (0: padding), entry and number of the first row
+    paths: Ints  # [num_rows, BLOCK]: entries from the boundary on, in position order, the row's own last
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class StateLayout:
     num_slots: int
     ring: int  # positions whose steps a slot has room for
     num_before: int  # inputs in front of a boundary that rows behind it read
+    num_rows: int
 
     @property
     def size(self) -> int:
@@ -80,7 +81,7 @@ class StateLayout:
                 row = own.stop
 
     def _shapes(self) -> tuple[tuple[int, ...], ...]:
-        return (self.num_slots, 4), (NUM_ROWS, 5), (NUM_ROWS, BLOCK)
+        return (self.num_slots, 4), (self.num_rows, 5), (self.num_rows, BLOCK)
 
     def _check(self, group: StateRows) -> None:
         rows, end = group.rows, group.rows.first_entry + len(group.rows)

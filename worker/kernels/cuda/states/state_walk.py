@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, NUM_ROWS
+from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK
 from swiftbatch.worker.kernels.cuda.rounding import dot
 from swiftbatch.worker.kernels.cuda.states.state_table import StateTable
 from swiftbatch.worker.kernels.cuda.states.step_layout import NUM_STATES, StepLayout
@@ -215,9 +215,9 @@ def weigh_paths(
     table: StateTable[Tensor], steps: Tensor, queries: Tensor, weights: tuple[Tensor, ...], sizes: MixerSizes,
     layout: StepLayout,
 ) -> None:  # fmt: skip
-    """Write the weights of each row's path: of queries, of keys `[NUM_ROWS, num_heads, BLOCK]`, and of the state."""
+    """Write the weights of each row's path: of queries, of keys `[num_rows, num_heads, BLOCK]`, and of the state."""
     num_tiles = triton.cdiv(sizes.num_heads // sizes.num_key_heads, HEADS_PER_PROGRAM)
-    weigh_path[(NUM_ROWS, sizes.num_key_heads, num_tiles)](
+    weigh_path[(len(table.rows), sizes.num_key_heads, num_tiles)](
         table.rows, table.paths, steps, queries, *weights, **weight_constants(sizes, layout)
     )
 
@@ -228,7 +228,7 @@ def walk(
     steps: Tensor,  # [num_slots, ring, words]
     rows: tuple[Tensor, Tensor, Tensor],  # queries, values and shares
     weights: tuple[Tensor, ...],
-    found: Tensor,  # [NUM_ROWS, num_heads, value_dim] float32
+    found: Tensor,  # [num_rows, num_heads, value_dim] float32
     sizes: MixerSizes,
     layout: StepLayout,
 ) -> None:

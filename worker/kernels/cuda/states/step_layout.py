@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from swiftbatch.worker.kernels.sizes import BLOCK, LANES, NUM_ROWS
+from swiftbatch.worker.kernels.sizes import BLOCK, LANES
 
 NUM_STATES = 2  # of a slot in a layer: at the newest boundary, and at the one before, so that a block can be taken back
 
@@ -44,12 +44,9 @@ class StepLayout:
 
     @classmethod
     def of(cls, sizes: HeadSizes, item_size: int, num_rows: int) -> StepLayout:
-        """With room for two blocks behind a boundary, rows behind these, and inputs in front of all.
-
-        `num_rows` are those of the largest tree; a forward may have more.
-        """
+        """With room for two blocks behind a boundary, `num_rows` rows behind these, and inputs in front of all."""
         num_keys, num_updates = sizes.num_key_heads * sizes.key_dim, sizes.num_heads * sizes.value_dim
-        ring = 2 * BLOCK + max(num_rows, NUM_ROWS) + sizes.conv_width - 1
+        ring = 2 * BLOCK + num_rows + sizes.conv_width - 1
         return cls(num_keys, num_updates, sizes.num_heads, sizes.num_channels, item_size, ring)
 
     @property
