@@ -21,8 +21,7 @@ from swiftbatch.worker.model.expert_config import ExpertConfig, read_experts
 from swiftbatch.worker.model.latent_forms import LatentConfig, read_latent
 from swiftbatch.worker.model.layer_angles import num_turned_of, other_layers, other_rotary, own_rotary
 from swiftbatch.worker.model.layer_windows import Windows
-from swiftbatch.worker.model.mixer_forms import MixerConfig, MixerNames, read_mixers
-from swiftbatch.worker.model.recurrent_sizes import EXPERTS_ALONE, RECURRENT, layer_types
+from swiftbatch.worker.model.mixer_forms import MixerConfig, read_mixers
 from swiftbatch.worker.model.text_view import EMBEDDING, HEAD, HEAD_BIAS
 from swiftbatch.worker.model.unsupported_keys import what_is_not_understood
 
@@ -136,17 +135,9 @@ def refuse_layers_on(device_type: str, config: Mapping[str, Any]) -> None:
     form = KINDS.get(str(config.get("model_type")))
     if form is not None and form.latent is not None and device_type != "cpu":
         raise OtherDecoderError("its keys and values are made of latent vectors, which our kernels run on CPUs alone")
-    if form is not None and form.mixer is not None and device_type != "cpu":
-        _refuse_states_on_a_gpu(form, form.mixer, config)
-
-
-def _refuse_states_on_a_gpu(form: Form, mixer: MixerNames, config: Mapping[str, Any]) -> None:
-    """Raise OtherDecoderError for layers beside whose states are what our kernels for GPUs do not have."""
-    types = set(layer_types(config) or ())
-    if types & RECURRENT and mixer.part_scales is not None:
+    has_parts = form is not None and form.mixer is not None and form.mixer.part_scales is not None
+    if has_parts and device_type != "cpu":
         raise OtherDecoderError("its layers have states beside attention, which our kernels run on CPUs alone")
-    if not form.has_gates and types & EXPERTS_ALONE:
-        raise OtherDecoderError("its experts have no gates, which our kernels run on CPUs alone")
 
 
 def has_experts(form: Form, config: Mapping[str, Any]) -> bool:

@@ -264,8 +264,7 @@ keys, and `--kv-dtype` is refused.
 Gated delta nets (Qwen3-Next, Qwen3.5), Mamba-2 (Bamba, Falcon-H1, Granite 4 h, Nemotron-H) and short convolutions
 (LFM2) have one state per job in place of keys and values per position. Their rows are exact under drafts and in
 batches, too. Our kernels run all of these models on a CPU, and [on a GPU](gpu.md#layers-with-states) all but Falcon-H1,
-whose layers attend beside their states, and Nemotron 3, whose experts have no gates. Engines with trained parts are
-refused for models with states.
+whose layers attend beside their states. Engines with trained parts are refused for models with states.
 
 A job keeps its state in float32 at the end of its text and at a boundary of 64 positions one or two blocks back, with
 what each position since then has done to it. `swiftbatch inspect` says what that takes at most, with the largest draft

@@ -69,6 +69,7 @@ def _products_of(experts: ExpertConfig) -> Iterator[tuple[re.Pattern[str], str]]
     found = {} if names.fused is None else {each: each for each in (names.fused.gate_up, names.fused.down)}
     found |= {name: f"experts.{STACKED.get(role, role)}" for role, name in (names.each or {}).items()}
     found |= {f"{name}.weight": f"shared.{STACKED.get(role, role)}" for role, name in (names.shared or {}).items()}
+    found |= {f"{name}.weight": name for name in names.latent or ()}
     return ((_in_a_layer(name), product) for name, product in found.items())
 
 

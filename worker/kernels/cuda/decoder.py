@@ -241,7 +241,8 @@ class CudaDecoder:
         experts = [layer.experts for layer in layers if layer.experts is not None]
         self._experts = None
         if experts:
-            self._experts = CudaExperts(experts, sizes.hidden, sizes.dtype, sizes.activation, device, num_rows)
+            parts = (experts, sizes.hidden, sizes.dtype, sizes.activation, device)
+            self._experts = CudaExperts(*parts, self._linear, num_rows)
         self.hidden = rows(sizes.hidden)
         self.logits = torch.zeros(num_rows, sizes.vocab, device=device)
 

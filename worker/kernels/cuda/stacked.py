@@ -64,9 +64,10 @@ class StackedLayer:
 
     @property
     def products(self) -> list[AnyLinear]:
-        """All but those of experts."""
+        """All but those of each expert."""
         mixing = () if self.mixer is None else self.mixer.products
-        return [*(self.attention or ()), *mixing, *(self.own_products or ())]
+        latent = () if self.experts is None else self.experts.latent or ()
+        return [*(self.attention or ()), *mixing, *latent, *(self.own_products or ())]
 
     @property
     def own_products(self) -> tuple[AnyLinear, AnyLinear] | None:

@@ -310,6 +310,7 @@ def expert_kernels(dtype: str) -> dict[str, Made]:
             router.sort_constants(Routing(512, 10, Score.SOFTMAX)),
         ),
         "experts' gates and ups": expert_product(QWEN3, plain, is_gated=True),
+        "experts' ups alone": expert_product(QWEN3, plain, is_gated=True, has_gates=False),
         "experts' downs": expert_product(QWEN3, plain, is_gated=False),
         "sum of choices": (expert_products.sum_choices, summed(False)),
         "sum of choices with a share": (expert_products.sum_choices, summed(True)),
@@ -335,9 +336,13 @@ def chosen_by(
     return router.choose_row, constants | ({} if has_choice_bias else {"choice_bias_ptr": None})
 
 
-def expert_product(routing: Routing, weight: Weight, *, is_gated: bool, limit: float = 0.0) -> Made:
+def expert_product(
+    routing: Routing, weight: Weight, *, is_gated: bool, limit: float = 0.0, has_gates: bool = True
+) -> Made:
     linear_of_all = linear_from(weight, torch.zeros(1) if limit else None)
-    gates = StackedExperts(routing, torch.zeros(1, 1), linear_of_all, linear_of_all, None, None, limit, 1.702)
+    gates = StackedExperts(
+        routing, torch.zeros(1, 1), linear_of_all, linear_of_all, None, None, limit, 1.702, has_gates
+    )
     constants = expert_products.tile_constants(routing, linear_of_all, gates if is_gated else None, Activation.SILU)
     unused = ["bias_ptr"] * (not limit)
     if isinstance(weight, PackedMatrix):

@@ -48,6 +48,7 @@ IN_OTHER_FORMS = (  # whose own form is compiled every day
     *("packed uint4", "packed uint8", "packed int8", "packed e2m1", "packed e4m3"),
     *("prefix in int8", "tail in int8", "attend to the best in e4m3", "rope in e4m3"),
     *("choice of Qwen3", "choice of Phi-3.5", "sort of choices", "experts' downs", "sum of choices"),
+    "experts' ups alone",
     *("FP8 experts", "NVFP4 experts"),
     *(f"states: {name} of Nemotron-H 8B" for name in ("heads", "weights", "walk", "norm", "moves")),
     *(name for name in wide_kernels("bf16") if not name.startswith(("linear", "sort of choices"))),

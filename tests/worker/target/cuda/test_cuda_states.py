@@ -31,7 +31,10 @@ from tests.worker.target.cuda.cuda_parts import cuda_target
 pytestmark = pytest.mark.long
 
 SLOW = pytest.mark.slow
-ON_A_GPU = ("Nemotron-H", "Granite 4 h", "Granite 4 h micro", "Bamba", "LFM2", "Qwen3.5", "Qwen3-Next")
+ON_A_GPU = (
+    *("Nemotron-H", "Nemotron 3 Nano", "Nemotron 3 Super"),
+    *("Granite 4 h", "Granite 4 h micro", "Bamba", "LFM2", "Qwen3.5", "Qwen3-Next"),
+)
 FORMS = ["LFM2", *(pytest.param(name, marks=SLOW) for name in ("Bamba", "Qwen3.5"))]
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
