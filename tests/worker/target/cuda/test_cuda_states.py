@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,14 +19,28 @@ from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.exactness.probe import random_tree
 from swiftbatch.worker.exactness.transformers_agreement import compare
 from swiftbatch.worker.kernels.sizes import BLOCK
-from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.model.files import ModelFiles, locate_model
+from swiftbatch.worker.session import session as worker_session
 from swiftbatch.worker.target.cuda.cuda_forwards import CudaForwards
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.tiles import max_tree_depth, tree_rows
+from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.kernels.cuda.launches import launched
 from tests.worker.kernels.kernel_parts import path_to
 from tests.worker.model.test_hybrid_configs import PUBLISHED, TEXT, publish
 from tests.worker.model.test_kinds_engines import decode
+from tests.worker.session.recurrent_parts import save_recurrent_model
+from tests.worker.session.session_parts import (
+    claimed,
+    digest,
+    have_caches_loaded,
+    make_run,
+    record,
+    session,
+    to_the_end,
+    undisturbed_digest,
+    until,
+)
 from tests.worker.target.cuda.cuda_parts import cuda_target
 
 pytestmark = pytest.mark.long
@@ -206,3 +221,29 @@ def test_a_layer_with_a_state_is_twelve_launches_and_a_convolution_eight(
         assert isinstance(forwards, CudaForwards)
         names = launched(monkeypatch, forwards._decoder.forward)
         assert names == ["embed_row", *layers, "add_norm_row", "aten.mm.out"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["lfm2", "bamba", "qwen3_5_text"])
+@pytest.mark.parametrize("engine", ["auto", "suffix"])
+def test_a_job_resumes_from_its_states_with_the_tokens_of_plain_decoding(
+    kind: str, engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(files: ModelFiles, *_: Any) -> TargetModel:
+        return cuda_target(files, torch.float32, 2, 260, "cublas")
+
+    monkeypatch.setattr(worker_session, "step_costs_of", lambda target: free_rows)
+    monkeypatch.setattr(TargetModel, "load", load)
+    have_caches_loaded(monkeypatch)
+    model, run, job = (
+        save_recurrent_model(tmp_path / "model", kind),
+        make_run(tmp_path / "run"),
+        record("fox and " * 20, 40),
+    )
+    first = session(run, model, engine=engine, checkpoint="state")
+    until(first, job, 25, claimed(run, job))
+    first.drain(30.0)
+    second = session(run, model, engine=engine, checkpoint="state")
+    assert to_the_end(second, claimed(run, job)).finished
+    assert second.engine.counters.num_resumes == {"kv": 1}
+    assert digest(run, job) == undisturbed_digest(tmp_path / "plain", model, job)
