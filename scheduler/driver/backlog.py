@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
 from swiftbatch.jobs.checkpoints.packed_logs import CHECKPOINTS, FOLDER, WORKERS, PackedLogs
+from swiftbatch.jobs.run.checked_reading import NUM_READERS
 from swiftbatch.jobs.run.job_index import JobEntry, JobIndex
 from swiftbatch.jobs.run.output_line import error_line
 from swiftbatch.jobs.run.priorities import priorities_of
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.jobs.run.run_files import NUM_READERS
 from swiftbatch.jobs.shared_prompts import SharedPrompt, shared_prompts
 from swiftbatch.scheduler.driver.attempts import Attempts
 from swiftbatch.scheduler.driver.job_queue import JobQueue

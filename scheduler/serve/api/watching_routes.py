@@ -11,8 +11,8 @@ from contextlib import suppress
 from fastapi import APIRouter
 from fastapi.responses import HTMLResponse, StreamingResponse
 
+from swiftbatch.jobs.run.checked_reading import RunError
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.jobs.run.run_files import RunError
 from swiftbatch.jobs.run.run_records import Progress
 from swiftbatch.metrics.report.facts import gather
 from swiftbatch.metrics.report.page import render

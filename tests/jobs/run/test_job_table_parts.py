@@ -11,8 +11,8 @@ from pyarrow import parquet
 
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.run import job_table, job_table_parts
+from swiftbatch.jobs.run.checked_reading import RunError
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.jobs.run.run_files import RunError
 from tests.jobs.run.run_parts import MANIFEST, make_record
 
 NAMES = [f"job-{number}" for number in range(7)]

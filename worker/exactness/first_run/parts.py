@@ -12,6 +12,7 @@ import torch
 from swiftbatch.worker.caches.arena import ArenaKVCache, KVArena
 from swiftbatch.worker.caches.copies import CudaLane, Staging, computing_stream
 from swiftbatch.worker.caches.full import CacheShape, states_of
+from swiftbatch.worker.caches.memory.memory_plan import splits_of
 from swiftbatch.worker.caches.memory.model_sizes import read_sizes
 from swiftbatch.worker.exactness.probe import MOST_NODES
 from swiftbatch.worker.kernels.choice import DEFAULT_KERNELS, CudaKernels
@@ -22,7 +23,7 @@ from swiftbatch.worker.model.dense import dense_weights
 from swiftbatch.worker.model.files import ModelFiles
 from swiftbatch.worker.target.cuda.clock import captured_seconds, clock_of
 from swiftbatch.worker.target.cuda.cuda_forwards import CudaForwards
-from swiftbatch.worker.target.cuda.cuda_loading import hold_products_steady, splits_of, whole_arena
+from swiftbatch.worker.target.cuda.cuda_loading import hold_products_steady, whole_arena
 from swiftbatch.worker.target.loading import DTYPES
 from swiftbatch.worker.target.target import TargetModel
 
@@ -80,7 +81,7 @@ class Parts:
         if device.type == "cuda" and sizes is not None:
             hold_products_steady()
             num_multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-            num_splits = splits_of(num_multiprocessors, sizes.num_kv_heads, kernels.num_rows)
+            num_splits = splits_of(num_multiprocessors, sizes, kernels.num_rows)
 
         def load() -> StackedWeights | None:
             weights = dense_weights(files, DTYPES[dtype], device)
@@ -119,7 +120,8 @@ class Parts:
         sizes, layers = self.sizes, self.weights.layers
         num_attending = sum(layer.attention is not None for layer in layers) if num_layers is None else num_layers
         states = states_of(layer.mixer for layer in layers) if num_layers is None else None
-        return CacheShape(num_attending, sizes.num_kv_heads, sizes.head_dim, sizes.dtype, self.device, states)
+        heads, num_parts = (sizes.num_kv_heads, sizes.head_dim), 2 if sizes.latent is None else 1
+        return CacheShape(num_attending, *heads, sizes.dtype, self.device, states, num_parts=num_parts)
 
     def arena(self, num_slots: int, max_length: int, num_layers: int | None = None) -> KVArena:
         """Memory of caches as the attention wants it, with room for so many of this length."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from swiftbatch.worker.kernels.cuda.packed_linear import is_multiplied_packed
 from swiftbatch.worker.kernels.cuda.stacked_experts import StackedExperts, stacked_experts
+from swiftbatch.worker.kernels.cuda.stacked_latents import StackedLatent, stacked_latent
 from swiftbatch.worker.kernels.cuda.states.stacked_mixers import StackedMixer, stacked_mixer
 from swiftbatch.worker.kernels.decoder_weights import (
     AnyLinear,
@@ -30,8 +31,9 @@ from swiftbatch.worker.kernels.packed import PackedMatrix, Weight, plain, stacke
 class StackedLayer:
     """One layer; `query_key_value` and `gate_up` are stacked in this order, gates of heads behind values.
 
-    In one with experts, products behind its attention are the part that all rows meet, if there is one. One with a
-    mixer has that in place of its attention.
+    In one with experts, products behind its attention are the part that all rows meet, if there is one. In one with
+    latent attention, `query_key_value` makes the queries or the vector that they are of, and the vector that is kept.
+    One with a mixer has that in place of its attention.
     """
 
     query_key_value: AnyLinear | None
@@ -50,6 +52,7 @@ class StackedLayer:
     curve: Tensor | None = None
     sinks: Tensor | None = None
     experts: StackedExperts | None = None
+    latent: StackedLatent | None = None
     mixer: StackedMixer | None = None
 
     @property
@@ -64,10 +67,11 @@ class StackedLayer:
 
     @property
     def products(self) -> list[AnyLinear]:
-        """All but those of each expert."""
-        mixing = () if self.mixer is None else self.mixer.products
-        latent = () if self.experts is None else self.experts.latent or ()
-        return [*(self.attention or ()), *mixing, *latent, *(self.own_products or ())]
+        """All but those of each expert, and those of each head in latent attention."""
+        within = [] if self.latent is None or self.latent.query is None else [self.latent.query]
+        within += [] if self.mixer is None else self.mixer.products
+        around_experts = () if self.experts is None else self.experts.latent or ()
+        return [*(self.attention or ()), *within, *around_experts, *(self.own_products or ())]
 
     @property
     def own_products(self) -> tuple[AnyLinear, AnyLinear] | None:
@@ -134,10 +138,15 @@ def stacked_weights(
 
 
 def _attention(layer: LayerWeights, device: torch.device) -> dict[str, AnyLinear | None]:
-    """The products in front of attention, and behind it. Raises ValueError for forms that our kernels do not have."""
-    if layer.key_up is not None or (layer.attends and layer.mixer is not None):
-        raise ValueError("found latent attention, or attention beside a state, expected another form")
-    parts = [each for each in (layer.query, layer.key, layer.value, layer.head_gate) if each is not None]
+    """The products of rows in front of attention, and behind it; none of a layer without.
+
+    In latent attention queries may be made of a vector of their own: its product is the one of rows. Raises ValueError
+    for attention beside a state.
+    """
+    if layer.attends and layer.mixer is not None:
+        raise ValueError("found attention beside a state, expected one of the two")
+    query = layer.query if layer.query_down is None else layer.query_down
+    parts = [each for each in (query, layer.key, layer.value, layer.head_gate) if each is not None]
     return {
         "query_key_value": _stacked(parts, device) if parts else None,
         "output": None if layer.output is None else _stacked([layer.output], device),
@@ -146,7 +155,10 @@ def _attention(layer: LayerWeights, device: torch.device) -> dict[str, AnyLinear
 
 def stacked_layer(layer: LayerWeights, device: torch.device, joins_heads: bool = False) -> StackedLayer:
     """Copies of what is stacked. Raises ValueError where only some parts of a product have a bias."""
-    norms = [_moved(norm, device) for norm in (layer.query_norm, layer.key_norm) if norm is not None]
+    of_vectors = None if layer.query_down is None or layer.query is None else _stacked([layer.query], device)
+    latent = stacked_latent(layer, of_vectors, device)
+    head_norms = () if latent is not None else (layer.query_norm, layer.key_norm)
+    norms = [_moved(norm, device) for norm in head_norms if norm is not None]
     whole = (layer.input_norm, layer.output_norm, layer.mlp_norm, layer.down_norm)
     input_norm, output_norm, mlp_norm, down_norm = (None if norm is None else _moved(norm, device) for norm in whole)
     gate_up = [each for each in (layer.gate, layer.up) if each is not None]
@@ -167,6 +179,7 @@ def stacked_layer(layer: LayerWeights, device: torch.device, joins_heads: bool =
         sinks=None if layer.sinks is None else _moved(layer.sinks, device),
         experts=None if layer.experts is None else stacked_experts(layer.experts, device),
         mixer=None if layer.mixer is None else stacked_mixer(layer.mixer, device, _stacked),
+        latent=latent,
     )
 
 
