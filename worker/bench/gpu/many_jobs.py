@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from swiftbatch.worker.caches.memory.memory_plan import GPUMemory, plan_memory
+from swiftbatch.worker.caches.memory.memory_plan import GPUMemory, plan_memory, splits_of
 from swiftbatch.worker.caches.memory.model_sizes import ModelSizes
 from swiftbatch.worker.caches.memory.page_plan import plan_pages
 from swiftbatch.worker.caches.memory.pages import GPU_PAGE, Growth, most_pages, pages_of
 from swiftbatch.worker.caches.memory.row_choice import RunLoad, most_rows, rows_that_pay
 from swiftbatch.worker.drafters.budget import NODE_CHOICES, PRIOR_ACCEPTANCE
 from swiftbatch.worker.drafters.shared_budget import best_shares, rate_of
-from swiftbatch.worker.inspection.inspection import CONTEXT_BYTES, GPU_BYTES, NUM_SPLITS
+from swiftbatch.worker.inspection.inspection import CONTEXT_BYTES, GPU_BYTES, GPUS
 from swiftbatch.worker.kernels.sizes import BLOCK, NUM_ROWS, least_blocks
 from swiftbatch.worker.target.step_costs import ROW_COUNTS, StepCosts
 
@@ -64,7 +64,8 @@ class GPU:
     per_job: float  # seconds that each further job adds
 
     def memory(self, num_rows: int) -> GPUMemory:
-        return GPUMemory(GPU_BYTES - CONTEXT_BYTES, NUM_SPLITS[self.name]).with_rows(num_rows)
+        num_splits = splits_of(GPUS[self.name], SIZES)
+        return GPUMemory(GPU_BYTES - CONTEXT_BYTES, num_splits).with_rows(num_rows)
 
     def costs(self, num_rows: int) -> StepCosts:
         """The step costs of forwards of so many rows."""
