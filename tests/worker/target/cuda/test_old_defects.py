@@ -17,7 +17,7 @@ from swiftbatch.worker.drawing.cuda.draw_graphs import DrawGraphs
 from swiftbatch.worker.drawing.cuda.draw_rows import DrawLayout
 from swiftbatch.worker.drawing.filters.filter_list import keep_top_p
 from swiftbatch.worker.drawing.tree import DraftTree
-from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS
+from swiftbatch.worker.kernels.sizes import NUM_ROWS
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.target.cuda.cuda_forwards import CudaForwards
 from swiftbatch.worker.target.tiles import tree_rows
