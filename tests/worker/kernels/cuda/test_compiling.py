@@ -49,8 +49,9 @@ IN_OTHER_FORMS = (  # whose own form is compiled every day
     *("prefix in int8", "tail in int8", "attend to the best in e4m3", "rope in e4m3"),
     *("choice of Qwen3", "choice of Phi-3.5", "sort of choices", "experts' downs", "sum of choices"),
     *("FP8 experts", "NVFP4 experts", "int4 experts", "choice of gpt-oss", "choice of Qwen2, with a share"),
-    *("prefix with a window", "attend to the best in pages", "tail in e4m3", "rope with norms of its own for each head"),
-    *("packed iq4_nl", "packed uint4 with offsets", "packed e4m3 of another depth", "norm, add and norm"),
+    *("prefix with a window", "attend to the best in pages", "tail in e4m3", "norm, add and norm"),
+    *("rope with norms of its own for each head", "packed iq4_nl", "packed uint4 with offsets"),
+    "packed e4m3 of another depth",
     *("latent prefix of many heads", "latent prefix with biases"),
     *(name for name in wide_kernels("bf16") if not name.startswith(("linear", "sort of choices"))),
 )
