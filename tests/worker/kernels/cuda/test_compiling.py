@@ -23,6 +23,7 @@ from tests.worker.kernels.cuda.compiling import (
     latent_kernels,
     packed_kernels,
     scan_kernels,
+    state_kernels,
     wide_kernels,
 )
 
@@ -48,10 +49,16 @@ IN_OTHER_FORMS = (  # whose own form is compiled every day
     *("packed uint4", "packed uint8", "packed int8", "packed e2m1", "packed e4m3"),
     *("prefix in int8", "tail in int8", "attend to the best in e4m3", "rope in e4m3"),
     *("choice of Qwen3", "choice of Phi-3.5", "sort of choices", "experts' downs", "sum of choices"),
+    "experts' ups alone",
+    *(f"states: {name} of Nemotron-H 8B" for name in ("heads", "weights", "walk", "norm", "moves")),
     *("FP8 experts", "NVFP4 experts", "int4 experts", "choice of gpt-oss", "choice of Qwen2, with a share"),
-    *("prefix with a window", "attend to the best in pages", "tail in e4m3", "norm, add and norm"),
-    *("rope with norms of its own for each head", "packed iq4_nl", "packed uint4 with offsets"),
-    "packed e4m3 of another depth",
+    *(
+        "prefix with a window",
+        "attend to the best in pages",
+        "tail in e4m3",
+        "rope with norms of its own for each head",
+    ),
+    *("packed iq4_nl", "packed uint4 with offsets", "packed e4m3 of another depth", "norm, add and norm"),
     *("latent prefix of many heads", "latent prefix with biases"),
     *(name for name in wide_kernels("bf16") if not name.startswith(("linear", "sort of choices"))),
 )
@@ -164,6 +171,18 @@ def test_experts_spill_nothing_and_share_a_processor(
             assert report["layouts"] == [[1, 4]], report  # no weight is unpacked twice
             assert 4 * report["shared"] <= SHARED[report["capability"]], report
             assert 4 * 128 * report["registers"] <= 2**16, report
+
+
+@KINDS
+def test_states_spill_nothing_and_several_programs_share_a_processor(
+    compiled: Callable[..., list[Report]], dtype: str, capabilities: tuple[int, ...]
+) -> None:
+    reports = compiled(dtype, capabilities, *state_kernels(dtype))
+    assert len(reports) == len(capabilities) * len(asked_for(capabilities, state_kernels(dtype)))
+    for report in reports:
+        assert fits(report), report
+        if "walk of" in report["kernel"]:
+            assert 3 * 32 * report["warps"] * report["registers"] <= 2**16, report
 
 
 @KINDS
