@@ -11,7 +11,7 @@ from heapq import heapify, heappop, heapreplace
 
 from swiftbatch.jobs.run.job_index import JobEntry
 from swiftbatch.scheduler.display.job_events import JobStarted
-from swiftbatch.scheduler.driver.balance import Balance, Last, EndPlan
+from swiftbatch.scheduler.driver.balance import Balance, EndPlan, Last
 from swiftbatch.scheduler.driver.context import DriverContext
 from swiftbatch.scheduler.driver.slots import Slots
 from swiftbatch.scheduler.driver.worker_fleet import Worker
