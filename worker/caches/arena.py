@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from collections.abc import Callable, Sequence
@@ -20,8 +21,8 @@ from swiftbatch.worker.caches.room import GB, KVRoomError, TooLongError
 if TYPE_CHECKING:
     from swiftbatch.worker.kernels.cuda.cuda_row_table import PageTable
 
-Place = Callable[[NDArray[Any]], NDArray[Any]]
-"""The places of a slot's entries in a pool."""
+Place = Callable[[int], int]
+"""The place of a slot's entry in a pool."""
 
 
 class MoveRows(Protocol):
@@ -29,6 +30,9 @@ class MoveRows(Protocol):
 
     def __call__(self, slot: int, root: int, path: Sequence[int], place: Place | None = None) -> None:
         """Move the nodes `path` of a tree whose root is entry `root` of a slot; with `place`, of a pool."""
+
+    def together(self) -> contextlib.AbstractContextManager[None]:
+        """Within it moves wait; they are made at its end, all at once."""
 
 
 class KVArena:
