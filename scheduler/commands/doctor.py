@@ -64,6 +64,7 @@ def _on_a_gpu(config: Computation, show: Any) -> FirstRun | None:
     from swiftbatch.worker.target.loading import resolve_device
 
     if resolve_device(config.device).type != "cuda":
+        config.cuda_kernels.refuse_rows("the device is a CPU")
         return None
     refuse_kv_dtype(config.kv_dtype, config.cuda_kernels.attention)
     from swiftbatch.worker.exactness.first_run.first_run import first_run

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from swiftbatch.jobs.run.job_index import JobEntry
 from swiftbatch.scheduler.driver.job_queue import JobQueue
 from swiftbatch.scheduler.driver.worker_fleet import Fleet, Worker
 
-SLACK = 1.1  # a longest job that ends so much later than it could is worth moving others for
+SLACK = 1.1  # a longest job that ends so much later than it could is worth moving others for,
+MIN_RELIEF_SECONDS = 2.0  # if it ends so much sooner then: to be handed back and to go on elsewhere takes about as long
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Balance:
         if len(ready) < 2:
             return None
         worker = max(ready, key=lambda worker: self._seconds_of(self._lefts(worker)))
-        if not self._queue.held_by(worker.id):
+        if not self._queue.num_held_by(worker.id):
             return None
         others = sum(other.speed.tokens_per_second(now) for other in ready if other is not worker)
         return Last(worker, others) if others > 0 and self._fleet.pace.seconds_per_token(1) > 0 else None
@@ -64,23 +64,24 @@ class Balance:
 
         Those with the least left stay, as many as leave it in time; none is handed back for this twice.
         """
-        entries = sorted(self._queue.held_by(last.worker.id), key=self._num_left)
-        lefts = [self._num_left(entry) for entry in entries]
+        held = [(self._queue.num_expected(entry.job_id), entry) for entry in self._queue.held_by(last.worker.id)]
+        held.sort(key=lambda job: job[0])
+        lefts = [num_left for num_left, _ in held]
         alone = lefts[-1] * self._fleet.pace.seconds_per_token(1)
-        num_kept = len(entries) - 1
+        num_kept = len(held) - 1
         while num_kept and self._seconds_of([*lefts[:num_kept], lefts[-1]]) > SLACK * max(
             alone, (self._queue.num_expected_left - sum(lefts[:num_kept]) - lefts[-1]) / last.speed_of_others
         ):
             num_kept -= 1
-        surplus = [entry.job_id for entry in entries[num_kept:-1] if entry.job_id not in self._relieved]
+        if self._seconds_of(lefts) - self._seconds_of([*lefts[:num_kept], lefts[-1]]) < MIN_RELIEF_SECONDS:
+            return []
+        surplus = [entry.job_id for _, entry in held[num_kept:-1] if entry.job_id not in self._relieved]
         self._relieved.update(surplus)
         return surplus
 
     def _lefts(self, worker: Worker) -> list[int]:
-        return sorted(self._num_left(entry) for entry in self._queue.held_by(worker.id))
-
-    def _num_left(self, entry: JobEntry) -> int:
-        return self._queue.num_expected(entry.job_id)
+        """The tokens that its jobs are expected to draw yet, the fewest first."""
+        return [job.left for job in self._queue.growths(worker.id)]
 
     def _seconds_of(self, lefts: list[int]) -> float:
         """Seconds until jobs with so many tokens left, the fewest first, have ended on a worker that gets no more."""

@@ -138,7 +138,7 @@ class Dispatcher:
         queue, entries = self._queue, list[JobEntry]()
         if not queue.num_waiting or self._is_spared(worker):
             return entries
-        held = sorted(queue.growths(worker.id), key=lambda job: job.left)
+        held = queue.growths(worker.id)
         seconds = RESERVE_SLICES * self._slice_seconds()
         num_wanted = self._slots.num_to_reserve(held, queue.mean_length(worker.id), seconds)
         num_held, num_left = len(held), queue.num_left(worker.id)
@@ -186,7 +186,7 @@ class Dispatcher:
         """An attempt at a job: whoever had it before can't touch the new attempt's files."""
         queue, job_id = self._queue, entry.job_id
         return Assignment(
-            self._bodies.record(entry),
+            self._bodies.sent(entry),
             number,
             num_attempts,
             num_reported_tokens=queue.num_reported_tokens(job_id),

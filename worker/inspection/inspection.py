@@ -9,12 +9,12 @@ from typing import Any
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.frozen import Frozen
-from swiftbatch.worker.caches.memory.memory_plan import GPUMemory, one_slot
+from swiftbatch.worker.caches.memory.memory_plan import GPUMemory
 from swiftbatch.worker.caches.memory.model_sizes import ModelSizes, sizes_of_stored
+from swiftbatch.worker.caches.memory.row_choice import most_together
 from swiftbatch.worker.caches.room import ITEM_SIZES, bytes_per_position, held_of, state_bytes_of
 from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.inspection.sources import Source, source_of
-from swiftbatch.worker.kernels.sizes import MOST_SLOTS
 from swiftbatch.worker.model.compute_path import path_on
 from swiftbatch.worker.model.config_faults import config_fault, keys_fault
 from swiftbatch.worker.model.config_values import shown
@@ -155,8 +155,7 @@ def _slots(sizes: ModelSizes, most_positions: int) -> dict[str, dict[int, int]]:
     for name, num_splits in NUM_SPLITS.items():
         gpu = GPUMemory(GPU_BYTES - CONTEXT_BYTES, num_splits)
         lengths = [length for length in SLOT_LENGTHS if length <= most_positions]
-        fitting = {length: one_slot(sizes, gpu, length).num_fitting for length in lengths}
-        found[name] = {length: min(MOST_SLOTS, number) for length, number in fitting.items()}
+        found[name] = {length: most_together(sizes, gpu, length) for length in lengths}
     return found
 
 

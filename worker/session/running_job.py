@@ -48,7 +48,7 @@ class RunningJob:
 
     @property
     def job_id(self) -> str:
-        return self.assignment.record.job_id
+        return self.assignment.job_id
 
     @property
     def progress(self) -> JobProgress:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from swiftbatch.scheduler.driver.balance import Balance
+from swiftbatch.jobs.run.job_index import JobEntry
+from swiftbatch.scheduler.driver.balance import Balance, Last
+from swiftbatch.scheduler.driver.job_queue import JobQueue
 from swiftbatch.scheduler.driver.speed import StepPace
+from swiftbatch.scheduler.driver.worker_fleet import Worker
 from swiftbatch.worker.kernels.sizes import MOST_SLOTS
 from tests.scheduler.driver.simulated_fleet import SimulatedRun, StepModel
 
@@ -64,6 +68,19 @@ def test_one_giant_job_among_many_ends_a_run_within_a_tenth_of_the_least_time(
     assert run_of(tmp_path / "run", lengths, num_workers).to_the_end() < 1.1 * least
     monkeypatch.setattr(Balance, "of_last", lambda self, now: None)
     assert run_of(tmp_path / "without", lengths, num_workers).to_the_end() > 1.1 * least
+
+
+@pytest.mark.parametrize(("seconds", "moved"), [(0.01, []), (0.1, ["short"])])
+def test_the_longest_job_is_relieved_of_a_short_one_only_where_it_ends_seconds_sooner(
+    seconds: float, moved: list[str]
+) -> None:
+    """Beside each other, each takes twice the seconds for a token."""
+    queue, worker = JobQueue(5), Worker("w1", None, None)
+    for number, (name, num_tokens) in enumerate([("long", 300), ("short", 40)]):
+        queue.add(JobEntry(name, name, number, 1, num_tokens))
+        queue.take("w1", 0.0)
+    fleet: Any = SimpleNamespace(pace=SimpleNamespace(seconds_per_token=lambda num_jobs: num_jobs * seconds))
+    assert Balance(queue, fleet, 2).too_many(Last(worker, 1 / seconds)) == moved
 
 
 def test_workers_that_start_together_get_long_and_short_jobs_alike(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def running(num_tokens: int, num_expected: int) -> Any:
 
 def next_of(reserve: Reserve, jobs: list[Any], room: CacheRoom = NO_ROOM_MATTERS) -> str | None:
     found = reserve.next(jobs, room)
-    return found.record.job_id if found else None
+    return found.job_id if found else None
 
 
 def test_jobs_begin_in_order_and_never_more_than_there_are_slots() -> None:

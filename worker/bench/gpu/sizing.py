@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
-from swiftbatch.worker.caches.memory.memory_plan import DraftMemory, GPUMemory, MemoryPlan, one_slot
+from swiftbatch.worker.caches.memory.memory_plan import NO_DRAFTS, DraftMemory, GPUMemory, one_slot
 from swiftbatch.worker.caches.memory.model_sizes import ExpertSizes, ModelSizes
 from swiftbatch.worker.caches.memory.packed_sizes import PackedPart
+from swiftbatch.worker.caches.memory.row_choice import most_together
 from swiftbatch.worker.caches.room import GB
 from swiftbatch.worker.caches.summary import summary_positions
 from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.inspection.inspection import CONTEXT_BYTES, GPU_BYTES, SLOT_LENGTHS
-from swiftbatch.worker.kernels.sizes import MOST_SLOTS
 
 DENSE = {  # models whose weights are published in 8 or 4 bits; sizes follow from their configs
     "Llama 3.1 8B": ModelSizes(8_030_261_248, 131_072, 32, 8, 128, 4096, 14336, 128_256, 2),
@@ -60,9 +60,13 @@ def _rows() -> Iterator[list[str]]:
         gpu = gpu_memory(num_multiprocessors, GPU_BYTES - CONTEXT_BYTES)
         draft_bytes = summary_positions(ENGINES["tokenswift"].partial_budget, length) * sizes.bytes_per_position
         plain = one_slot(sizes, gpu, length)
-        drafting = one_slot(sizes, gpu, length, DraftMemory(slot_bytes=draft_bytes))
         figures = [plain.weight_bytes, plain.slot_bytes, plain.work_bytes]
-        slots = [_slots(plain), f"{(plain.slot_bytes + draft_bytes) / GB:.1f}", _slots(drafting)]
+        drafts = DraftMemory(slot_bytes=draft_bytes)
+        slots = [
+            _slots(sizes, gpu, length),
+            f"{(plain.slot_bytes + draft_bytes) / GB:.1f}",
+            _slots(sizes, gpu, length, drafts),
+        ]
         yield [model, name, f"{length:,}", *(f"{each / GB:.1f}" for each in figures), *slots]
 
 
@@ -81,12 +85,12 @@ def _packed_rows() -> Iterator[list[str]]:
     for (model, form, sizes), (name, number) in product(packed_models(), GPUS.items()):
         gpu = gpu_memory(number, GPU_BYTES - CONTEXT_BYTES)
         kept = (sizes, replace(sizes, kv_dtype="fp8"))
-        slots = [_slots(one_slot(each, gpu, length)) for each in kept for length in SLOT_LENGTHS]
+        slots = [_slots(each, gpu, length) for each in kept for length in SLOT_LENGTHS]
         yield [model, form, f"{sizes.weight_bytes / GB:.1f}", name, *slots]
 
 
-def _slots(plan: MemoryPlan) -> str:
-    return str(min(MOST_SLOTS, plan.num_fitting)) if plan.num_fitting else "none"
+def _slots(sizes: ModelSizes, gpu: GPUMemory, length: int, drafts: DraftMemory = NO_DRAFTS) -> str:
+    return str(most_together(sizes, gpu, length, drafts) or "none")
 
 
 def packed_models() -> Iterator[tuple[str, str, ModelSizes]]:

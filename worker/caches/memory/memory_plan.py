@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from swiftbatch.jobs.run.option_values import AttentionName
 from swiftbatch.worker.caches.memory.pages import GPU_PAGE
 from swiftbatch.worker.caches.room import GB, MAX_TREE_NODES, KVRoomError
-from swiftbatch.worker.kernels.sizes import MOST_SLOTS, NUM_ROWS
+from swiftbatch.worker.kernels.sizes import MOST_SLOTS, NUM_ROWS, most_slots
 
 if TYPE_CHECKING:
     from swiftbatch.worker.caches.memory.model_sizes import ModelSizes
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 CAPACITY_BLOCK = 64  # a slot is whole blocks of the attention kernels
 LOGIT_BYTES = 60  # decoded (4), drawn from (4), scores (8), tempered, sorted (8), order (8), what sorting takes (28)
 DECODED_BYTES = 4  # bytes of a logit that is not drawn from in place
+DRAW_SLOT_BYTES = 12  # of a token for each job: counted twice, and its bias
 GRAPH_RESERVE = 400_000_000  # graphs, cuBLAS workspaces, what draws keep of slots, rounding: not measured yet
 
 
@@ -39,10 +40,16 @@ class GPUMemory:
     free_bytes: int  # free once the GPU's context is there
     num_splits: int  # into which the attention kernels cut a prefix: a constant of the device
     attention: AttentionName = "triton"
+    num_rows: int = NUM_ROWS  # of a forward
+
+    def with_rows(self, num_rows: int) -> GPUMemory:
+        """The same GPU with forwards of so many rows, whose prefixes are cut into as many times fewer splits."""
+        num_splits = max(1, self.num_splits * self.num_rows // num_rows)
+        return replace(self, num_splits=num_splits, num_rows=num_rows)
 
     def scratch_bytes(self, sizes: ModelSizes) -> int:
         """Partial sums of attention: outputs and their log-sum-exp of every split, row and head, in float32."""
-        return NUM_ROWS * self._bytes_per_row(sizes)
+        return self.num_rows * self._bytes_per_row(sizes)
 
     def slot_scratch_bytes(self, sizes: ModelSizes) -> int:
         """Count the bytes that each slot adds to the partial sums of attention."""
@@ -161,13 +168,13 @@ def plan_memory(
 ) -> MemoryPlan:
     """Share a GPU out, before the weights are loaded, for jobs of up to `longest_job` positions.
 
-    `num_slots` None means as many as fit, `MOST_SLOTS` at most. Raises KVRoomError where one slot, or the number that
+    `num_slots` None means as many as fit, `most_slots` at most. Raises KVRoomError where one slot, or the number that
     was asked for, does not fit.
     """
     plan = one_slot(sizes, gpu, longest_job, drafts)
     if plan.num_fitting < 1:
         raise none_fits(plan)
-    plan = replace(plan, num_slots=min(MOST_SLOTS, plan.num_fitting) if num_slots is None else num_slots)
+    plan = replace(plan, num_slots=min(most_slots(gpu.num_rows), plan.num_fitting) if num_slots is None else num_slots)
     if plan.num_fitting < plan.num_slots:
         raise too_many_slots(plan, f"with jobs of {longest_job:,} positions that")
     return plan
@@ -185,15 +192,15 @@ def one_slot(sizes: ModelSizes, gpu: GPUMemory, longest_job: int, drafts: DraftM
         slot_bytes=capacity * sizes.kept_bytes_per_position + sizes.state_bytes,
         drafts=drafts,
         scratch_bytes=gpu.scratch_bytes(sizes),
-        row_bytes=_row_bytes(sizes),
+        row_bytes=_row_bytes(sizes, gpu.num_rows) + _draw_bytes(sizes, gpu.num_rows),
         slot_scratch_bytes=gpu.slot_scratch_bytes(sizes),
     )
 
 
-def draft_model_memory(sizes: ModelSizes, length: int) -> DraftMemory:
+def draft_model_memory(sizes: ModelSizes, length: int, num_rows: int = NUM_ROWS) -> DraftMemory:
     """A small model beside the target, with one slot more than that; its tokens are drawn in the target's buffers."""
-    plan = one_slot(sizes, GPUMemory(0, draft_splits(length)), length)
-    once = plan.weight_bytes + plan.scratch_bytes + _row_bytes(sizes, DECODED_BYTES) + plan.slot_bytes
+    plan = one_slot(sizes, GPUMemory(0, draft_splits(length), num_rows=num_rows), length)
+    once = plan.weight_bytes + plan.scratch_bytes + _row_bytes(sizes, num_rows, DECODED_BYTES) + plan.slot_bytes
     return DraftMemory(once, plan.slot_bytes)
 
 
@@ -202,7 +209,7 @@ def draft_splits(length: int) -> int:
     return slot_capacity(length) // CAPACITY_BLOCK
 
 
-def _row_bytes(sizes: ModelSizes, logit_bytes: int = LOGIT_BYTES) -> int:
+def _row_bytes(sizes: ModelSizes, num_rows: int, logit_bytes: int = LOGIT_BYTES) -> int:
     """Static buffers of a forward: state, delta, normed, hidden; stacked, turned and mixed heads; MLP; logits.
 
     And of experts, what each that a row chose makes of it.
@@ -211,7 +218,12 @@ def _row_bytes(sizes: ModelSizes, logit_bytes: int = LOGIT_BYTES) -> int:
     widths = 4 * sizes.hidden + (query + 2 * key) + 2 * query + 3 * sizes.intermediate
     if sizes.experts is not None:
         widths += sizes.experts.num_chosen * (sizes.experts.width + sizes.hidden)
-    return NUM_ROWS * (widths * sizes.item_size + sizes.vocab * logit_bytes)
+    return num_rows * (widths * sizes.item_size + sizes.vocab * logit_bytes)
+
+
+def _draw_bytes(sizes: ModelSizes, num_rows: int) -> int:
+    """Count what draws keep of each job beyond those that the reserve is for."""
+    return (most_slots(num_rows) - MOST_SLOTS) * sizes.vocab * DRAW_SLOT_BYTES
 
 
 def too_many_slots(plan: MemoryPlan, what: str) -> KVRoomError:

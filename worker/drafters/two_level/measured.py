@@ -5,7 +5,6 @@ The other way is tried again now and then, the rarer the longer it stays the slo
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 
@@ -18,6 +17,7 @@ from swiftbatch.worker.drafters.two_level.repeating import RepeatingDrafter
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.drawing.verification import Verification
+from swiftbatch.worker.target.stopwatch import seconds_now
 
 SETTLING = 4  # steps at the beginning of a turn that tell nothing
 FIRST_TURN, TRIAL = 48, 24  # steps
@@ -53,7 +53,7 @@ class MeasuredDrafter(Drafter):
     needs_top_k = needs_hidden = True
 
     def __init__(
-        self, otherwise: RepeatingDrafter, predicting: Drafter, clock: Callable[[], float] = time.perf_counter
+        self, otherwise: RepeatingDrafter, predicting: Drafter, clock: Callable[[], float] = seconds_now
     ) -> None:
         self.otherwise, self.predicting, self.phases = otherwise, predicting, otherwise.phases
         self._clock = clock

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from itertools import pairwise
@@ -18,6 +17,7 @@ from swiftbatch.worker.drafters.shared_budget import RestingDrafter, SharedBudge
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.drawing.verification import Verification
+from swiftbatch.worker.target.stopwatch import seconds_now
 
 FEW_NODES = (7,)
 PROMISING = 1.3  # tokens a step of a chain that short: a repeat that promises less is not worth planning for
@@ -74,7 +74,7 @@ class RepeatingDrafter(Drafter):
     def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
         if self._rests(requests):
             self._num_rests -= 1
-            self._rested_at.append(time.perf_counter())
+            self._rested_at.append(seconds_now())
             return [DraftTree() for _ in requests]
         self._wake()
         promised = {
@@ -146,7 +146,7 @@ class RepeatingDrafter(Drafter):
         resting = self._resting
         if not resting or [request.sequence for request in requests] != resting:
             return False
-        if not self._num_rests and not self._wake(time.perf_counter()):
+        if not self._num_rests and not self._wake(seconds_now()):
             self._rest(resting)
         return self._num_rests > 0
 

@@ -24,10 +24,9 @@ from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.split_rows import together
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 from swiftbatch.worker.drawing.verification import Walk
-from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS
 from swiftbatch.worker.kernels.cuda.graph import Capture, capture
 from swiftbatch.worker.kernels.cuda.upload import Upload
-from swiftbatch.worker.kernels.sizes import MOST_SLOTS
+from swiftbatch.worker.kernels.sizes import NUM_ROWS, most_slots
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 NO_SLOT = 0  # of sequences without penalties and bias, of which nobody reads anything
@@ -97,11 +96,14 @@ class CudaSampler:
 class CudaDrawing:
     """A `Drawing` in Triton's kernels."""
 
-    def __init__(self, vocab_size: int, device: torch.device, capture: Capture = capture) -> None:
+    def __init__(
+        self, vocab_size: int, device: torch.device, capture: Capture = capture, num_rows: int = NUM_ROWS
+    ) -> None:
         self.device = device
         self._vocab_size = vocab_size
-        self._layout = DrawLayout(MOST_SLOTS + 1)
-        self._free = list(range(MOST_SLOTS, NO_SLOT, -1))
+        self._most_slots = most_slots(num_rows)
+        self._layout = DrawLayout(self._most_slots + 1, num_rows)
+        self._free = list(range(self._most_slots, NO_SLOT, -1))
         self._graphs = DrawGraphs(vocab_size, self._layout, device, capture)
         self._table = Upload(self._graphs.table)
         self._counts = weakref.WeakValueDictionary[int, TokenCounts]()  # by sequences, which counts keep alive
@@ -121,7 +123,7 @@ class CudaDrawing:
         if known := self._counts.get(id(sequence)):
             return CudaSampler(self, sequence, known)
         if not self._free:
-            raise RuntimeError(f"more than {MOST_SLOTS} sequences with penalties or a bias at a time")
+            raise RuntimeError(f"more than {self._most_slots} sequences with penalties or a bias at a time")
         counts = TokenCounts(sequence, self._free.pop())
         weakref.finalize(counts, self._free.append, counts.slot)
         self._counts[id(sequence)] = counts
@@ -176,8 +178,9 @@ class CudaDrawing:
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Tokens `[num_rows]`, candidates and their log-probabilities `[num_rows, TOP_K]`, a table at a time."""
         found: list[DrawnRows] = []
-        for start in range(0, len(rows), NUM_ROWS):
-            part = rows[start : start + NUM_ROWS]
+        num_rows = self._layout.num_rows
+        for start in range(0, len(rows), num_rows):
+            part = rows[start : start + num_rows]
             self._graphs.logits[: len(part)] = logits[start : start + len(part)]
             self._layout.fill(self._table.buffer(), part, news)
             self._table.send()

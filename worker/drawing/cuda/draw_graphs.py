@@ -14,7 +14,6 @@ from swiftbatch.worker.drawing.cuda.counts import update_counts
 from swiftbatch.worker.drawing.cuda.draw import UNDECIDED, Draw, DrawBuffers, FilteredDraw, QuickDraw
 from swiftbatch.worker.drawing.cuda.draw_rows import DrawLayout
 from swiftbatch.worker.drawing.verification import TOP_K
-from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS
 from swiftbatch.worker.kernels.cuda.graph import Capture, Work
 from swiftbatch.worker.kernels.cuda.upload import Download
 
@@ -25,28 +24,29 @@ WORDS_OUT = 2 + 2 * TOP_K  # of a row: token, highest logit, candidates and thei
 class DrawnRows:
     """The results of a draw for its rows, on the host."""
 
-    tokens: NDArray[np.int32]  # [NUM_ROWS]; -1 where nothing can be drawn
-    top_ids: NDArray[np.int32]  # [NUM_ROWS, TOP_K]
-    top_logprobs: NDArray[np.float32]  # [NUM_ROWS, TOP_K]
+    tokens: NDArray[np.int32]  # [num_rows]; -1 where nothing can be drawn
+    top_ids: NDArray[np.int32]  # [num_rows, TOP_K]
+    top_logprobs: NDArray[np.float32]  # [num_rows, TOP_K]
 
 
 class DrawGraphs:
     """Static buffers and what runs over them. Captured at once: copies of other threads would disturb it later."""
 
     def __init__(self, vocab_size: int, layout: DrawLayout, device: torch.device, capture: Capture) -> None:
-        """Allocate and capture. Inputs go to `logits [NUM_ROWS, vocab] float32` and `table [layout.size] int32`."""
-        self.logits = torch.zeros(NUM_ROWS, vocab_size, device=device)
+        """Allocate and capture. Inputs go to `logits [num_rows, vocab] float32` and `table [layout.size] int32`."""
+        num_rows = self._num_rows = layout.num_rows
+        self.logits = torch.zeros(num_rows, vocab_size, device=device)
         padding = np.zeros(layout.size, dtype=np.int32)
         layout.fill(padding, [], {})
         self.table = torch.from_numpy(padding).to(device)
-        self.slots = SlotBuffers.empty(layout.num_slots, NUM_ROWS, vocab_size, device)
+        self.slots = SlotBuffers.empty(layout.num_slots, num_rows, vocab_size, device)
         rows, ancestors, leaving, self._arriving, self._gone = layout.parts(self.table)
-        self.out = torch.zeros(NUM_ROWS * WORDS_OUT, dtype=torch.int32, device=device)
-        tokens, highest, ids, logprobs = self.out.split([NUM_ROWS, NUM_ROWS, NUM_ROWS * TOP_K, NUM_ROWS * TOP_K])
+        self.out = torch.zeros(num_rows * WORDS_OUT, dtype=torch.int32, device=device)
+        tokens, highest, ids, logprobs = self.out.split([num_rows, num_rows, num_rows * TOP_K, num_rows * TOP_K])
         self._buffers = DrawBuffers(
             self.logits, rows, ancestors, self.slots, leaving, tokens, highest.view(torch.float32)
         )
-        top = (ids.view(NUM_ROWS, TOP_K), logprobs.view(torch.float32).view(NUM_ROWS, TOP_K))
+        top = (ids.view(num_rows, TOP_K), logprobs.view(torch.float32).view(num_rows, TOP_K))
         self._candidates = TopCandidates(CandidateBuffers(self.logits, rows, *top))
         self._download = Download(self.out)
         plain, filtered = Draw(self._buffers), FilteredDraw(self._buffers)
@@ -59,12 +59,12 @@ class DrawGraphs:
         """Draw; waits for the tokens."""
         (self._quick if is_filtered else self._plain).replay()
         out = self._download.wait()
-        if is_filtered and (out[:NUM_ROWS] == UNDECIDED).any():
+        if is_filtered and (out[: self._num_rows] == UNDECIDED).any():
             self._sorted.replay()
             out = self._download.wait()
         out = out.copy()
-        ids, logprobs = np.split(out[2 * NUM_ROWS :].reshape(-1, TOP_K), 2)
-        return DrawnRows(out[:NUM_ROWS], ids, logprobs.view(np.float32))
+        ids, logprobs = np.split(out[2 * self._num_rows :].reshape(-1, TOP_K), 2)
+        return DrawnRows(out[: self._num_rows], ids, logprobs.view(np.float32))
 
     def _work(self, draw: Draw | QuickDraw) -> Work:
         def work() -> None:

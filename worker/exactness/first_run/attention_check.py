@@ -16,8 +16,9 @@ from swiftbatch.worker.exactness.first_run.parts import Parts
 from swiftbatch.worker.exactness.probe import random_tree
 from swiftbatch.worker.kernels.cuda.attend import AttentionShape
 from swiftbatch.worker.kernels.cuda.attentions import ATTENTION_KERNELS
-from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, NUM_ROWS, TableLayout
+from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, TableLayout
 from swiftbatch.worker.kernels.cuda.upload import Upload
+from swiftbatch.worker.kernels.sizes import NUM_ROWS
 from swiftbatch.worker.target.tiles import SequenceRows, max_tree_depth, tree_rows
 
 MOST_ERROR = {torch.bfloat16: 0.02, torch.float32: 1e-5}  # of the greatest number of a row
@@ -66,13 +67,19 @@ def _compared(parts: Parts, layer: OneLayer, rng: random.Random, length: int) ->
     """Compare all row and slot counts at one length."""
     differing, tried, error = 0, 0, 0.0
     for num_slots in parts.extent.slot_counts:
-        for num_rows in parts.extent.row_counts:
+        for num_rows in _row_counts(parts):
             if num_rows < num_slots:
                 continue
             placed = layer.placed(rng, length, num_slots, num_rows)
             found, among, worst = _against_alone(layer, placed, rng.randrange(2**31))
             differing, tried, error = differing + found, tried + among, max(error, worst)
     return {"length": length, "tried": tried, "differing": differing, "error": error}
+
+
+def _row_counts(parts: Parts) -> tuple[int, ...]:
+    """The numbers of rows to try; where forwards have more than these, as many as a forward has, too."""
+    counts, most = parts.extent.row_counts, parts.kernels.num_rows
+    return counts if most == NUM_ROWS else (*counts, most)
 
 
 def _against_alone(layer: OneLayer, placed: list[Placed], seed: int) -> tuple[int, int, float]:
@@ -106,10 +113,11 @@ class OneLayer:
         self.arena = parts.arena(num_slots, longest, num_layers=1)
         self.arena.buffer.normal_(generator=parts.generator(4))
         heads_per_kv = sizes.num_heads // sizes.num_kv_heads
-        shape = AttentionShape(sizes.num_kv_heads, heads_per_kv, sizes.head_dim, parts.num_splits, sizes.dtype)
+        heads, num_rows = (sizes.num_kv_heads, heads_per_kv, sizes.head_dim), parts.kernels.num_rows
+        shape = AttentionShape(*heads, parts.num_splits, sizes.dtype, num_rows)
         capacity, pages = self.arena.capacity, self.arena.pages
         table = (num_slots, capacity, shape.rows_per_group, capacity, sizes.vocab)
-        self._layout = TableLayout(*table, page=None if pages is None else pages.page)
+        self._layout = TableLayout(*table, page=None if pages is None else pages.page, num_rows=num_rows)
         self._buffer = torch.zeros(self._layout.size, dtype=torch.int32, device=parts.device)
         self._upload = Upload(self._buffer)
         self._table = self._layout.table(self._buffer)
@@ -125,12 +133,12 @@ class OneLayer:
         """Return trees of so many rows in all at most, over some slots of nearly this length."""
         found = []
         for number, cache in enumerate(self._caches[:num_slots]):
-            rows = self._tree(rng, cache, max(0, length - number * SHORTER), num_rows // num_slots)
+            rows = self._tree(rng, cache, max(0, length - number * SHORTER), min(num_rows // num_slots, BLOCK))
             found.append((rows, cache.slot))
         return found
 
     def random_query(self, seed: int) -> Tensor:
-        """Draw a query `[NUM_ROWS, num_heads, head_dim]`."""
+        """Draw a query `[num_rows, num_heads, head_dim]`."""
         query = self._rows().float().normal_(generator=self._parts.generator(seed))
         return query.to(self._parts.dtype)
 
@@ -174,4 +182,5 @@ class OneLayer:
 
     def _rows(self) -> Tensor:
         sizes = self._parts.sizes
-        return torch.zeros(NUM_ROWS, sizes.num_heads, sizes.head_dim, dtype=sizes.dtype, device=self._parts.device)
+        heads = (self._layout.num_rows, sizes.num_heads, sizes.head_dim)
+        return torch.zeros(heads, dtype=sizes.dtype, device=self._parts.device)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -78,13 +79,21 @@ class Parts:
             kernels.refuse_unfit(dtype, sizes.head_dim)
         if device.type == "cuda" and sizes is not None:
             hold_products_steady()
-            num_splits = splits_of(torch.cuda.get_device_properties(device).multi_processor_count, sizes.num_kv_heads)
+            num_multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+            num_splits = splits_of(num_multiprocessors, sizes.num_kv_heads, kernels.num_rows)
 
         def load() -> StackedWeights | None:
             weights = dense_weights(files, DTYPES[dtype], device)
             return None if weights is None else stacked_weights(weights, device, handed_over(weights))
 
         return cls(files, DTYPES[dtype], device, num_splits, load, kernels=kernels)
+
+    def with_rows(self, num_rows: int) -> Parts:
+        """The same model, its weights where they lie, for forwards of so many rows."""
+        made = copy.copy(self)
+        made.kernels = replace(self.kernels, num_rows=num_rows)
+        made.num_splits = max(1, self.num_splits * self.kernels.num_rows // num_rows)
+        return made
 
     def seconds(self, work: Work) -> float:
         """Time some work as a graph does it: return the median of some rounds."""

@@ -6,7 +6,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS
 from swiftbatch.worker.kernels.cuda.layer_kernels import is_padding
 from swiftbatch.worker.kernels.cuda.rounding import rounded
 from swiftbatch.worker.kernels.forms import Activation
@@ -76,12 +75,12 @@ def activate(
     activation: Activation = Activation.SILU,
     curve: Tensor | None = None,
 ) -> None:
-    """`[NUM_ROWS, 2 * intermediate]`, gates first, or ups alone, to `out [NUM_ROWS, intermediate]`.
+    """`[num_rows, 2 * intermediate]`, gates first, or ups alone, to `out [num_rows, intermediate]`.
 
     `curve [4] float32` on the device is that of XIELU.
     """
     intermediate = out.shape[1]
-    grid = (NUM_ROWS, triton.cdiv(intermediate, ACTIVE_COLUMNS))
+    grid = (len(out), triton.cdiv(intermediate, ACTIVE_COLUMNS))
     activate_row[grid](
         rows, gate_up, curve, out, INTERMEDIATE=intermediate, COLUMNS=ACTIVE_COLUMNS,
         HAS_GATES=gate_up.shape[1] > intermediate, ACTIVATION=int(activation),

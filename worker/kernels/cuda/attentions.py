@@ -11,7 +11,7 @@ from torch import Tensor
 from swiftbatch.jobs.run.option_values import AttentionName
 from swiftbatch.worker.kernels.attention_view import SEES_ALL, AttentionView
 from swiftbatch.worker.kernels.cuda.attend import AttentionShape, Scratch, attend
-from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS, CudaRowTable, PageTable, TableLayout
+from swiftbatch.worker.kernels.cuda.cuda_row_table import CudaRowTable, PageTable, TableLayout
 from swiftbatch.worker.kernels.cuda.flash import FlashAttention
 
 
@@ -25,7 +25,7 @@ class Attention(Protocol):
         """A line that names all that decides the bits, beside the shape."""
 
     def places(self, table: CudaRowTable[Tensor]) -> Tensor | None:
-        """Return rows' places `[NUM_ROWS]` for `rope_store`, with heads in another order; None: all in order."""
+        """Return rows' places `[num_rows]` for `rope_store`, with heads in another order; None: all in order."""
 
     def attend(
         self,
@@ -56,8 +56,8 @@ class TritonAttention:
     def __init__(self, shape: AttentionShape, layout: TableLayout, scale: float, device: torch.device) -> None:
         num_heads = shape.num_kv_heads * shape.heads_per_kv
         self.shape, self.scale = shape, scale
-        self.scratch = Scratch.empty(shape.num_splits, num_heads, shape.head_dim, device)
-        self.query = torch.zeros(NUM_ROWS, num_heads, shape.head_dim, dtype=shape.dtype, device=device)
+        self.scratch = Scratch.empty(shape.num_splits, num_heads, shape.head_dim, device, shape.num_rows)
+        self.query = torch.zeros(shape.num_rows, num_heads, shape.head_dim, dtype=shape.dtype, device=device)
 
     @property
     def numerics(self) -> str:
@@ -86,7 +86,7 @@ class TritonAttention:
 
     def heads(self) -> Tensor:
         shape = self.shape
-        return self.query.view(NUM_ROWS, shape.num_kv_heads, shape.heads_per_kv, shape.head_dim)
+        return self.query.view(shape.num_rows, shape.num_kv_heads, shape.heads_per_kv, shape.head_dim)
 
 
 AttentionKernel = Callable[[AttentionShape, TableLayout, float, torch.device], Attention]

@@ -1,7 +1,7 @@
 """Row tables: what a forward's kernels read of its rows, as parts of one static buffer of int32; how one is filled.
 
-A graph reads the same buffer at every replay, so a table always has `NUM_ROWS` rows; those beyond the real ones are
-padding, marked by a tail of length 0.
+A graph reads the same buffer at every replay, so a table always has as many rows as the run's forwards; those beyond
+the real ones are padding, marked by a tail of length 0.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from swiftbatch.worker.kernels.sizes import NUM_ROWS
+
 if TYPE_CHECKING:
     from torch import Tensor
 
     from swiftbatch.worker.kernels.row_tables import Rows
 
-NUM_ROWS = 64  # rows of every forward: one shape means one numerics, one graph, one cost
 BLOCK = 64  # positions between two boundaries; also the width of a tail
 
 Ints = TypeVar("Ints", "Tensor", NDArray[np.int32])
@@ -31,11 +32,11 @@ class CudaRowTable(Generic[Ints]):
     """Parts of one buffer: a tensor on the device, or the array that is uploaded to it."""
 
     groups: Ints  # [num_groups, 4]: slot, first row, number of rows (0: padding), boundary
-    rows: Ints  # [NUM_ROWS, 5]: slot, boundary, length of the tail (0: padding), row of its angles, entry to write
-    tail_slots: Ints  # [NUM_ROWS, BLOCK]: entries of the keys from the boundary on, in position order
-    token_ids: Ints  # [NUM_ROWS]
+    rows: Ints  # [num_rows, 5]: slot, boundary, length of the tail (0: padding), row of its angles, entry to write
+    tail_slots: Ints  # [num_rows, BLOCK]: entries of the keys from the boundary on, in position order
+    token_ids: Ints  # [num_rows]
     prefixes: Ints  # [2, num_groups]: slots and boundaries of the groups, once more, since flash-attn takes no strides
-    packed: Ints  # [NUM_ROWS]: places of the rows where every group has room for `rows_per_group`
+    packed: Ints  # [num_rows]: places of the rows where every group has room for `rows_per_group`
 
 
 @dataclass(frozen=True)
@@ -66,12 +67,13 @@ class TableLayout:
     vocab: int
     boundary_step: int = BLOCK  # boundaries are multiples of it: behind a partial cache it is 1
     page: int | None = None  # entries of a page, where slots' entries lie in pages of a pool
+    num_rows: int = NUM_ROWS  # of every forward: one shape means one numerics, one graph, one cost
 
     @property
     def num_groups(self) -> int:
-        """The most groups that `NUM_ROWS` rows of `num_slots` sequences need, each in two blocks at most."""
-        most = (NUM_ROWS + 2 * self.num_slots * (self.rows_per_group - 1)) // self.rows_per_group
-        return min(NUM_ROWS, most)
+        """The most groups that all rows of `num_slots` sequences need, each in two blocks at most."""
+        most = (self.num_rows + 2 * self.num_slots * (self.rows_per_group - 1)) // self.rows_per_group
+        return min(self.num_rows, most)
 
     @property
     def size(self) -> int:
@@ -127,13 +129,13 @@ class TableLayout:
         return -(-given.sizes // self.rows_per_group)
 
     def _shapes(self) -> tuple[tuple[int, ...], ...]:
-        groups = self.num_groups
-        return (groups, 4), (NUM_ROWS, 5), (NUM_ROWS, BLOCK), (NUM_ROWS,), (2, groups), (NUM_ROWS,)
+        groups, rows = self.num_groups, self.num_rows
+        return (groups, 4), (rows, 5), (rows, BLOCK), (rows,), (2, groups), (rows,)
 
     def _check(self, given: _Given) -> None:
         num_rows = len(given.owner)
-        if num_rows > NUM_ROWS:
-            raise ValueError(f"found {num_rows} rows, expected at most {NUM_ROWS}")
+        if num_rows > self.num_rows:
+            raise ValueError(f"found {num_rows} rows, expected at most {self.num_rows}")
         num_groups = int(self._num_groups_of(given).sum())
         if num_groups > self.num_groups:
             raise ValueError(f"found {num_groups} groups of rows, expected at most {self.num_groups}")

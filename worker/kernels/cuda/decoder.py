@@ -20,7 +20,7 @@ from swiftbatch.worker.kernels.attention_view import SEES_ALL, AttentionView
 from swiftbatch.worker.kernels.cuda.activations import activate
 from swiftbatch.worker.kernels.cuda.attend import AttentionShape
 from swiftbatch.worker.kernels.cuda.attentions import Attention, AttentionKernel, TritonAttention
-from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, NUM_ROWS, PageTable, TableLayout
+from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, PageTable, TableLayout
 from swiftbatch.worker.kernels.cuda.expert_products import CudaExperts
 from swiftbatch.worker.kernels.cuda.layer_kernels import add_norm, embed, norm_heads, rope_store
 from swiftbatch.worker.kernels.cuda.linear import LinearKernel
@@ -32,13 +32,13 @@ from swiftbatch.worker.kernels.cuda.stacked import StackedLayer, StackedWeights
 from swiftbatch.worker.kernels.decoder_weights import other_rotary
 from swiftbatch.worker.kernels.frequencies import QueryGrowth, Rotary
 from swiftbatch.worker.kernels.kv_codes import cuda_row_width
-from swiftbatch.worker.kernels.sizes import RING_LAYERS
+from swiftbatch.worker.kernels.sizes import NUM_ROWS, RING_LAYERS
 
 
 class CudaDecoder:
     """A decoder that runs the rows of its table; what it reads and writes is allocated here, once.
 
-    A row's `hidden [NUM_ROWS, hidden]`, of the model's dtype, and `logits [NUM_ROWS, vocab] float32` follow from the
+    A row's `hidden [num_rows, hidden]`, of the model's dtype, and `logits [num_rows, vocab] float32` follow from the
     row's own tokens, whatever shares the table; those of padding rows mean nothing.
     """
 
@@ -53,12 +53,13 @@ class CudaDecoder:
         reduce: Callable[[Tensor], None] | None = None,
         attention: AttentionKernel = TritonAttention,
         pages: PageTable | None = None,
+        num_rows: int = NUM_ROWS,
     ) -> None:
         """Rows see entries of `arena [num_layers, 2, num_slots, num_kv_heads, capacity, row_width]`, on its device.
 
         It may have room for `RING_LAYERS` layers alone, which take turns; whoever runs layer by layer fills them.
         `bias [num_slots, capacity] float32` is added to scores of prefixes. `reduce` sums a layer's part of the
-        outputs `[NUM_ROWS, hidden]` over devices that hold the others, in place. With `pages` the arena is a pool, one
+        outputs `[num_rows, hidden]` over devices that hold the others, in place. With `pages` the arena is a pool, one
         slot that all see, in whose pages their entries lie. Raises ValueError.
         """
         sizes = self.sizes = weights.sizes
@@ -67,11 +68,12 @@ class CudaDecoder:
             arena = arena.expand(-1, -1, len(pages.numbers), -1, -1, -1)  # a stride of 0
         capacity = arena.shape[4] if pages is None else pages.capacity
         heads_per_kv = sizes.num_heads // sizes.num_kv_heads
-        shape = self._shape = AttentionShape(sizes.num_kv_heads, heads_per_kv, sizes.head_dim, num_splits, sizes.dtype)
+        heads = (sizes.num_kv_heads, heads_per_kv, sizes.head_dim)
+        shape = self._shape = AttentionShape(*heads, num_splits, sizes.dtype, num_rows)
         step = BLOCK if bias is None else 1
         num_angles = weights.rotary.num_rows(num_positions)
         table = (arena.shape[2], capacity, shape.rows_per_group, num_angles, sizes.vocab, step)
-        self.layout = TableLayout(*table, None if pages is None else pages.page)
+        self.layout = TableLayout(*table, None if pages is None else pages.page, num_rows)
         self._weights, self._arena, self._bias, self._pages = weights, arena, bias, pages
         self._linear, self._reduce = WeightKernel(linear), reduce
         self._views = [AttentionView(layer.window, sizes.score_cap or None, layer.sinks) for layer in weights.layers]
@@ -178,7 +180,7 @@ class CudaDecoder:
             self._query_scales,
         )  # fmt: skip
         attention.attend(number, keys, values, self._bias, table, self._mixed, self._views[number], self._pages)
-        self._linear(self._mixed.view(NUM_ROWS, -1), layer.output.weight, layer.output.bias, self._delta)
+        self._linear(self._mixed.flatten(1), layer.output.weight, layer.output.bias, self._delta)
         if self._reduce is not None:
             self._reduce(self._delta)
 
@@ -200,10 +202,10 @@ class CudaDecoder:
 
     def _allocate(self, device: torch.device) -> None:
         """Static buffers, of zeros: what padding rows have never written are numbers, too."""
-        sizes, layers = self.sizes, self._weights.layers
+        sizes, layers, num_rows = self.sizes, self._weights.layers, self.layout.num_rows
 
         def rows(*shape: int) -> Tensor:
-            return torch.zeros(NUM_ROWS, *shape, dtype=sizes.dtype, device=device)
+            return torch.zeros(num_rows, *shape, dtype=sizes.dtype, device=device)
 
         self._allocate_table(device)
         self._state, self._normed, self._delta = (rows(sizes.hidden) for _ in range(3))
@@ -212,9 +214,11 @@ class CudaDecoder:
         width = max((layer.own_products[1].weight.shape[1] for layer in layers if layer.own_products), default=0)
         self._gate_up, self._activated = rows((1 + sizes.has_gates) * width), rows(width)
         experts = [layer.experts for layer in layers if layer.experts is not None]
-        self._experts = CudaExperts(experts, sizes.hidden, sizes.dtype, sizes.activation, device) if experts else None
+        self._experts = None
+        if experts:
+            self._experts = CudaExperts(experts, sizes.hidden, sizes.dtype, sizes.activation, device, num_rows)
         self.hidden = rows(sizes.hidden)
-        self.logits = torch.zeros(NUM_ROWS, sizes.vocab, device=device)
+        self.logits = torch.zeros(num_rows, sizes.vocab, device=device)
 
     def _allocate_table(self, device: torch.device) -> None:
         self.table_buffer = torch.zeros(self.layout.size, dtype=torch.int32, device=device)
@@ -223,7 +227,7 @@ class CudaDecoder:
 
 def _of_width(buffer: Tensor, width: int) -> Tensor:
     """The first numbers of a buffer as rows without gaps."""
-    return buffer.flatten()[: NUM_ROWS * width].view(NUM_ROWS, width)
+    return buffer.flatten()[: len(buffer) * width].view(len(buffer), width)
 
 
 def _check_arena(arena: Tensor, weights: StackedWeights) -> None:

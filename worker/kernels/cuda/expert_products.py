@@ -15,13 +15,13 @@ import triton.language as tl
 from torch import Tensor
 
 from swiftbatch.worker.kernels.cuda.activations import activated
-from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS
 from swiftbatch.worker.kernels.cuda.layer_kernels import is_padding
 from swiftbatch.worker.kernels.cuda.linear import TILE_COLUMNS
 from swiftbatch.worker.kernels.cuda.packed_linear import form_constants, packed_block, read
 from swiftbatch.worker.kernels.cuda.rounding import dot, narrowed, rounded
 from swiftbatch.worker.kernels.cuda.router import (
     ROUTER_COLUMNS,
+    ROUTER_ROWS,
     TILE,
     choice_constants,
     choose_row,
@@ -37,7 +37,7 @@ from swiftbatch.worker.kernels.decoder_weights import AnyLinear
 from swiftbatch.worker.kernels.forms import Activation
 from swiftbatch.worker.kernels.packed import PackedMatrix
 from swiftbatch.worker.kernels.routing import Routing
-from swiftbatch.worker.kernels.sizes import BLOCK_DEPTH
+from swiftbatch.worker.kernels.sizes import BLOCK_DEPTH, NUM_ROWS
 
 SUMMED_COLUMNS = 1024  # of a program
 NO_FORM: dict[str, Any] = {"DECODE": None, "PER_BYTE": 1, "NUM_GROUPS": 1, "GROUP": 1, "HAS_OFFSETS": False}
@@ -130,18 +130,24 @@ class CudaExperts:
     """The buffers of experts, which layers share in turns: allocated once."""
 
     def __init__(
-        self, layers: Sequence[StackedExperts], hidden: int, dtype: torch.dtype, activation: Activation, device: Any
+        self,
+        layers: Sequence[StackedExperts],
+        hidden: int,
+        dtype: torch.dtype,
+        activation: Activation,
+        device: Any,
+        num_rows: int = NUM_ROWS,
     ) -> None:
         """Experts of all layers have this activation."""
         routings = [each.routing for each in layers]
-        num_pairs = NUM_ROWS * max(each.num_chosen for each in routings)
+        num_pairs = num_rows * max(each.num_chosen for each in routings)
         num_columns = max(len(each.router) for each in layers)
-        most_tiles = max(num_tiles(each.num_experts, each.num_chosen) for each in routings)
-        self._hidden, self._dtype, self._activation = hidden, dtype, activation
-        self._parts = torch.zeros(num_parts(hidden) * NUM_ROWS * num_columns, device=device)
-        self._marks = torch.zeros(NUM_ROWS * num_columns, dtype=torch.int32, device=device)
+        most_tiles = max(num_tiles(each.num_experts, each.num_chosen, num_rows) for each in routings)
+        self._hidden, self._dtype, self._activation, self._num_rows = hidden, dtype, activation, num_rows
+        self._parts = torch.zeros(num_parts(hidden) * num_rows * num_columns, device=device)
+        self._marks = torch.zeros(num_rows * num_columns, dtype=torch.int32, device=device)
         self._weights = torch.zeros(num_pairs, device=device)
-        self._shares = torch.zeros(NUM_ROWS, device=device)
+        self._shares = torch.zeros(num_rows, device=device)
         self._tile_experts = torch.zeros(most_tiles, dtype=torch.int32, device=device)
         self._tile_pairs = torch.zeros(most_tiles * TILE, dtype=torch.int32, device=device)
         width = max(each.intermediate for each in layers)
@@ -149,30 +155,31 @@ class CudaExperts:
         self._results = torch.zeros(num_pairs * hidden, dtype=dtype, device=device)
 
     def run(self, rows: Tensor, experts: StackedExperts, normed: Tensor, out: Tensor, has_shared: bool) -> None:
-        """Write `out [NUM_ROWS, hidden]` for rows `normed`; with `has_shared` it has what all rows meet.
+        """Write `out [num_rows, hidden]` for rows `normed`; with `has_shared` it has what all rows meet.
 
-        `rows [NUM_ROWS, 5]` are those of a table; padding stays as it is.
+        `rows [num_rows, 5]` are those of a table; padding stays as it is.
         """
         self._choose(rows, experts, normed)
         routing = experts.routing
         self._multiply(routing, experts.gate_up, normed, self._activated, experts)
         self._multiply(routing, experts.down, self._activated, self._results)
-        sum_choices[(NUM_ROWS, triton.cdiv(self._hidden, SUMMED_COLUMNS))](
+        sum_choices[(self._num_rows, triton.cdiv(self._hidden, SUMMED_COLUMNS))](
             rows, self._results, self._weights, self._shares, out, HIDDEN=self._hidden, NUM_CHOSEN=routing.num_chosen,
             COLUMNS=SUMMED_COLUMNS, HAS_SHARED=has_shared, HAS_SHARE=has_shared and experts.has_share,
         )  # fmt: skip
 
     def _choose(self, rows: Tensor, experts: StackedExperts, normed: Tensor) -> None:
-        routing, num_columns = experts.routing, len(experts.router)
-        multiply_router[(triton.cdiv(num_columns, ROUTER_COLUMNS), num_parts(self._hidden))](
-            normed, experts.router, self._parts, **router_constants(self._hidden, num_columns)
+        routing, num_columns, num_rows = experts.routing, len(experts.router), self._num_rows
+        grid = (triton.cdiv(num_columns, ROUTER_COLUMNS), num_parts(self._hidden), num_rows // ROUTER_ROWS)
+        multiply_router[grid](
+            normed, experts.router, self._parts, **router_constants(self._hidden, num_columns, num_rows)
         )
         has_biases = experts.router_bias is not None, experts.choice_bias is not None
-        choose_row[(NUM_ROWS,)](
+        choose_row[(num_rows,)](
             rows, self._parts, experts.router_bias, experts.choice_bias, self._marks, self._weights, self._shares,
-            **choice_constants(routing, self._hidden, self._dtype, *has_biases, experts.has_share),
+            **choice_constants(routing, self._hidden, self._dtype, *has_biases, experts.has_share, num_rows),
         )  # fmt: skip
-        sort_choices[(1,)](self._marks, self._tile_experts, self._tile_pairs, **sort_constants(routing))
+        sort_choices[(1,)](self._marks, self._tile_experts, self._tile_pairs, **sort_constants(routing, num_rows))
 
     def _multiply(
         self, routing: Routing, linear: AnyLinear, rows: Tensor, out: Tensor, gates: StackedExperts | None = None
@@ -181,7 +188,8 @@ class CudaExperts:
         weight = linear.weight
         parts = (weight.codes, weight.scales, weight.offsets) if isinstance(weight, PackedMatrix) else (None,) * 3
         num_columns = weight.shape[0] // routing.num_experts
-        grid = (triton.cdiv(num_columns, TILE_COLUMNS), num_tiles(routing.num_experts, routing.num_chosen))
+        most_tiles = num_tiles(routing.num_experts, routing.num_chosen, self._num_rows)
+        grid = (triton.cdiv(num_columns, TILE_COLUMNS), most_tiles)
         multiply_tile[grid](
             rows, self._tile_experts, self._tile_pairs, weight if isinstance(weight, Tensor) else None, *parts,
             linear.bias, out, num_columns, **tile_constants(routing, linear, gates, self._activation),

@@ -11,16 +11,18 @@ import torch
 import triton
 import triton.language as tl
 
-from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS
 from swiftbatch.worker.kernels.cuda.layer_kernels import is_padding
 from swiftbatch.worker.kernels.cuda.rounding import dot, rounded
 from swiftbatch.worker.kernels.routing import Routing, Score
+from swiftbatch.worker.kernels.sizes import NUM_ROWS
 
 ROUTER_COLUMNS = 16  # experts of a program
+ROUTER_ROWS = 64  # of a program
 ROUTER_DEPTH = 32  # numbers along the depth at a time
 PART_DEPTH = 512  # of a program: more of them than experts alone would make
 TILE = 16  # rows of an expert that are multiplied together: tensor cores take no fewer
-SORTED_EXPERTS = 64  # at a time
+SORTED_MARKS = 1024  # of a warp at a time, as many as its registers hold
+MOST_SORTING_WARPS = 8
 SOFTMAX, SIGMOID = tl.constexpr(int(Score.SOFTMAX)), tl.constexpr(int(Score.SIGMOID))
 SOFTMAX_OF_CHOSEN = tl.constexpr(int(Score.SOFTMAX_OF_CHOSEN))
 SIGMOID_OF_CHOSEN = tl.constexpr(int(Score.SIGMOID_OF_CHOSEN))
@@ -32,9 +34,9 @@ def num_parts(hidden: int) -> int:
     return -(-hidden // PART_DEPTH)
 
 
-def num_tiles(num_experts: int, num_chosen: int) -> int:
+def num_tiles(num_experts: int, num_chosen: int, num_rows: int = NUM_ROWS) -> int:
     """The most tiles that the choices of all rows fill: each expert has one that is not full at most."""
-    num_pairs = NUM_ROWS * num_chosen
+    num_pairs = num_rows * num_chosen
     return (num_pairs + (TILE - 1) * min(num_experts, num_pairs)) // TILE
 
 
@@ -42,14 +44,14 @@ def num_tiles(num_experts: int, num_chosen: int) -> int:
 def multiply_router(
     input_ptr, router_ptr, parts_ptr,
     NUM_ROWS: tl.constexpr, DEPTH: tl.constexpr, NUM_COLUMNS: tl.constexpr, PART_DEPTH: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr, BLOCK_DEPTH: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, BLOCK_DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Program (columns, part of the depth): float32 sums of this part, its blocks one after the other."""
-    rows = tl.arange(0, NUM_ROWS)
+    """Program (columns, part of the depth, rows): float32 sums of this part, its blocks one after the other."""
+    rows = tl.program_id(2) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     columns = tl.program_id(0) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
     is_column = (columns < NUM_COLUMNS)[None, :]
     first = tl.program_id(1) * PART_DEPTH
-    acc = tl.zeros([NUM_ROWS, TILE_COLUMNS], tl.float32)
+    acc = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
     for start in range(0, PART_DEPTH, BLOCK_DEPTH):
         depth = first + start + tl.arange(0, BLOCK_DEPTH)
         is_there = depth < DEPTH
@@ -261,13 +263,14 @@ def sort_choices(
     tl.store(tile_experts_ptr + numbers, tl.zeros([ALL_TILES], tl.int32) - 1, mask=is_empty)
 
 
-def router_constants(hidden: int, num_columns: int) -> dict[str, int]:
+def router_constants(hidden: int, num_columns: int, num_rows: int = NUM_ROWS) -> dict[str, int]:
     """Return the constants of `multiply_router`, with its warps and stages."""
     return {
-        "NUM_ROWS": NUM_ROWS,
+        "NUM_ROWS": num_rows,
         "DEPTH": hidden,
         "NUM_COLUMNS": num_columns,
         "PART_DEPTH": PART_DEPTH,
+        "TILE_ROWS": ROUTER_ROWS,
         "TILE_COLUMNS": ROUTER_COLUMNS,
         "BLOCK_DEPTH": ROUTER_DEPTH,
         "num_warps": 4,
@@ -276,12 +279,18 @@ def router_constants(hidden: int, num_columns: int) -> dict[str, int]:
 
 
 def choice_constants(
-    routing: Routing, hidden: int, dtype: torch.dtype, has_bias: bool, has_choice_bias: bool, has_share: bool
+    routing: Routing,
+    hidden: int,
+    dtype: torch.dtype,
+    has_bias: bool,
+    has_choice_bias: bool,
+    has_share: bool,
+    num_rows: int = NUM_ROWS,
 ) -> dict[str, Any]:
     """Return the constants of `choose_row`, with its warps. In float32 nothing is rounded."""
     rounds = dtype == torch.bfloat16
     return {
-        "NUM_ROWS": NUM_ROWS,
+        "NUM_ROWS": num_rows,
         "NUM_COLUMNS": routing.num_experts + has_share,
         "NUM_PARTS": num_parts(hidden),
         "NUM_EXPERTS": routing.num_experts,
@@ -305,16 +314,17 @@ def choice_constants(
     }
 
 
-def sort_constants(routing: Routing) -> dict[str, int]:
+def sort_constants(routing: Routing, num_rows: int = NUM_ROWS) -> dict[str, int]:
     """Return the constants of `sort_choices`, with its warps."""
-    count = num_tiles(routing.num_experts, routing.num_chosen)
+    count = num_tiles(routing.num_experts, routing.num_chosen, num_rows)
+    num_warps = min(MOST_SORTING_WARPS, num_rows // TILE)
     return {
-        "NUM_ROWS": NUM_ROWS,
+        "NUM_ROWS": num_rows,
         "NUM_EXPERTS": routing.num_experts,
         "NUM_CHOSEN": routing.num_chosen,
         "NUM_TILES": count,
         "ALL_TILES": triton.next_power_of_2(count),
         "TILE": TILE,
-        "BLOCK": SORTED_EXPERTS,
-        "num_warps": 4,
+        "BLOCK": num_warps * SORTED_MARKS // num_rows,
+        "num_warps": num_warps,
     }

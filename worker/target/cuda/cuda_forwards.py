@@ -21,7 +21,6 @@ from swiftbatch.worker.drawing.cuda.cuda_drawing import CudaDrawing
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.kernels.choice import CUBLAS_WORKSPACES, CudaKernels, triton_version
 from swiftbatch.worker.kernels.cuda.attentions import ATTENTION_KERNELS
-from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS
 from swiftbatch.worker.kernels.cuda.decoder import CudaDecoder
 from swiftbatch.worker.kernels.cuda.graph import Capture, capture
 from swiftbatch.worker.kernels.cuda.linear import LINEAR_KERNELS
@@ -30,6 +29,7 @@ from swiftbatch.worker.kernels.cuda.stacked import StackedWeights
 from swiftbatch.worker.kernels.cuda.upload import Upload
 from swiftbatch.worker.kernels.decoder_weights import AnyLinear, PackedLinear
 from swiftbatch.worker.kernels.kv_dtypes import with_kv
+from swiftbatch.worker.kernels.sizes import BLOCK
 from swiftbatch.worker.target.cuda.partial_arena import PartialArena, arena_for
 from swiftbatch.worker.target.cuda.rounds import CudaRounds, entries_of
 from swiftbatch.worker.target.cuda.row_mover import RowMover
@@ -48,12 +48,11 @@ class Surroundings:
 
 
 class CudaForwards:
-    """`Forwards` whose rows are exact since every forward is the same one: `NUM_ROWS` rows in one order of sums.
+    """`Forwards` whose rows are exact since every forward is the same one: so many rows in one order of sums.
 
     Logits that `run` returns hold until the next forward.
     """
 
-    rows_per_forward = NUM_ROWS
     team = None
     draw_chains = None
     expert_counts = None
@@ -82,10 +81,12 @@ class CudaForwards:
         self._weights = weights
         kernels = kernels.for_weights(weights.is_packed)
         self.num_splits, self.kernels, self.capture = num_splits, kernels, capture
+        self.rows_per_forward = kernels.num_rows
         attention, linear = ATTENTION_KERNELS[kernels.attention], LINEAR_KERNELS[kernels.linear]
         self._decoder = CudaDecoder(
-            weights, arena.buffer, arena.capacity, num_splits, linear, attention=attention, pages=arena.pages
-        )
+            weights, arena.buffer, arena.capacity, num_splits, linear, attention=attention, pages=arena.pages,
+            num_rows=kernels.num_rows,
+        )  # fmt: skip
         self._table = Upload(self._decoder.table_buffer)
         self.surroundings = Surroundings(weights.embedding, weights.head, WeightKernel(linear))
         self._rounds = weakref.WeakKeyDictionary[PartialArena, CudaRounds]()  # as long as a drafter has the arena
@@ -100,20 +101,21 @@ class CudaForwards:
         computed = (
             f"cuda {hardware_of('cuda')}, workspaces {CUBLAS_WORKSPACES}, {dtype}, torch {torch.__version__}, "
             f"triton {triton_version()}, triton kernels 1, {self._decoder.attention.numerics}, {self.kernels.linear}"
+            f"{self.kernels.rows_suffix}"
         )
         return with_kv(computed, self.cache_shape.kv_dtype)
 
     def run(self, groups: list[SequenceRows]) -> tuple[torch.Tensor, torch.Tensor]:
-        if (num_rows := sum(map(len, groups))) <= NUM_ROWS:
+        if (num_rows := sum(map(len, groups))) <= self.rows_per_forward:
             return self._forward(groups).clone(), self._decoder.logits[:num_rows]
         hidden, logits = [], []
-        for tile in pack_tiles(groups, pad_rows=True, tile_rows=NUM_ROWS):
+        for tile in pack_tiles(groups, pad_rows=True, tile_rows=self.rows_per_forward):
             hidden.append(self._forward(tile.parts).clone())
             logits.append(self._decoder.logits[: tile.num_rows].clone())
         return torch.cat(hidden), torch.cat(logits)
 
     def read(self, cache: FullKVCache, token_ids: list[int]) -> torch.Tensor:
-        rows = known_rows(cache, token_ids[:NUM_ROWS])[0]  # up to the next boundary
+        rows = known_rows(cache, token_ids[:BLOCK])[0]  # up to the next boundary
         hidden = self._forward([rows]).clone()
         cache.advance(len(rows))
         return hidden
@@ -149,10 +151,10 @@ class CudaForwards:
 
     @functools.cached_property
     def _drawing(self) -> CudaDrawing:
-        return CudaDrawing(self.vocab_size, self.device, self.capture)
+        return CudaDrawing(self.vocab_size, self.device, self.capture, self.rows_per_forward)
 
     def _forward(self, groups: list[SequenceRows]) -> torch.Tensor:
-        """Final hidden states of at most `NUM_ROWS` rows, `[num_rows, hidden]`, until the next forward."""
+        """Final hidden states of at most `rows_per_forward` rows, `[num_rows, hidden]`, until the next forward."""
         self._pass(groups)
         return self._decoder.hidden[: sum(len(group) for group in groups)]
 
@@ -166,7 +168,7 @@ class CudaForwards:
         self._tap  # noqa: B018
 
     def _pass(self, groups: list[SequenceRows]) -> None:
-        """Run at most `NUM_ROWS` rows through all layers."""
+        """Run at most `rows_per_forward` rows through all layers."""
         self._send(groups)
         self._graph.replay()
 

@@ -35,7 +35,7 @@ from swiftbatch.worker.caches.summary import CHUNK_SIZE, summary_positions
 from swiftbatch.worker.kernels.choice import CUBLAS_WORKSPACES, DEFAULT_KERNELS, CudaKernels
 from swiftbatch.worker.kernels.cuda.stacked import handed_over, stacked_weights
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights
-from swiftbatch.worker.kernels.sizes import CUDA_SCALE_BYTES
+from swiftbatch.worker.kernels.sizes import CUDA_SCALE_BYTES, NUM_ROWS
 from swiftbatch.worker.model.dense import dense_weights
 from swiftbatch.worker.model.files import ModelFiles
 from swiftbatch.worker.target.cuda.cuda_forwards import CudaForwards
@@ -73,9 +73,10 @@ def load_cuda_forwards(
     kernels.refuse_absent()
     kernels.refuse_unfit(dtype_name, sizes.head_dim)
     hold_products_steady()
-    num_splits = splits_of(torch.cuda.get_device_properties(device).multi_processor_count, sizes.num_kv_heads)
-    gpu = GPUMemory(settled_free_bytes(device), num_splits, kernels.attention)
-    drafts = with_rounds(drafts_of(wanted, sizes), wanted, sizes, gpu)
+    num_multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    num_splits = splits_of(num_multiprocessors, sizes.num_kv_heads, kernels.num_rows)
+    gpu = GPUMemory(settled_free_bytes(device), num_splits, kernels.attention, kernels.num_rows)
+    drafts = with_rounds(drafts_of(wanted, sizes, kernels.num_rows), wanted, sizes, gpu)
     copies: Staging | Streams
     if wanted.host_bytes is not None:
         plan = plan_offload(sizes, gpu, wanted.longest_job, wanted.host_bytes, wanted.num_slots, drafts)
@@ -148,7 +149,7 @@ def forwards_beside(target: Forwards, files: ModelFiles, longest_job: int, num_s
     stacked = stacked_weights(weights, target.device, handed_over(weights))
     arena = KVArena(shape, num_slots, longest_job)
     try:
-        kernels = CudaKernels(linear=target.kernels.linear)
+        kernels = CudaKernels(linear=target.kernels.linear, num_rows=target.rows_per_forward)
         return CudaForwards(stacked, arena, frozenset(), draft_splits(longest_job), kernels, target.capture)
     except ValueError:  # sizes that the kernels have no tiles for
         return None
@@ -176,7 +177,7 @@ def hold_products_steady() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
-def drafts_of(wanted: SlotsWanted, sizes: ModelSizes) -> DraftMemory:
+def drafts_of(wanted: SlotsWanted, sizes: ModelSizes, num_rows: int = NUM_ROWS) -> DraftMemory:
     """Count the memory that drafts take: once, and beside each slot."""
     drafts = NO_DRAFTS if wanted.engine is None else wanted.engine(sizes)
     part_bytes, slot_bytes = wanted.part_bytes + drafts.part_bytes, drafts.slot_bytes
@@ -185,7 +186,7 @@ def drafts_of(wanted: SlotsWanted, sizes: ModelSizes) -> DraftMemory:
         slot_bytes += summary_positions(wanted.partial_budget, longest) * sizes.bytes_per_position
         part_bytes += longest // CHUNK_SIZE * sizes.bytes_per_position // 2  # one job's mean keys, side by side
     if wanted.draft is not None:
-        model = draft_model_memory(wanted.draft, wanted.draft_length)
+        model = draft_model_memory(wanted.draft, wanted.draft_length, num_rows)
         part_bytes, slot_bytes = part_bytes + model.part_bytes, slot_bytes + model.slot_bytes
     return DraftMemory(part_bytes, slot_bytes)
 
@@ -195,12 +196,16 @@ def with_rounds(drafts: DraftMemory, wanted: SlotsWanted, sizes: ModelSizes, gpu
     scan = NO_DRAFTS
     if wanted.scanned_best:
         longest = slot_capacity(wanted.longest_job) - MAX_TREE_NODES
-        scan = scan_memory(sizes, longest, wanted.scanned_best, gpu.num_splits)
+        scan = scan_memory(sizes, longest, wanted.scanned_best, gpu.num_splits, gpu.num_rows)
     has_rounds = wanted.partial_budget or scan.slot_bytes
     own_bytes = gpu.scratch_bytes(sizes) if has_rounds and gpu.attention == "flash" else 0  # which adds no biases
     return DraftMemory(drafts.part_bytes + scan.part_bytes + own_bytes, drafts.slot_bytes + scan.slot_bytes)
 
 
-def splits_of(num_multiprocessors: int, num_kv_heads: int) -> int:
-    """Parts that prefixes are attended to in: a constant of the device and the model, so bits depend on both."""
-    return max(1, PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors // num_kv_heads)
+def splits_of(num_multiprocessors: int, num_kv_heads: int, num_rows: int = NUM_ROWS) -> int:
+    """Parts that prefixes are attended to in: a constant of device, model and rows, so bits depend on all of them.
+
+    The more rows a forward has, the more jobs share the device, and the fewer parts each needs: partial sums of all
+    rows stay as large.
+    """
+    return max(1, PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors // num_kv_heads * NUM_ROWS // num_rows)

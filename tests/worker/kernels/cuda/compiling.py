@@ -44,9 +44,11 @@ from swiftbatch.worker.kernels.decoder_weights import linear_from
 from swiftbatch.worker.kernels.forms import Activation, NormForm
 from swiftbatch.worker.kernels.packed import CODE_BITS, TABLES, Code, PackedMatrix, Weight
 from swiftbatch.worker.kernels.routing import Routing, Score
+from swiftbatch.worker.kernels.sizes import ROW_CHOICES
 from swiftbatch.worker.papers.griffin.triton import draft_layer_kernels as griffin
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+MOST_ROWS = ROW_CHOICES[-1]
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, NUM_SPLITS = 4096, 32, 8, 128, 14336, 54  # Llama 3.1 8B
 KEPT = {"int8": "*i8", "e4m3": "*u8"}  # by what a kernel's name ends with: its keys and values in 8 bits
 NUMBERS = {"scale_log2": "fp32", "epsilon": "fp32", "scale": "fp32"}
@@ -121,6 +123,7 @@ def kernels(dtype: str) -> dict[str, Made]:
         | packed_kernels()
         | coded_kernels(dtype)
         | expert_kernels(dtype)
+        | wide_kernels(dtype)
     )
 
 
@@ -135,6 +138,30 @@ def coded_kernels(dtype: str) -> dict[str, Made]:
         "rope": kernels_besides_attention()["rope"],
     }
     return {f"{name} in {code}": made for name, made in plain.items() for code in KEPT}
+
+
+def wide_kernels(dtype: str) -> dict[str, Made]:
+    """The kernels whose code follows from the number of rows, for the most of them."""
+    attention = AttentionShape(KV_HEADS, HEADS // KV_HEADS, HEAD_DIM, 16, DTYPES[dtype], MOST_ROWS)
+    paged = without(attention.prefix_constants(), "HAS_BIAS", "bias_ptr") | {"PAGE": GPU_PAGE}
+    packed = packed_zeros("uint4", HIDDEN, 128, has_offsets=True)
+    tile = linear.tile_rows(torch.zeros(MOST_ROWS, 1, dtype=DTYPES[dtype]))
+    product = linear.multiply_constants(HIDDEN, False, tile)
+    choice_of = router.choice_constants(QWEN3, 2048, DTYPES[dtype], False, False, False, MOST_ROWS)
+    found: dict[str, Made] = {
+        "prefix in pages": (prefix.prefix_split, paged),
+        "tail": (tail.tail_merge, without(attention.tail_constants(), "HAS_SINKS", "sinks_ptr")),
+        "linear": (linear.multiply_columns, without(product, "HAS_BIAS", "bias_ptr")),
+        "experts' router": (router.multiply_router, router.router_constants(2880, 128, MOST_ROWS)),
+        "choice of Qwen3": (router.choose_row, choice_of | dict.fromkeys(("router_bias_ptr", "choice_bias_ptr"))),
+        "sort of choices": (router.sort_choices, router.sort_constants(QWEN3, MOST_ROWS)),
+    }
+    constants = scan_constants(attention, TextSizes(32, 4, KV_HEADS, HEAD_DIM, 97, 256, 16))
+    found["look at clouds"] = clouds.look_at_clouds, constants["look_at_clouds"]
+    if dtype == "bf16":
+        constants = without(packed_linear.packed_constants(packed, False, tile), "HAS_BIAS", "bias_ptr")
+        found["packed uint4 with offsets"] = packed_linear.multiply_packed_columns, constants
+    return {f"{name} of {MOST_ROWS} rows": made for name, made in found.items()}
 
 
 def scan_kernels(dtype: str, head_dim: int = HEAD_DIM) -> dict[str, Made]:

@@ -22,6 +22,7 @@ from tests.worker.kernels.cuda.compiling import (
     kernels_besides_attention,
     packed_kernels,
     scan_kernels,
+    wide_kernels,
 )
 
 pytestmark = pytest.mark.long
@@ -47,6 +48,7 @@ IN_OTHER_FORMS = (  # whose own form is compiled every day
     *("prefix in int8", "tail in int8", "attend to the best in e4m3", "rope in e4m3"),
     *("choice of Qwen3", "choice of Phi-3.5", "sort of choices", "experts' downs", "sum of choices"),
     *("FP8 experts", "NVFP4 experts"),
+    *(name for name in wide_kernels("bf16") if not name.startswith(("linear", "sort of choices"))),
 )
 WIDE = [f"{name} of heads of {width}" for name in ("prefix", "tail", "packed tail") for width in OTHER_WIDTHS]
 Report = dict[str, Any]
@@ -146,6 +148,18 @@ def test_experts_spill_nothing_and_share_a_processor(
             assert 4 * 128 * report["registers"] <= 2**16, report
 
 
+@KINDS
+def test_kernels_for_the_most_rows_spill_nothing_and_fit_into_shared_memory(
+    compiled: Callable[..., list[Report]], dtype: str, capabilities: tuple[int, ...]
+) -> None:
+    reports = compiled(dtype, capabilities, *wide_kernels(dtype))
+    assert len(reports) == len(capabilities) * len(asked_for(capabilities, wide_kernels(dtype)))
+    for report in reports:
+        assert fits(report), report
+        if report["kernel"].startswith(("linear", "packed")) and dtype == "bf16":
+            assert report["layouts"] == [[4, 1]], report  # warps lie along the rows: no weight is read twice
+
+
 @pytest.mark.parametrize("capabilities", [H100, pytest.param(BOTH, marks=pytest.mark.slow)])
 def test_packed_products_spill_nothing_and_multiply_as_the_plain_one(
     compiled: Callable[..., list[Report]], capabilities: tuple[int, ...]
@@ -211,7 +225,7 @@ def test_every_kernel_that_is_launched_is_among_them() -> None:
     launched = {name for path in sources for name in launch.findall(path.read_text())}
     assert launched == {kernel.__name__ for kernel, _ in kernels("bf16").values()}
     others = {*scan_kernels("bf16"), *kernels_besides_attention(), *packed_kernels(), *expert_kernels("bf16")}
-    others |= set(coded_kernels("bf16"))
+    others |= {*coded_kernels("bf16"), *wide_kernels("bf16")}
     assert set(kernels("bf16")) == {*ATTENTION, *WIDE, *others}
     of_every_day = {kernel.__name__ for name, (kernel, _) in kernels("bf16").items() if name not in IN_OTHER_FORMS}
     assert launched == of_every_day

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS
 from swiftbatch.worker.kernels.cuda.expert_products import CudaExperts
 from swiftbatch.worker.kernels.cuda.router import TILE, num_tiles
 from swiftbatch.worker.kernels.cuda.stacked_experts import stacked_experts
@@ -19,6 +18,7 @@ from swiftbatch.worker.kernels.expert_weights import ExpertWeights
 from swiftbatch.worker.kernels.forms import Activation
 from swiftbatch.worker.kernels.packed import Code
 from swiftbatch.worker.kernels.routing import Routing, Score
+from swiftbatch.worker.kernels.sizes import NUM_ROWS
 from tests.worker.kernels.cuda.launches import launched
 from tests.worker.kernels.expert_parts import EXPERT_SHAPES, ExpertShape, random_experts
 from tests.worker.kernels.kernel_parts import BF16, FLOAT32

@@ -16,6 +16,7 @@ from swiftbatch.worker.caches.offloaded_arena import OffloadedArena, OffloadedSl
 from swiftbatch.worker.caches.paged_arena import PagedArena
 from swiftbatch.worker.kernels.choice import CudaKernels
 from swiftbatch.worker.kernels.cuda.stacked import stacked_weights
+from swiftbatch.worker.kernels.sizes import NUM_ROWS
 from swiftbatch.worker.model.dense import dense_weights
 from swiftbatch.worker.model.files import ModelFiles
 from swiftbatch.worker.target.cuda.cuda_forwards import CudaForwards
@@ -59,6 +60,7 @@ def cuda_target(
     attention: AttentionName = "triton",
     kv_dtype: KVDtype | None = None,
     num_pages: int | None = None,
+    num_rows: int = NUM_ROWS,
 ) -> TargetModel:
     """Caches are full of NaN where nothing was written. `num_pages` None: as many as all slots may have."""
     weights = dense_weights(files, dtype)
@@ -66,7 +68,7 @@ def cuda_target(
     arena = arena_of(cuda_cache_shape(weights, CPU, kv_dtype), num_slots, longest_job, attention, num_pages)
     leave_unwritten(arena.buffer)
     stacked = stacked_weights(weights, CPU)
-    kernels = CudaKernels(attention, linear)
+    kernels = CudaKernels(attention, linear, num_rows)
     forwards = CudaForwards(stacked, arena, frozenset(), NUM_SPLITS, kernels, capture=CheckedGraph)
     return TargetModel(forwards, files)
 

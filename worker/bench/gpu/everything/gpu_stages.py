@@ -36,7 +36,7 @@ STAGES = (
     GPUStage("draws", ".draw_stage:draws", 90, ("Sorting for top-k, top-p and eta",)),
     GPUStage("jobs", ".job_stage:jobs", 150, ("Steps of many jobs", "The reserves")),
     GPUStage("host", ".host_stage:host", 60, ("Steps of many jobs",)),
-    GPUStage("wide products", ".speed_stages:wide_products", 60, ("Forwards of 128 and 256 rows",)),
+    GPUStage("wide products", ".speed_stages:wide_products", 120, ("Forwards of 128 and 256 rows",)),
     GPUStage("scans", ".speed_stages:scans", 90, ("Scanned texts",)),
     GPUStage("copies", ".copy_stage:copies", 90, ("Copies beside the computation", "Offloaded caches")),
     GPUStage("graph memory", ".speed_stages:graph_memory", 60, ("The reserves",)),

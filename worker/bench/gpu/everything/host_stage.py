@@ -26,6 +26,7 @@ from swiftbatch.worker.exactness.first_run.findings import Finding, Row
 from swiftbatch.worker.exactness.first_run.parts import ArenaTarget, Parts
 from swiftbatch.worker.kernels.cuda.decoder import CudaDecoder
 from swiftbatch.worker.kernels.cuda.graph import Graph, Repeated, Work
+from swiftbatch.worker.kernels.sizes import ROW_CHOICES
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.target.step_costs import ROW_COUNTS, StepCosts
 
@@ -67,7 +68,8 @@ def host(trial: Trial) -> Iterator[Try]:
         write_random(SHAPE, 1, trial.scratch, CPU).rename(folder)
     parts = Parts.of(locate_model(str(folder)), "float32", CPU)
     for num_jobs in trial.sizes.host_counts:
-        yield f"{num_jobs} at a time", functools.partial(_steps, parts, num_jobs, trial.sizes.num_host_steps)
+        wide = parts.with_rows(next(rows for rows in ROW_CHOICES if rows >= num_jobs))
+        yield f"{num_jobs} at a time", functools.partial(_steps, wide, num_jobs, trial.sizes.num_host_steps)
 
 
 def _steps(parts: Parts, num_jobs: int, num_steps: int) -> Finding:
