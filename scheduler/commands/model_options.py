@@ -65,7 +65,6 @@ COMPUTING = all_of(DTYPE, click.option("--device", type=DEVICES, default=Computa
 CUDA_KERNELS = all_of(
     click.option("--attention", type=ATTENTIONS, default=Computation.attention, help=ATTENTION_HELP),
     click.option("--linear", type=LINEARS, default=Computation.linear, help=LINEAR_HELP),
-    click.option("--rows", "num_rows", type=ROWS, default=Computation.num_rows, help=ROWS_HELP),
 )
 JSON = click.option(
     "--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="File for the figures."

@@ -5,11 +5,29 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from swiftbatch.scheduler.driver.job_queue import JobQueue
+from swiftbatch.scheduler.driver.speed import JOB_SHARE
 from swiftbatch.scheduler.driver.worker_fleet import Fleet, Worker
 
 SLACK = 1.1  # a longest job that ends so much later than it could is worth moving others for,
 MIN_RELIEF_SECONDS = 2.0  # if it ends so much sooner then: to be handed back and to go on elsewhere takes about as long
+MOST_PLANNED = 10_000  # jobs: among more, long ones are seldom many workers' matter, and a plan is dear
+PLAN_SLACK = 1.05  # a plan is what nobody can do better, and some jobs are always on their way
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The time in which all jobs could end, and the seconds of a token of a job among 1, 2, ... on its worker."""
+
+    seconds: float
+    per_token: NDArray[np.float64]
+
+    def most_jobs(self, num_left: int) -> int:
+        """The most jobs among which one with so many tokens left ends in time; one always may be alone."""
+        return max(1, int(np.searchsorted(self.per_token, PLAN_SLACK * self.seconds / max(1, num_left), "right")))
 
 
 @dataclass(frozen=True)
@@ -34,6 +52,33 @@ class Balance:
         """
         is_share_of_jobs = num_held >= math.ceil(self._queue.num_to_run / self._num_workers)
         return is_share_of_jobs or (num_held > 0 and num_left >= self._queue.num_tokens_left / self._num_workers)
+
+    def plan(self, most_jobs: int) -> Plan | None:
+        """The time in which workers with up to so many jobs each could end all that are left, long ones among few.
+
+        None for one worker, whose jobs need not be parted, and for very many jobs.
+        """
+        num_ready = sum(worker.state == "ready" for worker in self._fleet.workers)  # others may never come
+        if num_ready < 2 or self._queue.num_unfinished > MOST_PLANNED:
+            return None
+        lefts = np.maximum(1, self._queue.expected_lefts())
+        per_token = self._seconds_per_token(most_jobs)
+        low = float(lefts.max(initial=1) * per_token[0])
+        high = max(low, float(lefts.sum() * per_token[0]))
+        while high > 1.01 * low:
+            middle = math.sqrt(low * high)
+            if _worker_seconds(lefts, per_token, middle) <= num_ready * middle:
+                high = middle
+            else:
+                low = middle
+        return Plan(high, per_token)
+
+    def _seconds_per_token(self, most_jobs: int) -> NDArray[np.float64]:
+        """The seconds of a token of a job among 1, 2, ...; any unit is good where nothing is known yet."""
+        pace, numbers = self._fleet.pace, range(1, most_jobs + 1)
+        if pace.seconds_per_token(1) > 0:
+            return np.maximum.accumulate([pace.seconds_per_token(number) for number in numbers])
+        return 1 - JOB_SHARE + JOB_SHARE * np.array(numbers) / most_jobs
 
     def of_last(self, now: float) -> Last | None:
         """The worker whose longest job ends last, and how fast the others are.
@@ -90,3 +135,9 @@ class Balance:
             seconds += (left - before) * pace.seconds_per_token(len(lefts) - num_ended)
             before = left
         return seconds
+
+
+def _worker_seconds(lefts: NDArray[np.int64], per_token: NDArray[np.float64], seconds: float) -> float:
+    """The time of workers that jobs take if each is among as many others as let it end in so many seconds."""
+    num_jobs = np.clip(np.searchsorted(per_token, seconds / lefts, "right"), 1, len(per_token))
+    return float((lefts * per_token[num_jobs - 1] / num_jobs).sum())

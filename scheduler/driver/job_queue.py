@@ -7,6 +7,7 @@ Which one runs next is decided in `waiting_jobs.py`.
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable
 from itertools import count
@@ -36,6 +37,12 @@ class Outlook(NamedTuple):
 
     growths: list[Growth]
     mean_length: float  # tokens at their ends
+
+    def beside(self, growth: Growth, num_prompt_tokens: int) -> Outlook:
+        """The same with one more job."""
+        growths, num_jobs = [*self.growths], len(self.growths)
+        insort(growths, growth, key=_left)
+        return Outlook(growths, (num_jobs * self.mean_length + growth.end - num_prompt_tokens) / (num_jobs + 1))
 
 
 def _always(_growth: Growth) -> bool:
@@ -307,6 +314,12 @@ class JobQueue:
         num_unexpected = self._forecast().num_unexpected(self._living)
         return max(0, self._num_tokens_left - num_unexpected) + self._untouched.num_expected_left
 
+    def expected_lefts(self) -> NDArray[np.int64]:
+        """The tokens that each job which has not ended is expected to draw yet."""
+        forecast = self._forecast()
+        touched = [_num_expected(job, forecast) for job in self._touched.values() if not job.has_ended]
+        return np.concatenate([np.array(touched, np.int64), self._untouched.expected_lengths()])
+
     def num_expected(self, job_id: str) -> int:
         """Tokens that a running job is expected to draw yet."""
         return _num_expected(self._running[job_id], self._forecast())
@@ -341,7 +354,10 @@ class JobQueue:
     def _run(self, job: UnfinishedJob) -> None:
         self._held[job.worker_id].add(job.entry.job_id)
         self._running[job.entry.job_id] = job
-        self._outlooks.pop(job.worker_id, None)
+        if (known := self._outlooks.get(job.worker_id)) is not None and self._known_forecast is not None:
+            self._outlooks[job.worker_id] = known.beside(
+                _growth(job, self._known_forecast), job.entry.num_prompt_tokens
+            )
 
     def _count_living(self, job: UnfinishedJob, *, is_there: bool) -> None:
         """Count a job of a worker where it is now, or no longer."""
@@ -469,7 +485,8 @@ def _growth(job: UnfinishedJob, forecast: Forecast) -> Growth:
     """The positions of a job: its prompt's, and those of the tokens that it has and is expected to have."""
     num_prompt_tokens = job.entry.num_prompt_tokens
     num_final_tokens = job.num_generated_tokens + _num_expected(job, forecast)
-    return Growth(num_prompt_tokens + job.num_generated_tokens, num_prompt_tokens + num_final_tokens)
+    now, end = (num_prompt_tokens + number for number in (job.num_generated_tokens, num_final_tokens))
+    return Growth(now, end, job.prompt.num_tokens)
 
 
 def _num_expected(job: UnfinishedJob, forecast: Forecast) -> int:

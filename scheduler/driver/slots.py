@@ -27,6 +27,11 @@ class Slots:
         self._num_slots = num_slots
         self._fleet = fleet
 
+    def most_anywhere(self) -> int:
+        """The most jobs that run on any worker at a time; before one has started, those that the user wants."""
+        started = [self.most_jobs(worker) for worker in self._fleet.workers if worker.info]
+        return max(started, default=self._num_slots or MOST_SLOTS)
+
     def is_full(self, worker: Worker, num_held: int) -> bool:
         """Tell whether a worker with so many jobs takes no other, however short it is."""
         return 0 < num_held >= self.most_jobs(worker)
@@ -59,7 +64,7 @@ class Slots:
         page = PAGE if pool is None else pool.page
         if _at_their_ends(held, job, beside, page) <= num_pages * page:
             return True  # as most often; to look when each ends is dear
-        jobs = [Growth(each.now + beside, each.end + beside) for each in (*held, job)]
+        jobs = [each._replace(now=each.now + beside, end=each.end + beside) for each in (*held, job)]
         return most_pages(jobs, page, worker.info.held_positions) <= num_pages
 
     def num_pages(self, worker: Worker) -> int | None:

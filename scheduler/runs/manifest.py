@@ -16,13 +16,13 @@ from swiftbatch.jobs.run.job_index import JobIndex
 from swiftbatch.jobs.run.run import Run, RunError, RunManifest
 from swiftbatch.jobs.storage.uris import shown_uri
 from swiftbatch.scheduler.runs.settings import Settings
-from swiftbatch.worker.caches.memory.memory_plan import GPUMemory
+from swiftbatch.worker.caches.memory.memory_plan import GPUMemory, splits_of
 from swiftbatch.worker.caches.memory.model_sizes import read_sizes
 from swiftbatch.worker.caches.memory.row_choice import RunLoad, most_rows, rows_that_pay
 from swiftbatch.worker.config import Computation
 from swiftbatch.worker.drafters.catalogue import PLAIN_ENGINE
 from swiftbatch.worker.exactness.verdicts import known_verdict, verdict_key
-from swiftbatch.worker.inspection.inspection import CONTEXT_BYTES, GPU_BYTES, NUM_SPLITS
+from swiftbatch.worker.inspection.inspection import CONTEXT_BYTES, GPU_BYTES, GPUS
 from swiftbatch.worker.kernels.choice import CudaKernels
 from swiftbatch.worker.kernels.instruction_sets import chosen_numerics
 from swiftbatch.worker.kernels.kv_dtypes import refuse_kv_dtype
@@ -107,7 +107,8 @@ def with_rows(manifest: RunManifest, files: ModelFiles, jobs: JobIndex, settings
     num_jobs = min(settings.num_slots or len(jobs), -(-len(jobs) // settings.num_workers))
     load = RunLoad(num_jobs, float(held.mean()), manifest.engine != PLAIN_ENGINE)
     most = most_rows(capability, sizes.item_size, bool(sizes.packed) or manifest.linear == "triton")
-    num_rows = rows_that_pay(sizes, GPUMemory(free_bytes, max(NUM_SPLITS.values())), load, most)
+    gpu = GPUMemory(free_bytes, splits_of(max(GPUS.values()), sizes))
+    num_rows = rows_that_pay(sizes, gpu, load, most)
     return with_model(manifest.model_copy(update={"num_rows": num_rows}), files)
 
 

@@ -96,7 +96,7 @@ def submission(
     `refuse_if_taken`) and StoreError, each with one line for the user; then no job of the file is in the run.
     """
     manifest = kept_or_new_manifest(run_uri, settings)
-    is_new = not manifest.model_fingerprint
+    is_for_gpus = not manifest.model_fingerprint and manifest.device != "cpu"  # a new run, or it has its rows
     said = [jobs] if isinstance(jobs, str) else jobs
     files = locate_model(manifest.model)
     codec = TextCodec(files, manifest.thinking_markers)
@@ -114,7 +114,7 @@ def submission(
         rejects = [*reader.rejects, *notes.rejects]
         if rejects and is_strict:
             raise StrictError(said[0], [reader.placed(reject) for reject in _in_order(rejects)])
-        if is_new:
+        if is_for_gpus:
             manifest = with_rows(manifest, files, JobIndex.of(parts_of(table, COLUMNS)), settings)
         planned = Run.planned(run_uri, manifest, settings.start_retries)
         with Hold(planned, may_take_over, forgets_cancel=True) as hold:

@@ -36,7 +36,7 @@ class MoveRows(Protocol):
 
 
 class KVArena:
-    """`buffer [num_layers, 2, num_slots, num_kv_heads, capacity, row_width]`, which never moves and never grows.
+    """`buffer [num_layers, num_parts, num_slots, num_kv_heads, capacity, row_width]`, which never moves or grows.
 
     One capacity for the whole run: attention may cut splits by it, and graphs keep addresses.
     """
@@ -97,7 +97,7 @@ class KVArena:
 
     def _allocate(self) -> torch.Tensor:
         shape = self.shape
-        size = (shape.num_layers, 2, self.num_slots, shape.num_kv_heads, self.capacity, shape.row_width)
+        size = (shape.num_layers, shape.num_parts, self.num_slots, shape.num_kv_heads, self.capacity, shape.row_width)
         return torch.empty(size, dtype=shape.row_dtype, device=shape.device)
 
     def _lease(self, slot: int) -> SlotLease:
@@ -121,7 +121,7 @@ class ArenaKVCache(FullKVCache):
     def __init__(
         self, arena: KVArena, lease: SlotLease, max_length: int, rows: torch.Tensor, staging: Staging | None
     ) -> None:
-        """`rows [num_layers, 2, num_kv_heads, max_length + MAX_TREE_NODES, row_width]`, wherever they are kept."""
+        """`rows [num_layers, num_parts, num_kv_heads, max_length + MAX_TREE_NODES, row_width]`, wherever they lie."""
         self._lease, self._staging = lease, staging
         self._arena = arena
         super().__init__(arena.shape, max_length, rows)
@@ -133,7 +133,7 @@ class ArenaKVCache(FullKVCache):
 
     @property
     def rows(self) -> torch.Tensor:
-        """The cache's part of the buffer, `[num_layers, 2, num_kv_heads, max_length + MAX_TREE_NODES, row_width]`.
+        """The cache's part of the buffer, `[num_layers, num_parts, num_kv_heads, max_length + MAX_TREE_NODES, -]`.
 
         Of a pool all of it, with entries where `page_table` says.
         """

@@ -79,7 +79,7 @@ class PageLease(SlotLease):
 
 
 class PagedArena(KVArena):
-    """A `KVArena` whose `buffer [num_layers, 2, 1, num_kv_heads, num_pages * page, row_width]` all slots share."""
+    """A `KVArena` whose `buffer [num_layers, num_parts, 1, num_kv_heads, num_pages * page, row_width]` all share."""
 
     pages: PageTable
 
@@ -108,7 +108,7 @@ class PagedArena(KVArena):
 
     def _allocate(self) -> torch.Tensor:
         shape = self.shape
-        size = (shape.num_layers, 2, 1, shape.num_kv_heads, self.num_pages * self.page, shape.row_width)
+        size = (shape.num_layers, shape.num_parts, 1, shape.num_kv_heads, self.num_pages * self.page, shape.row_width)
         return torch.empty(size, dtype=shape.row_dtype, device=shape.device)
 
     def _lease(self, slot: int) -> PageLease:
@@ -152,8 +152,8 @@ class PagedKVCache(ArenaKVCache):
         return self.stored_between(index, slice(0, min(self._capacity, len(self.pages) * self._page)))
 
     def stored_between(self, layer: int, positions: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = self._joined(self._buffer[layer], positions)
-        return keys, values
+        parts = self._joined(self._buffer[layer], positions)
+        return parts[0], parts[-1]
 
     def rows_between(self, positions: slice) -> torch.Tensor:
         return self._joined(self._buffer, positions)
@@ -164,7 +164,7 @@ class PagedKVCache(ArenaKVCache):
         end = first_entry + key.shape[1]
         self.reserve(end)
         for number, own in self._pieces(first_entry, end):
-            for part, rows in enumerate((key, value)):
+            for part, rows in enumerate((key, value)[: self.shape.num_parts]):
                 self._buffer[layer, part, :, own] = self.shape.kept(rows[:, number])
         return self.layer(layer)
 

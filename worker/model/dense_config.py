@@ -132,10 +132,8 @@ class OtherDecoderError(ValueError):
 
 
 def refuse_layers_on(device_type: str, config: Mapping[str, Any]) -> None:
-    """Raise OtherDecoderError for layers that the kernels of a device do not have: with states, or latent vectors."""
+    """Raise OtherDecoderError for layers that the kernels of a device do not have: with states."""
     form = KINDS.get(str(config.get("model_type")))
-    if form is not None and form.latent is not None and device_type != "cpu":
-        raise OtherDecoderError("its keys and values are made of latent vectors, which our kernels run on CPUs alone")
     has_states = form is not None and form.mixer is not None and bool(set(layer_types(config) or ()) & RECURRENT)
     if has_states and device_type != "cpu":
         raise OtherDecoderError("its layers have states, which our kernels run on CPUs alone")

@@ -22,17 +22,17 @@ class CacheRoom(NamedTuple):
             return True
         job, num_tokens = assignment.sent, assignment.num_reported_tokens
         growths = [self._growth_of(job) for job in jobs]
-        growths.append(self._growth(job.num_prompt_tokens, num_tokens, assignment.num_expected_tokens))
+        growths.append(self._growth(job.num_prompt_tokens, num_tokens, assignment))
         return most_pages(growths, self.sizes.page, self.sizes.held) <= self.num_pages
 
     def _growth_of(self, job: RunningJob) -> Growth:
         sequence = job.sequence
-        num_expected = job.assignment.num_expected_tokens
-        return self._growth(sequence.num_prompt_tokens, sequence.num_generated_tokens, num_expected)
+        return self._growth(sequence.num_prompt_tokens, sequence.num_generated_tokens, job.assignment)
 
-    def _growth(self, num_prompt_tokens: int, num_tokens: int, num_expected: int) -> Growth:
-        num_before = num_prompt_tokens + self.sizes.num_beside
-        return Growth(num_before + num_tokens, num_before + max(num_tokens, num_expected))
+    def _growth(self, num_prompt_tokens: int, num_tokens: int, assignment: Assignment) -> Growth:
+        num_before, num_expected = num_prompt_tokens + self.sizes.num_beside, assignment.num_expected_tokens
+        end = num_before + max(num_tokens, num_expected)
+        return Growth(num_before + num_tokens, end, assignment.num_shared_tokens)
 
 
 class Reserve:

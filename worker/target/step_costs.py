@@ -204,13 +204,14 @@ def _measure_spread(target: TargetModel, cache: FullKVCache, counts: ExpertCount
     """Time rows that meet the same experts beside those that meet their own, and count these."""
     cache.roll_back(0)
     cache.advance(BLOCK)
+    counts.forget()
     seconds, met = np.zeros((2, len(ROW_COUNTS))), np.zeros((2, len(ROW_COUNTS)))
     for which, stride in enumerate((0, PROBE_STRIDE)):
         rows = [_probe_rows(cache, number, target.vocab_size, stride) for number in ROW_COUNTS]
         seconds[which] = _least_seconds(target, [functools.partial(target.verify, [each]) for each in rows])
         for column, each in enumerate(rows):
             target.verify([each])
-            met[which, column] = counts.newest
+            met[which, column] = counts.newest()
     counts.forget()
     alike, apart = np.maximum.accumulate(seconds, axis=1)
     return ExpertSpread(ROW_COUNTS, np.maximum(0, apart - alike), met[0], met[1], counts)

@@ -184,7 +184,7 @@ def asks_for(target: TargetModel) -> str:
 
 def where_it_runs(kind: str) -> tuple[str, str]:
     """The code that computes a kind as it is published, on a CPU and on a GPU."""
-    if kind in HYBRID_KINDS or (kind in DENSE_KINDS and DENSE_KINDS[kind].latent is not None):
+    if kind in HYBRID_KINDS:
         return "kernels", "transformers"
     if kind in DENSE_KINDS and kind not in RECURRENT_KINDS:
         return "kernels", "kernels"
@@ -250,12 +250,11 @@ tokens (MTP) are no part of the model: `auto` [drafts with them](engines.md#the-
 
 ## Latent attention
 
-The heads of DeepSeek V2 and V3, Kimi K2 and GLM-4.7-Flash make their keys and values of one vector per position. On a
-CPU, caches and checkpoints of our kernels hold that vector and the turned part of the keys, which all heads share:
-54 KB per position of GLM-4.7-Flash, where keys and values of all heads would take 963 KB. A query goes through its
-head's keys to the vector's dimensions, and what it finds there through the head's values. On a GPU the layers of
-transformers run, with keys and values of all heads. `auto` drafts with trees for these models, without chains that scan
-keys, and `--kv-dtype` is refused.
+The heads of DeepSeek V2 and V3, Kimi K2 and GLM-4.7-Flash make their keys and values of one vector per position. The
+caches and checkpoints of our kernels hold that vector and the turned part of the keys, which all heads share: 54 KB per
+position of GLM-4.7-Flash, where keys and values of all heads would take 963 KB. A query goes through its head's keys to
+the vector's dimensions, and what it finds there through the head's values. `auto` drafts with trees for these models,
+without chains that scan keys, and `--kv-dtype` is refused.
 
 ## Layers with states
 

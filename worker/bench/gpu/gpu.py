@@ -26,6 +26,6 @@ def run_gpu_bench(options: GPUBenchOptions, report: Callable[[str], None] = lamb
     from swiftbatch.worker.bench.gpu.measuring import measured
     from swiftbatch.worker.exactness.first_run.parts import Parts
 
-    kernels = CudaKernels(options.attention, options.linear, options.num_rows)
+    kernels = CudaKernels(options.attention, options.linear)
     parts = Parts.of(locate_model(options.model), options.dtype, torch.device("cuda"), kernels)
     return measured(parts, options, report)

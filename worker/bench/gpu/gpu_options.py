@@ -7,16 +7,16 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field, field_validator
 
-from swiftbatch.jobs.run.option_values import AttentionName, Device, LinearName, NumRows
+from swiftbatch.jobs.run.option_values import AttentionName, Device, LinearName
 from swiftbatch.worker.bench.options import BenchOptions, Positions
 from swiftbatch.worker.config import Computation
 from swiftbatch.worker.drafters.catalogue import ENGINES
-from swiftbatch.worker.kernels.sizes import ROW_CHOICES
+from swiftbatch.worker.kernels.sizes import NUM_ROWS
 
 
 def _slots(numbers: tuple[int, ...]) -> tuple[int, ...]:
-    if not numbers or not all(1 <= each <= ROW_CHOICES[-1] for each in numbers):
-        raise ValueError(f"got {', '.join(map(str, numbers)) or 'none'}; expected 1 to {ROW_CHOICES[-1]}")
+    if not numbers or not all(1 <= each <= NUM_ROWS for each in numbers):
+        raise ValueError(f"got {', '.join(map(str, numbers)) or 'none'}; expected 1 to {NUM_ROWS}")
     return tuple(sorted(set(numbers)))
 
 
@@ -36,7 +36,6 @@ class GPUBenchOptions(BenchOptions):
     num_tokens: int = Field(ge=5)  # of each engine at each length
     attention: AttentionName = Computation.attention
     linear: LinearName = Computation.linear
-    num_rows: NumRows = Computation.num_rows  # of a forward
     text: Path | None = None
 
     @field_validator("engines")

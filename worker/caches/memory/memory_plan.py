@@ -21,6 +21,23 @@ DRAW_SLOT_BYTES = 12  # of a token for each job: counted twice, and its bias
 GRAPH_RESERVE = 400_000_000  # graphs, cuBLAS workspaces, what draws keep of slots, rounding: not measured yet
 
 
+PROGRAMS_PER_MULTIPROCESSOR = 4  # attention's programs: two waves of two, as their shared memory allows
+LATENT_TILE_HEADS = 64  # heads of a row that a program of latent attention has, whose memory is all of a multiprocessor
+
+
+def splits_of(num_multiprocessors: int, sizes: ModelSizes, num_rows: int = NUM_ROWS) -> int:
+    """Parts that prefixes are attended to in: a constant of device, model and rows, so bits depend on all of them.
+
+    The more rows a forward has, the more jobs share the device, and the fewer parts each needs: partial sums of all
+    rows stay as large.
+    """
+    if sizes.latent is None:
+        num_splits = PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors // sizes.num_kv_heads
+    else:
+        num_splits = num_multiprocessors // -(-sizes.num_heads // LATENT_TILE_HEADS)
+    return max(1, num_splits * NUM_ROWS // num_rows)
+
+
 def slot_capacity(max_length: int) -> int:
     """Entries of an arena's slot for jobs of up to `max_length` positions: these, a tree behind them, whole blocks."""
     return -(-(max_length + MAX_TREE_NODES) // CAPACITY_BLOCK) * CAPACITY_BLOCK
@@ -56,7 +73,7 @@ class GPUMemory:
         return PADDED_ROWS[self.attention](sizes.num_heads // sizes.num_kv_heads) * self._bytes_per_row(sizes)
 
     def _bytes_per_row(self, sizes: ModelSizes) -> int:
-        return self.num_splits * sizes.num_heads * (sizes.head_dim + 1) * 4
+        return self.num_splits * sizes.num_heads * (sizes.value_dim + 1) * 4
 
 
 @dataclass(frozen=True)
@@ -215,7 +232,12 @@ def _row_bytes(sizes: ModelSizes, num_rows: int, logit_bytes: int = LOGIT_BYTES)
     And of experts, what each that a row chose makes of it.
     """
     query, key = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
-    widths = 4 * sizes.hidden + (query + 2 * key) + 2 * query + 3 * sizes.intermediate
+    heads = (query + 2 * key) + 2 * query
+    if (latent := sizes.latent) is not None:
+        given = sizes.num_heads * latent.query_dim
+        of_vectors = 2 * latent.query_rank + given if latent.query_rank else given
+        heads = of_vectors + latent.entry_dim + query + sizes.num_heads * (latent.rank + latent.value_dim)
+    widths = 4 * sizes.hidden + heads + 3 * sizes.intermediate
     if sizes.experts is not None:
         widths += sizes.experts.num_chosen * (sizes.experts.width + sizes.hidden)
     return num_rows * (widths * sizes.item_size + sizes.vocab * logit_bytes)

@@ -10,8 +10,8 @@ from typing import Any
 from swiftbatch.jobs.run.option_values import KVDtype
 from swiftbatch.worker.caches.memory.packed_sizes import PackedPart, num_beside, num_floats, packed_parts
 from swiftbatch.worker.caches.room import ITEM_SIZES, bytes_per_position, state_bytes
-from swiftbatch.worker.kernels.sizes import CUDA_SCALE_BYTES
-from swiftbatch.worker.model.dense_config import OtherDecoderError, read_dense
+from swiftbatch.worker.kernels.sizes import CUDA_SCALE_BYTES, LatentSizes
+from swiftbatch.worker.model.dense_config import DenseConfig, OtherDecoderError, latent_sizes, read_dense
 from swiftbatch.worker.model.expert_config import ExpertConfig
 from swiftbatch.worker.model.files import ModelFiles, read_config, stored_layout
 from swiftbatch.worker.model.formats.contract import StoredTensor
@@ -51,6 +51,18 @@ class ModelSizes:
     state_bytes: int = 0  # of a job, whatever its length: of layers that have a state
     kv_dtype: KVDtype | None = None  # of the keys and values that full caches keep; None: as all others
     experts: ExpertSizes | None = None  # that our kernels multiply
+    latent: LatentSizes | None = None  # then a cache has one head, whose rows are keys and values at once
+    is_scannable: bool = True  # drafts may scan its keys: rows see all positions as they are
+
+    @property
+    def value_dim(self) -> int:
+        """Numbers of what a head finds in a cache."""
+        return self.head_dim if self.latent is None else self.latent.rank
+
+    @property
+    def num_parts(self) -> int:
+        """Rows of a position and a head in a cache."""
+        return 2 if self.latent is None else 1
 
     @property
     def kept_bytes_per_position(self) -> int:
@@ -86,13 +98,24 @@ def sizes_of_stored(config: dict[str, Any], heads: Mapping[str, StoredTensor], d
     return replace(sizes, experts=ExpertSizes(*numbers))
 
 
-def _experts_of(config: dict[str, Any]) -> ExpertConfig | None:
-    """The experts of a model that our kernels for GPUs take."""
+def _dense(config: dict[str, Any]) -> DenseConfig | None:
+    """What our kernels know of a model; None for one that they do not take."""
     try:
-        dense = read_dense(config)
+        return read_dense(config)
     except OtherDecoderError:
         return None
-    return dense.experts if dense.mixer is None and dense.latent is None else None
+
+
+def _experts_of(config: dict[str, Any]) -> ExpertConfig | None:
+    """The experts of a model that our kernels for GPUs take."""
+    dense = _dense(config)
+    return dense.experts if dense is not None and dense.mixer is None else None
+
+
+def _hides(dense: DenseConfig) -> bool:
+    """Tell whether rows of a model do not see all positions as they are: `Forwards.has_windows`."""
+    hides = any(dense.windows) or dense.form.has_sinks or dense.latent is not None
+    return hides or bool(dense.caps.get("scores"))
 
 
 def sizes_of(config: dict[str, Any], number: int, dtype: str, packed: tuple[PackedPart, ...] = ()) -> ModelSizes | None:
@@ -106,18 +129,23 @@ def sizes_of(config: dict[str, Any], number: int, dtype: str, packed: tuple[Pack
     )
     if num_bytes is None or not (num_heads and hidden and intermediate):
         return None
+    dense = _dense(config)
+    latent = latent_sizes("cuda", config)
+    num_kv_heads, head_dim = config.get("num_key_value_heads") or num_heads, config.get("head_dim")
     return ModelSizes(
         num_parameters=number,
         bytes_per_position=num_bytes,
         num_heads=num_heads,
-        num_kv_heads=config.get("num_key_value_heads") or num_heads,
-        head_dim=config.get("head_dim") or hidden // num_heads,
+        num_kv_heads=num_kv_heads if latent is None else 1,
+        head_dim=(head_dim or hidden // num_heads) if latent is None else latent.entry_dim,
         hidden=hidden,
         intermediate=intermediate,
         vocab=config["vocab_size"],
         item_size=ITEM_SIZES[dtype],
         packed=packed if dtype == PACKED_DTYPE else (),
         state_bytes=state_bytes(config, dtype),
+        latent=latent,
+        is_scannable=dense is None or not _hides(dense),
     )
 
 

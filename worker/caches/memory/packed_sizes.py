@@ -15,8 +15,10 @@ from swiftbatch.worker.model.formats.contract import StoredTensor
 from swiftbatch.worker.model.gguf.tensor_types import PACKED, PackedKind
 from swiftbatch.worker.model.text_view import EMBEDDING, HEAD
 
-PRODUCT = re.compile(r"^model\.layers\.\d+\.(?:self_attn|mlp)\.(\w+)_proj\.weight$")
+PRODUCT = re.compile(r"^(model\.layers\.\d+\.(?:self_attn|mlp)\.)(\w+)_proj(?:_with_mqa)?\.weight$")
 STACKED = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}  # parts, and the product of them
+STACKED |= {"q_a": "qkv", "kv_a": "qkv"}  # to latent vectors
+OF_HEADS = "kv_b"  # from a latent vector to each head's keys and values: never packed
 FACTOR_BYTES = 4  # of a scale or an offset
 
 
@@ -50,9 +52,8 @@ def packed_parts(
         for pattern, product in of_experts:
             if (layer := pattern.match(name)) is not None:
                 products[f"{layer[1]}{product}"].append(head)
-        if (found := PRODUCT.match(name)) is not None:
-            role = found[1]
-            products[name.replace(f".{role}_proj.", f".{STACKED.get(role, role)}_proj.")].append(head)
+        if (found := PRODUCT.match(name)) is not None and found[2] != OF_HEADS:
+            products[f"{found[1]}{STACKED.get(found[2], found[2])}"].append(head)
         elif name == last:
             products[name].append(head)
     return tuple(part for parts in products.values() if (part := _part(parts)) is not None)

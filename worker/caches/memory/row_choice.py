@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from swiftbatch.worker.caches.memory.memory_plan import NO_DRAFTS, DraftMemory, GPUMemory, one_slot
 from swiftbatch.worker.caches.memory.model_sizes import ModelSizes
+from swiftbatch.worker.caches.memory.pages import HORIZON
 from swiftbatch.worker.kernels.sizes import NUM_ROWS, ROW_CHOICES, most_slots
 
 ROWS_OF_A_DRAFT = 4  # of each job among many; the nodes behind these are seldom accepted
@@ -22,13 +23,13 @@ class RunLoad:
     """The jobs of one worker, as far as the rows of its forwards follow from them."""
 
     num_jobs: int
-    mean_length: float  # positions that a job holds, over its time
+    mean_length: float  # positions that a job holds, over its time, beside what it is to grow by next
     has_drafts: bool
 
 
 def rows_that_pay(sizes: ModelSizes, gpu: GPUMemory, load: RunLoad, most: int) -> int:
     """The fewest rows that hold all jobs that run together, with their drafts; `most` where no choice does."""
-    job_bytes = load.mean_length * sizes.kept_bytes_per_position + sizes.state_bytes
+    job_bytes = (load.mean_length + HORIZON / 2) * sizes.kept_bytes_per_position + sizes.state_bytes
     num_together = max(1, min(load.num_jobs, int(one_slot(sizes, gpu, 1).left_bytes / job_bytes)))
     num_wanted = num_together * (ROWS_OF_A_DRAFT if load.has_drafts else 1)
     for num_rows in ROW_CHOICES:

@@ -14,8 +14,7 @@ from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.exactness.first_run.findings import Finding, Row, differing_bits
 from swiftbatch.worker.exactness.first_run.parts import Parts
 from swiftbatch.worker.exactness.probe import random_tree
-from swiftbatch.worker.kernels.cuda.attend import AttentionShape
-from swiftbatch.worker.kernels.cuda.attentions import ATTENTION_KERNELS
+from swiftbatch.worker.kernels.cuda.attentions import ATTENTION_KERNELS, new_attention, shape_of
 from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, TableLayout
 from swiftbatch.worker.kernels.cuda.upload import Upload
 from swiftbatch.worker.kernels.sizes import NUM_ROWS
@@ -112,9 +111,8 @@ class OneLayer:
         self._parts, sizes = parts, parts.sizes
         self.arena = parts.arena(num_slots, longest, num_layers=1)
         self.arena.buffer.normal_(generator=parts.generator(4))
-        heads_per_kv = sizes.num_heads // sizes.num_kv_heads
-        heads, num_rows = (sizes.num_kv_heads, heads_per_kv, sizes.head_dim), parts.kernels.num_rows
-        shape = AttentionShape(*heads, parts.num_splits, sizes.dtype, num_rows)
+        num_rows = parts.kernels.num_rows
+        shape = shape_of(sizes, parts.num_splits, num_rows)
         capacity, pages = self.arena.capacity, self.arena.pages
         table = (num_slots, capacity, shape.rows_per_group, capacity, sizes.vocab)
         self._layout = TableLayout(*table, page=None if pages is None else pages.page, num_rows=num_rows)
@@ -122,8 +120,9 @@ class OneLayer:
         self._upload = Upload(self._buffer)
         self._table = self._layout.table(self._buffer)
         kernel = ATTENTION_KERNELS[parts.kernels.attention]
-        self._attention = kernel(shape, self._layout, sizes.scale, parts.device)
-        self._mixed = self._rows()
+        self._attention = new_attention(kernel, shape, self._layout, sizes.scale, parts.device)
+        self._value_dim = sizes.head_dim if sizes.latent is None else sizes.latent.rank
+        self._mixed = self._rows(self._value_dim)
         self._caches = [self.arena.new_cache(longest) for _ in range(num_slots)]
         for end in range(BLOCK, longest, BLOCK):
             for cache in self._caches:  # in turn: pages of a slot do not lie side by side
@@ -139,7 +138,7 @@ class OneLayer:
 
     def random_query(self, seed: int) -> Tensor:
         """Draw a query `[num_rows, num_heads, head_dim]`."""
-        query = self._rows().float().normal_(generator=self._parts.generator(seed))
+        query = self._rows(self._parts.sizes.head_dim).float().normal_(generator=self._parts.generator(seed))
         return query.to(self._parts.dtype)
 
     def attended(self, query: Tensor, placed: list[Placed]) -> Tensor:
@@ -159,11 +158,11 @@ class OneLayer:
 
     def attend(self) -> None:
         """Attend over what was uploaded, in two launches."""
-        keys, values = self.arena.buffer[0].expand(-1, len(self._caches), -1, -1, -1)
-        self._attention.attend(0, keys, values, None, self._table, self._mixed, pages=self.arena.pages)
+        kept = self.arena.buffer[0].expand(-1, len(self._caches), -1, -1, -1)
+        self._attention.attend(0, kept[0], kept[-1], None, self._table, self._mixed, pages=self.arena.pages)
 
     def exact(self, query: Tensor, rows: SequenceRows, row: int) -> Tensor:
-        """One row's `[num_heads, head_dim]` in float64, of `query` as it is."""
+        """One row's `[num_heads, value_dim]` in float64, of `query` as it is."""
         length = rows.tail_lengths[row]
         tail = torch.from_numpy(rows.tail_entries[row][:length].copy()).to(query.device)
         kept = rows.cache.stored_between(0, slice(0, rows.first_entry + len(rows)))
@@ -171,7 +170,7 @@ class OneLayer:
         for kv_head, heads in enumerate(query.double().chunk(self._parts.sizes.num_kv_heads)):
             keys, values = (torch.cat([part[kv_head, : rows.boundary], part[kv_head, tail]]).double() for part in kept)
             weights = torch.softmax(heads @ keys.t() * self._parts.sizes.scale, dim=-1)
-            found.append(weights @ values)
+            found.append(weights @ values[:, : self._value_dim])
         return torch.cat(found)
 
     def _tree(self, rng: random.Random, cache: ArenaKVCache, length: int, num_rows: int) -> SequenceRows:
@@ -180,7 +179,7 @@ class OneLayer:
         tree = random_tree(rng, num_rows - 1, max_tree_depth(length), vocab) if num_rows > 1 else DraftTree()
         return tree_rows(cache, rng.randrange(vocab), tree)
 
-    def _rows(self) -> Tensor:
+    def _rows(self, width: int) -> Tensor:
         sizes = self._parts.sizes
-        heads = (self._layout.num_rows, sizes.num_heads, sizes.head_dim)
+        heads = (self._layout.num_rows, sizes.num_heads, width)
         return torch.zeros(heads, dtype=sizes.dtype, device=self._parts.device)

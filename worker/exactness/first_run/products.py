@@ -49,8 +49,10 @@ def weight_shapes(weights: StackedWeights) -> dict[str, list[AnyLinear]]:
     """The products of a forward that all rows meet: of each kind those of one shape, and the head."""
     layers = weights.layers
     own = [layer.own_products for layer in layers if layer.own_products is not None]
+    latents = [layer.latent for layer in layers if layer.latent is not None]
     products = {
         "q, k, v": [layer.query_key_value for layer in layers],
+        "queries of vectors": [each.query for each in latents if each.query is not None],
         "output": [layer.output for layer in layers],
         "gate, up": [gate_up for gate_up, _ in own],
         "down": [down for _, down in own],

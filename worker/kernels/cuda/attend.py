@@ -21,7 +21,7 @@ from swiftbatch.worker.kernels.attention_view import SEES_ALL, AttentionView
 from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, CudaRowTable, PageTable
 from swiftbatch.worker.kernels.cuda.prefix import prefix_split
 from swiftbatch.worker.kernels.cuda.tail import tail_merge
-from swiftbatch.worker.kernels.sizes import NUM_ROWS
+from swiftbatch.worker.kernels.sizes import NUM_ROWS, least_blocks
 
 LOG2_E = math.log2(math.e)
 TAIL_TILE_ROWS = 16  # query heads of a KV head, at most; tensor cores take no fewer
@@ -100,6 +100,7 @@ class AttentionShape:
             "HEADS_PER_KV": self.heads_per_kv,
             "HEAD_DIM": self.head_dim,
             "NUM_SPLITS": self.num_splits,
+            "LEAST_BLOCKS": least_blocks(self.num_rows),
             "BLOCK": BLOCK,
         }
 

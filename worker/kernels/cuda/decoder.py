@@ -1,7 +1,8 @@
 """A dense decoder as CUDA kernels: ten launches a layer, into buffers that never move, for a graph to replay.
 
-Layers that norm the heads of a row together take one launch more, and so do logits with a scale or a soft cap. In a
-layer with experts, six launches stand in the place of the last three, or behind them where all rows meet a part.
+Layers that norm the heads of a row together take one launch more, and so do logits with a scale or a soft cap. Latent
+attention takes two more, and one for queries that are made of a vector. In a layer with experts, six launches stand in
+the place of the last three, or behind them where all rows meet a part.
 """
 
 from __future__ import annotations
@@ -18,10 +19,17 @@ from torch import Tensor
 from swiftbatch.worker.kernels.angles import angles, kept_as, query_scales
 from swiftbatch.worker.kernels.attention_view import SEES_ALL, AttentionView
 from swiftbatch.worker.kernels.cuda.activations import activate
-from swiftbatch.worker.kernels.cuda.attend import AttentionShape
-from swiftbatch.worker.kernels.cuda.attentions import Attention, AttentionKernel, TritonAttention
+from swiftbatch.worker.kernels.cuda.attentions import (
+    Attention,
+    AttentionKernel,
+    LatentAttention,
+    TritonAttention,
+    new_attention,
+    shape_of,
+)
 from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, PageTable, TableLayout
 from swiftbatch.worker.kernels.cuda.expert_products import CudaExperts
+from swiftbatch.worker.kernels.cuda.latent_layers import CudaLatents
 from swiftbatch.worker.kernels.cuda.layer_kernels import add_norm, embed, norm_heads, rope_store
 from swiftbatch.worker.kernels.cuda.linear import LinearKernel
 from swiftbatch.worker.kernels.cuda.logit_cap import cap_logits
@@ -57,7 +65,8 @@ class CudaDecoder:
     ) -> None:
         """Rows see entries of `arena [num_layers, 2, num_slots, num_kv_heads, capacity, row_width]`, on its device.
 
-        It may have room for `RING_LAYERS` layers alone, which take turns; whoever runs layer by layer fills them.
+        Of latent attention it has one part in place of the two. It may have room for `RING_LAYERS` layers alone, which
+        take turns; whoever runs layer by layer fills them.
         `bias [num_slots, capacity] float32` is added to scores of prefixes. `reduce` sums a layer's part of the
         outputs `[num_rows, hidden]` over devices that hold the others, in place. With `pages` the arena is a pool, one
         slot that all see, in whose pages their entries lie. Raises ValueError.
@@ -67,9 +76,7 @@ class CudaDecoder:
         if pages is not None:
             arena = arena.expand(-1, -1, len(pages.numbers), -1, -1, -1)  # a stride of 0
         capacity = arena.shape[4] if pages is None else pages.capacity
-        heads_per_kv = sizes.num_heads // sizes.num_kv_heads
-        heads = (sizes.num_kv_heads, heads_per_kv, sizes.head_dim)
-        shape = self._shape = AttentionShape(*heads, num_splits, sizes.dtype, num_rows)
+        shape = self._shape = shape_of(sizes, num_splits, num_rows)
         step = BLOCK if bias is None else 1
         num_angles = weights.rotary.num_rows(num_positions)
         table = (arena.shape[2], capacity, shape.rows_per_group, num_angles, sizes.vocab, step)
@@ -86,10 +93,11 @@ class CudaDecoder:
         growth = weights.rotary.growth
         self._query_scales = None if growth is None else self._scales_of(growth, num_positions, arena.device)
         self._allocate(arena.device)
-        self.attention: Attention = attention(shape, self.layout, sizes.scale, arena.device)
-        if not isinstance(self.attention, TritonAttention) and arena.dtype != sizes.dtype:
+        self.attention: Attention = new_attention(attention, shape, self.layout, sizes.scale, arena.device)
+        is_ours = isinstance(self.attention, TritonAttention | LatentAttention)
+        if not is_ours and arena.dtype != sizes.dtype:
             raise ValueError("found keys and values in 8 bits, which flash-attn does not take; attend with triton")
-        if not isinstance(self.attention, TritonAttention) and any(view != SEES_ALL for view in self._views):
+        if not is_ours and any(view != SEES_ALL for view in self._views):
             raise ValueError("found windows, soft caps or sinks, which flash-attn does not take; attend with triton")
 
     def over(self, arena: Tensor, bias: Tensor, texts: ScannedTexts | None = None) -> CudaDecoder:
@@ -105,10 +113,17 @@ class CudaDecoder:
         other.layout = replace(self.layout, num_slots=num_slots, capacity=capacity, boundary_step=1, page=None)
         other._allocate_table(arena.device)
         attention = self.attention
-        if not isinstance(attention, TritonAttention):  # flash-attn adds no biases
-            attention = TritonAttention(self._shape, other.layout, self.sizes.scale, arena.device)
-        other.attention = attention if texts is None else ScanAttention(attention, texts, self._arena, self._pages)
+        if not isinstance(attention, TritonAttention | LatentAttention):  # flash-attn adds no biases
+            attention = new_attention(TritonAttention, self._shape, other.layout, self.sizes.scale, arena.device)
+        if texts is not None and isinstance(attention, TritonAttention):
+            attention = ScanAttention(attention, texts, self._arena, self._pages)
+        other.attention = attention
         return other
+
+    @property
+    def experts_met(self) -> Tensor | None:
+        """The counts of experts that rows of all forwards met, as `CudaExperts` has them; None without experts."""
+        return None if self._experts is None else self._experts.met
 
     def forward(self, tap: Callable[[int, Tensor], None] | None = None) -> None:
         """Run the rows that `table_buffer` tells of, as `layout` fills one: into the arena, `hidden` and `logits`.
@@ -129,10 +144,10 @@ class CudaDecoder:
     def run_layer(self, number: int, tap: Callable[[int, Tensor], None] | None = None) -> None:
         """Run one layer, behind those before it."""
         layers, layer = self._weights.layers, self._weights.layers[number]
-        keys, values = self._arena[number % len(self._arena)]
+        kept = self._arena[number % len(self._arena)]
         delta, behind = (self._delta, layers[number - 1].down_norm) if number else (None, None)
         rows = self._add_norm(delta, behind, layer.input_norm, self._normed)
-        self._mix(number, rows, keys, values)
+        self._mix(number, rows, kept[0], kept[-1])
         if tap is not None:
             tap(number, self.attention.heads())
         behind = self._add_norm(self._delta, layer.output_norm, layer.mlp_norm, self._normed)
@@ -168,7 +183,25 @@ class CudaDecoder:
         return self._state if front is None else normed
 
     def _mix(self, number: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
-        table, attention, layer, sizes = self._table, self.attention, self._weights.layers[number], self.sizes
+        """Attend in a layer; in latent attention keys and values are the same."""
+        layer = self._weights.layers[number]
+        self._take_heads(layer, rows, keys, values)
+        view = self._views[number]
+        self.attention.attend(number, keys, values, self._bias, self._table, self._mixed, view, self._pages)
+        found = self._mixed
+        if layer.latent is not None and self._latents is not None:
+            found = self._latents.values(layer.latent, found, self._table)
+        self._linear(found.flatten(1), layer.output.weight, layer.output.bias, self._delta)
+        if self._reduce is not None:
+            self._reduce(self._delta)
+
+    def _take_heads(self, layer: StackedLayer, rows: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Keep the rows' keys and values, and hand their queries to the attention."""
+        table, attention, sizes = self._table, self.attention, self.sizes
+        if layer.latent is not None and self._latents is not None:
+            down = layer.query_key_value
+            self._latents.keep(layer.latent, down, rows, table, self._angles, keys, attention.query)
+            return
         turns = self._still if layer.is_still else self._angles if layer.rotary is None else self._other_angles
         self._linear(rows, layer.query_key_value.weight, layer.query_key_value.bias, self._qkv)
         if layer.joint_norms is not None:
@@ -179,10 +212,6 @@ class CudaDecoder:
             attention.query, keys, values, attention.places(table), sizes.norm_form, sizes.norms_turned,
             self._query_scales,
         )  # fmt: skip
-        attention.attend(number, keys, values, self._bias, table, self._mixed, self._views[number], self._pages)
-        self._linear(self._mixed.flatten(1), layer.output.weight, layer.output.bias, self._delta)
-        if self._reduce is not None:
-            self._reduce(self._delta)
 
     def _run_mlp(self, layer: StackedLayer, rows: Tensor) -> None:
         if layer.own_products is not None:
@@ -209,8 +238,10 @@ class CudaDecoder:
 
         self._allocate_table(device)
         self._state, self._normed, self._delta = (rows(sizes.hidden) for _ in range(3))
-        self._qkv = rows((sizes.num_heads + 2 * sizes.num_kv_heads) * sizes.head_dim)
-        self._mixed = rows(sizes.num_heads, sizes.head_dim)
+        latent = sizes.latent
+        self._latents = None if latent is None else CudaLatents(sizes, latent, self._linear, device, num_rows)
+        self._qkv = rows((sizes.num_heads + 2 * sizes.num_kv_heads) * sizes.head_dim if latent is None else 0)
+        self._mixed = rows(sizes.num_heads, sizes.head_dim if latent is None else latent.rank)
         width = max((layer.own_products[1].weight.shape[1] for layer in layers if layer.own_products), default=0)
         self._gate_up, self._activated = rows((1 + sizes.has_gates) * width), rows(width)
         experts = [layer.experts for layer in layers if layer.experts is not None]
@@ -234,7 +265,8 @@ def _check_arena(arena: Tensor, weights: StackedWeights) -> None:
     sizes = weights.sizes
     num_layers = len(weights.layers)
     width = cuda_row_width(arena.dtype, sizes.dtype, sizes.head_dim)
-    expected = (num_layers, 2, arena.shape[2], sizes.num_kv_heads, arena.shape[4], width or sizes.head_dim)
+    num_parts = 2 if sizes.latent is None else 1
+    expected = (num_layers, num_parts, arena.shape[2], sizes.num_kv_heads, arena.shape[4], width or sizes.head_dim)
     is_layers = len(arena) in (num_layers, min(num_layers, RING_LAYERS))
     if not is_layers or arena.shape[1:] != expected[1:] or width is None or arena.stride(-1) != 1:
         raise ValueError(f"found an arena of {arena.dtype} {list(arena.shape)}, expected {sizes.dtype} {expected}")

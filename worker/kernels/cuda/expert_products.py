@@ -127,7 +127,10 @@ def sum_choices(
 
 
 class CudaExperts:
-    """The buffers of experts, which layers share in turns: allocated once."""
+    """The buffers of experts, which layers share in turns: allocated once.
+
+    By numbers of real rows `met [num_rows + 1, 2]` counts layers of all forwards, and the experts that had a row there.
+    """
 
     def __init__(
         self,
@@ -150,6 +153,7 @@ class CudaExperts:
         self._shares = torch.zeros(num_rows, device=device)
         self._tile_experts = torch.zeros(most_tiles, dtype=torch.int32, device=device)
         self._tile_pairs = torch.zeros(most_tiles * TILE, dtype=torch.int32, device=device)
+        self.met = torch.zeros(num_rows + 1, 2, dtype=torch.int64, device=device)
         width = max(each.intermediate for each in layers)
         self._activated = torch.zeros(num_pairs * width, dtype=dtype, device=device)
         self._results = torch.zeros(num_pairs * hidden, dtype=dtype, device=device)
@@ -179,7 +183,9 @@ class CudaExperts:
             rows, self._parts, experts.router_bias, experts.choice_bias, self._marks, self._weights, self._shares,
             **choice_constants(routing, self._hidden, self._dtype, *has_biases, experts.has_share, num_rows),
         )  # fmt: skip
-        sort_choices[(1,)](self._marks, self._tile_experts, self._tile_pairs, **sort_constants(routing, num_rows))
+        sort_choices[(1,)](
+            rows, self._marks, self._tile_experts, self._tile_pairs, self.met, **sort_constants(routing, num_rows)
+        )
 
     def _multiply(
         self, routing: Routing, linear: AnyLinear, rows: Tensor, out: Tensor, gates: StackedExperts | None = None

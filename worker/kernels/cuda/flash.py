@@ -158,5 +158,5 @@ def merge_tails(
 def packed_constants(shape: AttentionShape) -> dict[str, Any]:
     """Return the constants of `tail_merge_packed`, with its warps and stages."""
     given = shape.tail_constants() | {"ROWS_PER_GROUP": shape.rows_per_group}
-    unknown = ("NUM_ROWS", "NUM_SPLITS", "WINDOW", "SOFTCAP_LOG2", "HAS_SINKS")
+    unknown = ("NUM_ROWS", "NUM_SPLITS", "LEAST_BLOCKS", "WINDOW", "SOFTCAP_LOG2", "HAS_SINKS")
     return {name: value for name, value in given.items() if name not in unknown}

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from swiftbatch.worker.kernels.cuda.packed_linear import is_multiplied_packed
 from swiftbatch.worker.kernels.cuda.stacked_experts import StackedExperts, stacked_experts
+from swiftbatch.worker.kernels.cuda.stacked_latents import StackedLatent, stacked_latent
 from swiftbatch.worker.kernels.decoder_weights import (
     AnyLinear,
     DecoderSizes,
@@ -29,7 +30,8 @@ from swiftbatch.worker.kernels.packed import PackedMatrix, Weight, plain, stacke
 class StackedLayer:
     """One layer; `query_key_value` and `gate_up` are stacked in this order.
 
-    In one with experts, products behind its attention are the part that all rows meet, if there is one.
+    In one with experts, products behind its attention are the part that all rows meet, if there is one. In one with
+    latent attention, `query_key_value` makes the queries or the vector that they are of, and the vector that is kept.
     """
 
     query_key_value: AnyLinear
@@ -48,11 +50,13 @@ class StackedLayer:
     curve: Tensor | None = None
     sinks: Tensor | None = None
     experts: StackedExperts | None = None
+    latent: StackedLatent | None = None
 
     @property
     def products(self) -> list[AnyLinear]:
-        """All but those of experts."""
-        return [self.query_key_value, self.output, *(self.own_products or ())]
+        """All but those of experts, and those of each head in latent attention."""
+        within = [] if self.latent is None or self.latent.query is None else [self.latent.query]
+        return [self.query_key_value, *within, self.output, *(self.own_products or ())]
 
     @property
     def own_products(self) -> tuple[AnyLinear, AnyLinear] | None:
@@ -119,16 +123,24 @@ def stacked_weights(
 
 
 def _attention(layer: LayerWeights) -> tuple[list[AnyLinear], list[AnyLinear]]:
-    """The products in front of attention, and behind it. Raises ValueError for a layer without, or with gates."""
-    parts = [each for each in (layer.query, layer.key, layer.value, layer.output) if each is not None]
-    if len(parts) < 4 or layer.head_gate is not None:
+    """The products of rows in front of attention, and behind it. Raises ValueError for a layer without, or with gates.
+
+    In latent attention queries may be made of a vector of their own: its product is the one of rows.
+    """
+    is_latent = layer.key_up is not None
+    query = layer.query if layer.query_down is None else layer.query_down
+    parts = [each for each in (query, layer.key, layer.value, layer.output) if each is not None]
+    if len(parts) < (3 if is_latent else 4) or layer.head_gate is not None:
         raise ValueError("found a layer with a state, or with gates of heads, expected plain attention")
-    return parts[:3], parts[3:]
+    return parts[:-1], parts[-1:]
 
 
 def stacked_layer(layer: LayerWeights, device: torch.device, joins_heads: bool = False) -> StackedLayer:
     """Copies of what is stacked. Raises ValueError where only some parts of a product have a bias."""
-    norms = [_moved(norm, device) for norm in (layer.query_norm, layer.key_norm) if norm is not None]
+    of_vectors = None if layer.query_down is None or layer.query is None else _stacked([layer.query], device)
+    latent = stacked_latent(layer, of_vectors, device)
+    head_norms = () if latent is not None else (layer.query_norm, layer.key_norm)
+    norms = [_moved(norm, device) for norm in head_norms if norm is not None]
     whole = (layer.input_norm, layer.output_norm, layer.mlp_norm, layer.down_norm)
     input_norm, output_norm, mlp_norm, down_norm = (None if norm is None else _moved(norm, device) for norm in whole)
     in_front, behind = _attention(layer)
@@ -150,6 +162,7 @@ def stacked_layer(layer: LayerWeights, device: torch.device, joins_heads: bool =
         curve=None if layer.curve is None else _moved(layer.curve, device),
         sinks=None if layer.sinks is None else _moved(layer.sinks, device),
         experts=None if layer.experts is None else stacked_experts(layer.experts, device),
+        latent=latent,
     )
 
 

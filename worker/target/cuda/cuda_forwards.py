@@ -30,6 +30,7 @@ from swiftbatch.worker.kernels.cuda.upload import Upload
 from swiftbatch.worker.kernels.decoder_weights import AnyLinear, PackedLinear
 from swiftbatch.worker.kernels.kv_dtypes import with_kv
 from swiftbatch.worker.kernels.sizes import BLOCK
+from swiftbatch.worker.target.cuda.met_experts import CudaExpertCounts
 from swiftbatch.worker.target.cuda.partial_arena import PartialArena, arena_for
 from swiftbatch.worker.target.cuda.rounds import CudaRounds, entries_of
 from swiftbatch.worker.target.cuda.row_mover import RowMover
@@ -55,7 +56,6 @@ class CudaForwards:
 
     team = None
     draw_chains = None
-    expert_counts = None
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class CudaForwards:
         """
         self.sizes = sizes = weights.sizes
         hides = (layer.window is not None or layer.sinks is not None for layer in weights.layers)
-        self.has_windows = bool(sizes.score_cap) or any(hides)
+        self.has_windows = bool(sizes.score_cap) or sizes.latent is not None or any(hides)
         self.has_experts = any(layer.experts is not None for layer in weights.layers)
         self.arena, self.eos_token_ids = arena, eos_token_ids
         self.device, self.dtype = arena.shape.device, sizes.dtype
@@ -88,6 +88,8 @@ class CudaForwards:
             num_rows=kernels.num_rows,
         )  # fmt: skip
         self._table = Upload(self._decoder.table_buffer)
+        num_routed, met = sum(layer.experts is not None for layer in weights.layers), self._decoder.experts_met
+        self.expert_counts = None if met is None else CudaExpertCounts(met, num_routed)
         self.surroundings = Surroundings(weights.embedding, weights.head, WeightKernel(linear))
         self._rounds = weakref.WeakKeyDictionary[PartialArena, CudaRounds]()  # as long as a drafter has the arena
         self._prepare()
@@ -156,7 +158,10 @@ class CudaForwards:
     def _forward(self, groups: list[SequenceRows]) -> torch.Tensor:
         """Final hidden states of at most `rows_per_forward` rows, `[num_rows, hidden]`, until the next forward."""
         self._pass(groups)
-        return self._decoder.hidden[: sum(len(group) for group in groups)]
+        num_rows = sum(len(group) for group in groups)
+        if self.expert_counts is not None:
+            self.expert_counts.look(num_rows)
+        return self._decoder.hidden[:num_rows]
 
     def _prepare(self) -> None:
         """Capture what `_pass` replays."""

@@ -24,6 +24,7 @@ from swiftbatch.worker.caches.memory.memory_plan import (
     draft_splits,
     plan_memory,
     slot_capacity,
+    splits_of,
 )
 from swiftbatch.worker.caches.memory.model_sizes import ModelSizes, read_sizes
 from swiftbatch.worker.caches.memory.offload import plan_offload
@@ -35,6 +36,7 @@ from swiftbatch.worker.caches.summary import CHUNK_SIZE, summary_positions
 from swiftbatch.worker.kernels.choice import CUBLAS_WORKSPACES, DEFAULT_KERNELS, CudaKernels
 from swiftbatch.worker.kernels.cuda.stacked import handed_over, stacked_weights
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights
+from swiftbatch.worker.kernels.kv_dtypes import refuse_latent
 from swiftbatch.worker.kernels.sizes import CUDA_SCALE_BYTES, NUM_ROWS
 from swiftbatch.worker.model.dense import dense_weights
 from swiftbatch.worker.model.files import ModelFiles
@@ -48,7 +50,6 @@ BLAS_LIBRARY = "cublas"  # as products were measured exact; an environment may p
 EMPTY_SHARE = 0.97  # of a GPU's memory, free: nobody else has any
 STILL_SECONDS, MOST_SETTLING_SECONDS = 2.0, 30.0  # without a rise of free memory; of waiting for that
 POLL_SECONDS = 0.1
-PROGRAMS_PER_MULTIPROCESSOR = 4  # attention's programs: two waves of two, as their shared memory allows
 
 
 def load_cuda_forwards(
@@ -69,12 +70,14 @@ def load_cuda_forwards(
     sizes = read_sizes(files, dtype_name)
     if sizes is None:
         return None
+    if sizes.latent is not None:
+        refuse_latent(kv_dtype, files.name)
     sizes = replace(sizes, kv_dtype=kv_dtype)
     kernels.refuse_absent()
     kernels.refuse_unfit(dtype_name, sizes.head_dim)
     hold_products_steady()
     num_multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    num_splits = splits_of(num_multiprocessors, sizes.num_kv_heads, kernels.num_rows)
+    num_splits = splits_of(num_multiprocessors, sizes, kernels.num_rows)
     gpu = GPUMemory(settled_free_bytes(device), num_splits, kernels.attention, kernels.num_rows)
     drafts = with_rounds(drafts_of(wanted, sizes, kernels.num_rows), wanted, sizes, gpu)
     copies: Staging | Streams
@@ -194,18 +197,9 @@ def drafts_of(wanted: SlotsWanted, sizes: ModelSizes, num_rows: int = NUM_ROWS) 
 def with_rounds(drafts: DraftMemory, wanted: SlotsWanted, sizes: ModelSizes, gpu: GPUMemory) -> DraftMemory:
     """Add what rounds take beside their partial caches: scanned texts."""
     scan = NO_DRAFTS
-    if wanted.scanned_best:
+    if wanted.scanned_best and sizes.is_scannable:
         longest = slot_capacity(wanted.longest_job) - MAX_TREE_NODES
         scan = scan_memory(sizes, longest, wanted.scanned_best, gpu.num_splits, gpu.num_rows)
     has_rounds = wanted.partial_budget or scan.slot_bytes
     own_bytes = gpu.scratch_bytes(sizes) if has_rounds and gpu.attention == "flash" else 0  # which adds no biases
     return DraftMemory(drafts.part_bytes + scan.part_bytes + own_bytes, drafts.slot_bytes + scan.slot_bytes)
-
-
-def splits_of(num_multiprocessors: int, num_kv_heads: int, num_rows: int = NUM_ROWS) -> int:
-    """Parts that prefixes are attended to in: a constant of device, model and rows, so bits depend on all of them.
-
-    The more rows a forward has, the more jobs share the device, and the fewer parts each needs: partial sums of all
-    rows stay as large.
-    """
-    return max(1, PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors // num_kv_heads * NUM_ROWS // num_rows)

@@ -11,9 +11,6 @@ from itertools import product
 import pytest
 
 from swiftbatch.worker.bench.gpu.sizing import (
-    CONTEXT_BYTES,
-    GPU_BYTES,
-    GPUS,
     LENGTHS,
     MODELS,
     gpu_memory,
@@ -24,7 +21,7 @@ from swiftbatch.worker.bench.gpu.sizing import (
 from swiftbatch.worker.caches.copies import STAGING_BYTES
 from swiftbatch.worker.caches.memory.memory_plan import CAPACITY_BLOCK, GRAPH_RESERVE, one_slot
 from swiftbatch.worker.caches.summary import CHUNK_SIZE
-from swiftbatch.worker.inspection.inspection import SLOT_LENGTHS
+from swiftbatch.worker.inspection.inspection import CONTEXT_BYTES, GPU_BYTES, GPUS, SLOT_LENGTHS
 from swiftbatch.worker.kernels.sizes import NUM_ROWS
 from swiftbatch.worker.papers.tokenswift.tokenswift import TokenSwiftOptions
 from tests import ROOT

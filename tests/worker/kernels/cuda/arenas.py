@@ -81,7 +81,7 @@ def arena_of(shape: Shape, buffer: Tensor, lengths: Sequence[int]) -> Arena:
 
 def random_arena(shape: Shape, lengths: Sequence[int]) -> Arena:
     """A slot for each length, with so many positions of noise; NaN behind them."""
-    size = (2, 2, len(lengths), shape.num_kv_heads, CAPACITY, shape.head_dim)
+    size = (2, cache_shape(shape).num_parts, len(lengths), shape.num_kv_heads, CAPACITY, shape.head_dim)
     arena = arena_of(shape, torch.full(size, NAN, dtype=shape.dtype), lengths)
     for slot, length in enumerate(lengths):
         arena.buffer[:, :, slot, :, :length] = noise(shape)[..., slot * 7 : slot * 7 + length, :]

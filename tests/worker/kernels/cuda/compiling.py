@@ -27,6 +27,8 @@ from swiftbatch.worker.kernels.cuda import (
     activations,
     expert_products,
     flash,
+    latent_attention,
+    latent_layers,
     linear,
     logit_cap,
     packed_linear,
@@ -44,7 +46,7 @@ from swiftbatch.worker.kernels.decoder_weights import linear_from
 from swiftbatch.worker.kernels.forms import Activation, NormForm
 from swiftbatch.worker.kernels.packed import CODE_BITS, TABLES, Code, PackedMatrix, Weight
 from swiftbatch.worker.kernels.routing import Routing, Score
-from swiftbatch.worker.kernels.sizes import ROW_CHOICES
+from swiftbatch.worker.kernels.sizes import ROW_CHOICES, LatentSizes
 from swiftbatch.worker.papers.griffin.triton import draft_layer_kernels as griffin
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -64,7 +66,7 @@ INTEGERS += (
     "tile_pairs_ptr",
 )
 READ = ("numbers_ptr", "sums_ptr")  # by the kernel that does nothing else
-LONG_INTEGERS = ("words_ptr", "places_ptr", "addresses_ptr")
+LONG_INTEGERS = ("met_ptr", "words_ptr", "places_ptr", "addresses_ptr")
 SUMS = (
     "lse_ptr",
     "curve_ptr",
@@ -123,8 +125,40 @@ def kernels(dtype: str) -> dict[str, Made]:
         | packed_kernels()
         | coded_kernels(dtype)
         | expert_kernels(dtype)
+        | latent_kernels(dtype)
         | wide_kernels(dtype)
     )
+
+
+def latent_kernels(dtype: str) -> dict[str, Made]:
+    """Of GLM 4.7 Flash; DeepSeek V3 has more heads, which fill several tiles."""
+    sizes, num_heads, paged = LatentSizes(512, 768, 192, 64, 256), 20, {"PAGE": GPU_PAGE}
+    attention = latent_attention.LatentShape(num_heads, sizes, 132, DTYPES[dtype])
+    many = dataclasses.replace(attention, num_heads=128, num_splits=66)
+    plain = without(attention.prefix_constants(), "HAS_BIAS", "bias_ptr") | paged
+    keep = latent_layers.keep_constants(sizes, sizes.query_rank + sizes.entry_dim, NormForm.TWICE)
+    ups = {
+        "absorbed queries": (sizes.rank, sizes.still_dim, sizes.query_dim, sizes.turned_dim),
+        "values of heads": (sizes.value_dim, sizes.rank, sizes.rank, 0),
+    }
+    found: dict[str, Made] = {
+        "latent prefix": (latent_attention.latent_prefix_split, plain),
+        "latent prefix of many heads": (
+            latent_attention.latent_prefix_split,
+            without(many.prefix_constants(), "HAS_BIAS", "bias_ptr") | paged,
+        ),
+        "latent prefix with biases": (
+            latent_attention.latent_prefix_split,
+            attention.prefix_constants() | {"HAS_BIAS": True} | NO_PAGES,
+        ),
+        "latent tail": (latent_attention.latent_tail_merge, attention.tail_constants()),
+        "kept latents": (latent_layers.keep_latent_row, keep),
+    }
+    for name, (columns, depth, width, num_turned) in ups.items():
+        weight = torch.empty(num_heads * columns, depth, dtype=DTYPES[dtype], device="meta")
+        constants: dict[str, Any] = latent_layers.head_constants(num_heads, weight, num_heads * width, num_turned)
+        found[name] = latent_layers.multiply_heads, constants | ({} if num_turned else {"angles_ptr": None})
+    return found
 
 
 def coded_kernels(dtype: str) -> dict[str, Made]:
@@ -345,7 +379,7 @@ def type_of(name: str, argument: str, dtype: str) -> str:
         return "*u8"
     if name.split()[-1] in KEPT and argument in ("key_ptr", "value_ptr", "keys_ptr", "values_ptr", "kept_ptr"):
         return KEPT[name.split()[-1]]
-    is_sum = argument in SUMS or (argument == "bias_ptr" and name.startswith("prefix"))
+    is_sum = argument in SUMS or (argument == "bias_ptr" and name.startswith(("prefix", "latent prefix")))
     is_sum |= argument == "output_ptr" and not name.startswith("packed")  # which flash-attn wrote
     return "*fp32" if is_sum or (name, argument) == ("head", "out_ptr") else f"*{dtype}"
 

@@ -20,6 +20,7 @@ from tests.worker.kernels.cuda.compiling import (
     expert_kernels,
     kernels,
     kernels_besides_attention,
+    latent_kernels,
     packed_kernels,
     scan_kernels,
     wide_kernels,
@@ -48,6 +49,7 @@ IN_OTHER_FORMS = (  # whose own form is compiled every day
     *("prefix in int8", "tail in int8", "attend to the best in e4m3", "rope in e4m3"),
     *("choice of Qwen3", "choice of Phi-3.5", "sort of choices", "experts' downs", "sum of choices"),
     *("FP8 experts", "NVFP4 experts"),
+    *("latent prefix of many heads", "latent prefix with biases"),
     *(name for name in wide_kernels("bf16") if not name.startswith(("linear", "sort of choices"))),
 )
 WIDE = [f"{name} of heads of {width}" for name in ("prefix", "tail", "packed tail") for width in OTHER_WIDTHS]
@@ -110,6 +112,19 @@ def test_warps_of_the_prefix_lie_along_its_rows_and_two_programs_share_a_process
         assert 2 * 4 * 32 * report["registers"] <= 2**16
         uses = "wgmma.mma_async" if report["capability"] == 90 else "mma.sync"
         assert [op for op in ("wgmma.mma_async", "mma.sync") if report["ops"][op]] == [uses]
+
+
+@KINDS
+def test_latent_attention_spills_nothing_and_fits_into_shared_memory(
+    compiled: Callable[..., list[Report]], dtype: str, capabilities: tuple[int, ...]
+) -> None:
+    reports = compiled(dtype, capabilities, *latent_kernels(dtype))
+    assert len(reports) == len(asked_for(capabilities, latent_kernels(dtype))) * len(capabilities)
+    assert all(fits(report) for report in reports), reports
+    if dtype == "bf16":
+        for report in (each for each in reports if each["kernel"].startswith("latent prefix")):
+            assert report["ops"]["cp.async"] > 16, report
+            assert report["ops"]["wgmma.mma_async" if report["capability"] == 90 else "mma.sync"], report
 
 
 @KINDS

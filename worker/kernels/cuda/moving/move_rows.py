@@ -31,11 +31,19 @@ COPY_WARPS = 4
 
 
 def expect_arena(arena: torch.Tensor) -> None:
-    """Raise ValueError for anything but `[num_layers, 2, num_slots, num_kv_heads, capacity, head_dim]` side by side."""
-    if arena.dim() != 6 or arena.shape[1] != 2 or not arena.is_contiguous() or arena.element_size() not in BITS:
+    """Raise ValueError for anything but `[num_layers, num_parts, num_slots, num_kv_heads, capacity, head_dim]`.
+
+    All of it lies side by side.
+    """
+    if (
+        arena.dim() != 6
+        or arena.shape[1] not in (1, 2)
+        or not arena.is_contiguous()
+        or arena.element_size() not in BITS
+    ):
         raise ValueError(
             f"arena: found {arena.dtype} {list(arena.shape)} with strides {list(arena.stride())}, expected "
-            "[num_layers, 2, num_slots, num_kv_heads, capacity, head_dim] side by side, of 1, 2 or 4 bytes each"
+            "[num_layers, 1 or 2, num_slots, num_kv_heads, capacity, head_dim] side by side, of 1, 2 or 4 bytes each"
         )
 
 
@@ -75,7 +83,7 @@ def moves_of(slot: int, root: int, path: Many[int]) -> list[Move]:
 
 
 def move_rows(arena: torch.Tensor, moves: torch.Tensor) -> None:
-    """Move rows of `arena [num_layers, 2, num_slots, num_kv_heads, capacity, head_dim]` in one launch.
+    """Move rows of `arena [num_layers, num_parts, num_slots, num_kv_heads, capacity, head_dim]` in one launch.
 
     `moves [num_moves, 3] int32`, on the device and not looked at here: slot, source and target of each, those of a
     slot as `moves_of` gives them; -1 as a slot is padding. Raises ValueError for shapes that do not fit.
@@ -83,8 +91,8 @@ def move_rows(arena: torch.Tensor, moves: torch.Tensor) -> None:
     expect_arena(arena)
     if moves.dim() != 2 or moves.shape[1] != 3 or moves.dtype != torch.int32 or not moves.is_contiguous():
         raise ValueError(f"moves: found {moves.dtype} {list(moves.shape)}, expected torch.int32 [num_moves, 3]")
-    num_layers, _, num_slots, num_heads, capacity, head_dim = arena.shape
-    move_slot_rows[(num_layers * 2 * num_heads, num_slots)](
+    num_layers, num_parts, num_slots, num_heads, capacity, head_dim = arena.shape
+    move_slot_rows[(num_layers * num_parts * num_heads, num_slots)](
         bits_of(arena),
         moves,
         len(moves),

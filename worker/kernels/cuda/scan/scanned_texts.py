@@ -14,7 +14,7 @@ from torch import Tensor
 
 from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK
 from swiftbatch.worker.kernels.scan_coding import CLOUD_CHUNKS, SCAN_CHUNK
-from swiftbatch.worker.kernels.sizes import NUM_ROWS
+from swiftbatch.worker.kernels.sizes import NUM_ROWS, least_blocks
 
 if TYPE_CHECKING:
     from swiftbatch.worker.kernels.cuda.attend import AttentionShape
@@ -124,6 +124,7 @@ def scan_constants(shape: AttentionShape, sizes: TextSizes) -> dict[str, dict[st
         "NUM_HEADS": shape.num_kv_heads * shape.heads_per_kv,
         "HEAD_DIM": shape.head_dim,
         "NUM_SPLITS": shape.num_splits,
+        "LEAST_BLOCKS": least_blocks(shape.num_rows),
         "TILE_ROWS": TILE_ROWS,
         "WIDTH": width,
         "QUARTER": max(16, width // 4),
@@ -146,7 +147,7 @@ def scan_constants(shape: AttentionShape, sizes: TextSizes) -> dict[str, dict[st
         "find_threshold": (*clouds, "NUM_HEADS", "BLOCK", "CHUNK", "MOST_SAMPLED", "CLOUDS_WIDTH"),
         "choose_keys": (*heads, *chunks, "QUARTER", "NUM_SPLITS"),
         "attend_best": (*heads, *chunks, "NUM_SPLITS", "NUM_ROWS"),
-        "scan_merge": (*heads, *clouds, "BLOCK", "CHUNK", "NUM_SPLITS", "NUM_ROWS"),
+        "scan_merge": (*heads, *clouds, "BLOCK", "CHUNK", "NUM_SPLITS", "LEAST_BLOCKS", "NUM_ROWS"),
     }
     wide = {"find_threshold", "choose_keys", "scan_merge"} if shape.dtype == torch.bfloat16 else names
     return {
