@@ -11,6 +11,7 @@ per second follows from measured costs, from how much of each was accepted, and 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence as Many
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ import numpy as np
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.caches.scan_cache import SHORTEST_SCANNED, ScanKVCache
-from swiftbatch.worker.drafters.base import DraftCounters, Drafter, DraftRequest, ReadRows
+from swiftbatch.worker.drafters.base import DraftCounters, Drafter, DraftRequest, ReadRows, Verified, WantedTree
 from swiftbatch.worker.drafters.catalogue import ENGINES, MTP, engine_entry
 from swiftbatch.worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
 from swiftbatch.worker.drafters.shared_budget import MUCH_LONGER, RestingDrafter, SharedBudget, lengths_of
@@ -98,10 +99,10 @@ class RecycledProposer(Proposer):
         self._recycling = recycling
 
     def propose(self, chains: list[Chain], limits: list[tuple[int, int]]) -> list[DraftTree]:
-        return [
-            self._recycling.tree(chain.sequence, *limit) if min(limit) > 0 else DraftTree()
-            for chain, limit in zip(chains, limits, strict=True)
-        ]
+        given = zip(chains, limits, strict=True)
+        wanted = [WantedTree(chain.sequence, *limit) for chain, limit in given if min(limit) > 0]
+        trees = iter(self._recycling.trees(wanted) if wanted else ())
+        return [next(trees) if min(limit) > 0 else DraftTree() for limit in limits]
 
 
 class AutoDrafter(RestingDrafter):
@@ -170,13 +171,17 @@ class AutoDrafter(RestingDrafter):
         self._recycling.learn(rows)
 
     def update(self, sequence: Sequence, verification: Verification) -> None:
+        self.update_all([(sequence, verification)])
+
+    def update_all(self, verified: Many[Verified]) -> None:
         if not self._is_chain:
-            self._recycling.update(sequence, verification)
+            self._recycling.update_all(verified)
             return
-        self._recycling.take(sequence, verification)
-        self._chains.update(sequence, verification)
-        for round_ in self._chains.rounds_of(sequence):
-            self._budget.learn(sequence, round_.num_nodes, round_.path)
+        self._recycling.take(verified)
+        for sequence, verification in verified:
+            self._chains.update(sequence, verification)
+            for round_ in self._chains.rounds_of(sequence):
+                self._budget.learn(sequence, round_.num_nodes, round_.path)
 
     def stop(self, sequence: Sequence) -> None:
         if self._caches_outside.pop(sequence.sequence_id, None) is None:
