@@ -19,7 +19,7 @@ PLAN_SLACK = 1.05  # a plan is what nobody can do better, and some jobs are alwa
 
 
 @dataclass(frozen=True)
-class Plan:
+class EndPlan:
     """The time in which all jobs could end, and the seconds of a token of a job among 1, 2, ... on its worker."""
 
     seconds: float
@@ -53,7 +53,7 @@ class Balance:
         is_share_of_jobs = num_held >= math.ceil(self._queue.num_to_run / self._num_workers)
         return is_share_of_jobs or (num_held > 0 and num_left >= self._queue.num_tokens_left / self._num_workers)
 
-    def plan(self, most_jobs: int) -> Plan | None:
+    def plan(self, most_jobs: int) -> EndPlan | None:
         """The time in which workers with up to so many jobs each could end all that are left, long ones among few.
 
         None for one worker, whose jobs need not be parted, and for very many jobs.
@@ -71,7 +71,7 @@ class Balance:
                 high = middle
             else:
                 low = middle
-        return Plan(high, per_token)
+        return EndPlan(high, per_token)
 
     def _seconds_per_token(self, most_jobs: int) -> NDArray[np.float64]:
         """The seconds of a token of a job among 1, 2, ...; any unit is good where nothing is known yet."""

@@ -11,7 +11,7 @@ from heapq import heapify, heappop, heapreplace
 
 from swiftbatch.jobs.run.job_index import JobEntry
 from swiftbatch.scheduler.display.job_events import JobStarted
-from swiftbatch.scheduler.driver.balance import Balance, Last, Plan
+from swiftbatch.scheduler.driver.balance import Balance, EndPlan, Last
 from swiftbatch.scheduler.driver.context import DriverContext
 from swiftbatch.scheduler.driver.slots import Slots
 from swiftbatch.scheduler.driver.worker_fleet import Worker
@@ -33,7 +33,7 @@ class Dispatcher:
         self._slots = Slots(context.num_slots, context.fleet)
         self._balance = Balance(context.queue, context.fleet, context.num_workers)
         self._last: Last | None = None  # as of the last look
-        self._plan: Plan | None = None  # the same
+        self._plan: EndPlan | None = None  # the same
         self._spread = -math.inf
         self._bodies = context.run.job_bodies(self._queue.places())
 

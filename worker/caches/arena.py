@@ -20,6 +20,7 @@ from swiftbatch.worker.caches.room import GB, KVRoomError, TooLongError
 
 if TYPE_CHECKING:
     from swiftbatch.worker.kernels.cuda.cuda_row_table import PageTable
+    from swiftbatch.worker.kernels.cuda.states.state_buffers import StateBuffers
 
 Place = Callable[[int], int]
 """The place of a slot's entry in a pool."""
@@ -43,6 +44,7 @@ class KVArena:
 
     holds_all = True  # layers of all slots, so that rows may move from one to another
     pages: PageTable | None = None  # on the device, where entries of slots lie in pages of a pool
+    states: StateBuffers | None = None  # of slots' layers that have some
 
     def __init__(self, shape: CacheShape, num_slots: int, max_length: int, staging: Staging | None = None) -> None:
         """Slots for sequences of at most `max_length` positions. Checkpoints go through `staging`, None on a CPU."""
@@ -147,6 +149,9 @@ class ArenaKVCache(FullKVCache):
     def page_table(self) -> PageTable | None:
         """The cache's pages on the device; None where `rows` are in order."""
         return None
+
+    def fold_to(self, boundary: int) -> None:
+        """Take note of a forward with rows behind a boundary, as layers with a state have it."""
 
     def key_addresses(self) -> list[int]:
         """Return addresses of layers' keys, `[num_kv_heads, ..., row_width]` with the strides of the arena's buffer."""

@@ -75,7 +75,7 @@ class Reader:
             if not (num_free and slot.num_unread) or self._sharing.waits(slot):
                 continue
             self._counters.num_copied_tokens += self._sharing.take_over(slot)  # who it waited for may have ended now
-            if num_read := min(num_free, slot.num_unread):
+            if num_read := slot.cache.num_readable(min(num_free, slot.num_unread)):
                 start = slot.cache.length
                 token_ids = slot.sequence.token_ids[start : start + num_read].tolist()
                 riders.append(Rider(slot, known_rows(slot.cache, token_ids), num_read))

@@ -75,6 +75,7 @@ def told(weights: DecoderWeights, variant: str, states: Tensor) -> Tensor:
     return out - states
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dtype", [BF16, FLOAT32], ids=["bf16", "float32"])
 @pytest.mark.parametrize("name", ROUTINGS)

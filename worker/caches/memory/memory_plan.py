@@ -13,9 +13,11 @@ from swiftbatch.worker.kernels.sizes import MOST_SLOTS, NUM_ROWS, most_slots
 
 if TYPE_CHECKING:
     from swiftbatch.worker.caches.memory.model_sizes import ModelSizes
+    from swiftbatch.worker.model.recurrent_sizes import RecurrentShape
 
 CAPACITY_BLOCK = 64  # a slot is whole blocks of the attention kernels
 LOGIT_BYTES = 60  # decoded (4), drawn from (4), scores (8), tempered, sorted (8), order (8), what sorting takes (28)
+FLOAT_BYTES = 4
 DECODED_BYTES = 4  # bytes of a logit that is not drawn from in place
 DRAW_SLOT_BYTES = 12  # of a token for each job: counted twice, and its bias
 GRAPH_RESERVE = 400_000_000  # graphs, cuBLAS workspaces, what draws keep of slots, rounding: not measured yet
@@ -229,7 +231,7 @@ def draft_splits(length: int) -> int:
 def _row_bytes(sizes: ModelSizes, num_rows: int, logit_bytes: int = LOGIT_BYTES) -> int:
     """Static buffers of a forward: state, delta, normed, hidden; stacked, turned and mixed heads; MLP; logits.
 
-    And of experts, what each that a row chose makes of it.
+    And of experts, what each that a row chose makes of it; of layers with a state, what goes in and comes out of it.
     """
     query, key = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
     heads = (query + 2 * key) + 2 * query
@@ -240,7 +242,14 @@ def _row_bytes(sizes: ModelSizes, num_rows: int, logit_bytes: int = LOGIT_BYTES)
     widths = 4 * sizes.hidden + heads + 3 * sizes.intermediate
     if sizes.experts is not None:
         widths += sizes.experts.num_chosen * (sizes.experts.width + sizes.hidden)
-    return num_rows * (widths * sizes.item_size + sizes.vocab * logit_bytes)
+    numbers = 0 if sizes.recurrent is None else _mixed_numbers(sizes.recurrent)
+    return num_rows * (widths * sizes.item_size + FLOAT_BYTES * numbers + sizes.vocab * logit_bytes)
+
+
+def _mixed_numbers(shape: RecurrentShape) -> int:
+    """Numbers of a row in front of a state and behind it, with the weights of its path; none is wider than float32."""
+    values = shape.num_heads * shape.value_dim
+    return 3 * shape.num_channels + 6 * values + 2 * shape.num_heads * (CAPACITY_BLOCK + 2)
 
 
 def _draw_bytes(sizes: ModelSizes, num_rows: int) -> int:

@@ -11,7 +11,7 @@ import torch
 
 from swiftbatch.worker.caches.arena import ArenaKVCache, KVArena
 from swiftbatch.worker.caches.copies import CudaLane, Staging, computing_stream
-from swiftbatch.worker.caches.full import CacheShape
+from swiftbatch.worker.caches.full import CacheShape, states_of
 from swiftbatch.worker.caches.memory.memory_plan import splits_of
 from swiftbatch.worker.caches.memory.model_sizes import read_sizes
 from swiftbatch.worker.exactness.probe import MOST_NODES
@@ -116,16 +116,12 @@ class Parts:
         return self.weights.sizes
 
     def cache_shape(self, num_layers: int | None = None) -> CacheShape:
-        """Return the shape of the model's caches, or of some layers of them."""
-        sizes = self.sizes
-        return CacheShape(
-            sizes.num_layers if num_layers is None else num_layers,
-            sizes.num_kv_heads,
-            sizes.head_dim,
-            sizes.dtype,
-            self.device,
-            num_parts=2 if sizes.latent is None else 1,
-        )
+        """Return the shape of the model's caches, or of some layers of them that attend."""
+        sizes, layers = self.sizes, self.weights.layers
+        num_attending = sum(layer.attention is not None for layer in layers) if num_layers is None else num_layers
+        states = states_of(layer.mixer for layer in layers) if num_layers is None else None
+        heads, num_parts = (sizes.num_kv_heads, sizes.head_dim), 2 if sizes.latent is None else 1
+        return CacheShape(num_attending, *heads, sizes.dtype, self.device, states, num_parts=num_parts)
 
     def arena(self, num_slots: int, max_length: int, num_layers: int | None = None) -> KVArena:
         """Memory of caches as the attention wants it, with room for so many of this length."""

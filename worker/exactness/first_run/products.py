@@ -49,11 +49,16 @@ def weight_shapes(weights: StackedWeights) -> dict[str, list[AnyLinear]]:
     """The products of a forward that all rows meet: of each kind those of one shape, and the head."""
     layers = weights.layers
     own = [layer.own_products for layer in layers if layer.own_products is not None]
+    attention = [layer.attention for layer in layers if layer.attention is not None]
     latents = [layer.latent for layer in layers if layer.latent is not None]
+    mixers = [layer.mixer for layer in layers if layer.mixer is not None]
     products = {
-        "q, k, v": [layer.query_key_value for layer in layers],
+        "q, k, v": [in_front for in_front, _ in attention],
         "queries of vectors": [each.query for each in latents if each.query is not None],
-        "output": [layer.output for layer in layers],
+        "output": [behind for _, behind in attention],
+        "into states": [mixer.wide for mixer in mixers],
+        "of states' heads": [mixer.narrow for mixer in mixers if mixer.narrow is not None],
+        "out of states": [mixer.output for mixer in mixers],
         "gate, up": [gate_up for gate_up, _ in own],
         "down": [down for _, down in own],
         "head": [weights.head],

@@ -68,6 +68,28 @@ def activate_row(
     tl.store(activated_ptr + row * INTERMEDIATE + columns, rounded(active, dtype), mask=is_real)
 
 
+@triton.jit
+def gate_row(rows_ptr, qkv_ptr, mixed_ptr, ALL: tl.constexpr, NUMBERS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Program (row, columns), in place."""
+    row = tl.program_id(0)
+    if is_padding(rows_ptr, row):
+        return
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    is_real = columns < NUMBERS
+    dtype: tl.constexpr = mixed_ptr.dtype.element_ty
+    gate = tl.load(qkv_ptr + row * ALL + ALL - NUMBERS + columns, mask=is_real, other=0.0).to(tl.float32)
+    mixed = tl.load(mixed_ptr + row * NUMBERS + columns, mask=is_real, other=0.0).to(tl.float32)
+    mixed = rounded(mixed * rounded(1 / (1 + tl.exp(-gate)), dtype), dtype)
+    tl.store(mixed_ptr + row * NUMBERS + columns, mixed, mask=is_real)
+
+
+def gate_heads(rows: Tensor, qkv: Tensor, mixed: Tensor) -> None:
+    """Multiply what attention has found, `mixed [num_rows, ...]`, by the sigmoids of gates at the end of `qkv`."""
+    numbers = mixed[0].numel()
+    grid = (len(mixed), triton.cdiv(numbers, ACTIVE_COLUMNS))
+    gate_row[grid](rows, qkv, mixed, ALL=qkv.shape[1], NUMBERS=numbers, COLUMNS=ACTIVE_COLUMNS)
+
+
 def activate(
     rows: Tensor,
     gate_up: Tensor,

@@ -17,7 +17,7 @@ from torch import Tensor
 from swiftbatch.worker.kernels.cuda.activations import activated
 from swiftbatch.worker.kernels.cuda.layer_kernels import is_padding
 from swiftbatch.worker.kernels.cuda.linear import TILE_COLUMNS
-from swiftbatch.worker.kernels.cuda.packed_linear import form_constants, packed_block, read
+from swiftbatch.worker.kernels.cuda.packed_linear import WeightKernel, form_constants, packed_block, read
 from swiftbatch.worker.kernels.cuda.rounding import dot, narrowed, rounded
 from swiftbatch.worker.kernels.cuda.router import (
     ROUTER_COLUMNS,
@@ -60,7 +60,8 @@ def multiply_tile(
     num_columns, PAIRS_PER_ROW: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, HAS_BIAS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr, BLOCK_DEPTH: tl.constexpr, IS_PACKED: tl.constexpr, DECODE: tl.constexpr,
     PER_BYTE: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUP: tl.constexpr, HAS_OFFSETS: tl.constexpr,
-    IS_GATED: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, SLOPE: tl.constexpr,
+    IS_GATED: tl.constexpr, IS_ACTIVATED: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr,
+    SLOPE: tl.constexpr,
 ):  # fmt: skip
     """Program (columns, tile): an expert's columns with rows that chose it; gates and ups become one number."""
     expert = tl.load(tile_experts_ptr + tl.program_id(1))
@@ -95,6 +96,8 @@ def multiply_tile(
         wide = rounded(gated(gate, up, dtype, ACTIVATION, LIMIT, SLOPE), dtype)
         columns = tl.program_id(0) * (TILE_COLUMNS // 2) + tl.arange(0, TILE_COLUMNS // 2)
         width = num_columns // 2
+    elif IS_ACTIVATED:
+        wide = rounded(activated(wide, None, ACTIVATION), dtype)
     is_place = (pairs >= 0)[:, None] & (columns < width)[None, :]
     tl.store(out_ptr + pairs.to(tl.int64)[:, None] * width + columns[None, :], wide, mask=is_place)
 
@@ -139,9 +142,10 @@ class CudaExperts:
         dtype: torch.dtype,
         activation: Activation,
         device: Any,
+        linear: WeightKernel,
         num_rows: int = NUM_ROWS,
     ) -> None:
-        """Experts of all layers have this activation."""
+        """Experts of all layers have this activation; `linear` makes products that all rows meet."""
         routings = [each.routing for each in layers]
         num_pairs = num_rows * max(each.num_chosen for each in routings)
         num_columns = max(len(each.router) for each in layers)
@@ -157,6 +161,9 @@ class CudaExperts:
         width = max(each.intermediate for each in layers)
         self._activated = torch.zeros(num_pairs * width, dtype=dtype, device=device)
         self._results = torch.zeros(num_pairs * hidden, dtype=dtype, device=device)
+        self._linear, latent = linear, max(each.latent_width for each in layers)
+        self._read, self._sums = (torch.zeros(num_rows * latent, dtype=dtype, device=device) for _ in range(2))
+        self._from_latent = torch.zeros(num_rows * bool(latent), hidden, dtype=dtype, device=device)
 
     def run(self, rows: Tensor, experts: StackedExperts, normed: Tensor, out: Tensor, has_shared: bool) -> None:
         """Write `out [num_rows, hidden]` for rows `normed`; with `has_shared` it has what all rows meet.
@@ -164,11 +171,25 @@ class CudaExperts:
         `rows [num_rows, 5]` are those of a table; padding stays as it is.
         """
         self._choose(rows, experts, normed)
-        routing = experts.routing
-        self._multiply(routing, experts.gate_up, normed, self._activated, experts)
+        if experts.latent is None:
+            self._sum(rows, experts, normed, out, has_shared)
+            return
+        into, behind = experts.latent
+        shape = (self._num_rows, experts.latent_width)
+        read, sums = (each[: shape[0] * shape[1]].view(shape) for each in (self._read, self._sums))
+        self._linear(normed, into.weight, into.bias, read)
+        self._sum(rows, experts, read, sums, False)
+        self._linear(sums, behind.weight, behind.bias, self._from_latent if has_shared else out)
+        if has_shared:
+            out.add_(self._from_latent)
+
+    def _sum(self, rows: Tensor, experts: StackedExperts, read: Tensor, out: Tensor, has_shared: bool) -> None:
+        """Write the sums of what experts make of `read`, which they have chosen."""
+        routing, width = experts.routing, out.shape[1]
+        self._multiply(routing, experts.gate_up, read, self._activated, experts)
         self._multiply(routing, experts.down, self._activated, self._results)
-        sum_choices[(self._num_rows, triton.cdiv(self._hidden, SUMMED_COLUMNS))](
-            rows, self._results, self._weights, self._shares, out, HIDDEN=self._hidden, NUM_CHOSEN=routing.num_chosen,
+        sum_choices[(self._num_rows, triton.cdiv(width, SUMMED_COLUMNS))](
+            rows, self._results, self._weights, self._shares, out, HIDDEN=width, NUM_CHOSEN=routing.num_chosen,
             COLUMNS=SUMMED_COLUMNS, HAS_SHARED=has_shared, HAS_SHARE=has_shared and experts.has_share,
         )  # fmt: skip
 
@@ -216,7 +237,8 @@ def tile_constants(
         "TILE_COLUMNS": TILE_COLUMNS,
         "BLOCK_DEPTH": BLOCK_DEPTH,
         "IS_PACKED": isinstance(weight, PackedMatrix),
-        "IS_GATED": gates is not None,
+        "IS_GATED": gates is not None and gates.has_gates,
+        "IS_ACTIVATED": gates is not None,
         "ACTIVATION": int(activation),
         "LIMIT": 0.0 if gates is None else gates.gate_limit,
         "SLOPE": 0.0 if gates is None else gates.gate_slope,

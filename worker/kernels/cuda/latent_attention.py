@@ -19,9 +19,10 @@ from swiftbatch.worker.kernels.cuda.attend import LOG2_E, TAIL_TILE_ROWS, Scratc
 from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, CudaRowTable, PageTable
 from swiftbatch.worker.kernels.cuda.kept_rows import load_rows
 from swiftbatch.worker.kernels.cuda.prefix import LOG2_E as LOG2_OF_E
+from swiftbatch.worker.kernels.cuda.prefix import split_blocks
 from swiftbatch.worker.kernels.cuda.rounding import dot, rounded
 from swiftbatch.worker.kernels.cuda.tail import merge_split
-from swiftbatch.worker.kernels.sizes import BLOCK_DEPTH, LANES, NUM_ROWS, LatentSizes
+from swiftbatch.worker.kernels.sizes import BLOCK_DEPTH, LANES, NUM_ROWS, LatentSizes, least_blocks
 
 LEAST_DEPTH = LANES  # of a product of tensor cores
 
@@ -88,6 +89,7 @@ class LatentShape:
             "TURNED": self.latent.turned_dim,
             "SPUN": triton.next_power_of_2(self.latent.turned_dim),
             "NUM_SPLITS": self.num_splits,
+            "LEAST_BLOCKS": least_blocks(self.num_rows),
             "BLOCK": BLOCK,
         }
 
@@ -123,8 +125,9 @@ def latent_prefix_split(
     query_ptr, kept_ptr, bias_ptr, pages_ptr, output_ptr, lse_ptr, groups_ptr,
     scale_log2, stride_slot, stride_entry, stride_bias, stride_pages,
     NUM_ROWS: tl.constexpr, NUM_HEADS: tl.constexpr, RANK: tl.constexpr, TURNED: tl.constexpr,
-    NUM_SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, TILE_ROWS: tl.constexpr, NUM_TILES: tl.constexpr,
-    BLOCK: tl.constexpr, KEYS: tl.constexpr, HALF: tl.constexpr, SPUN: tl.constexpr, PAGE: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, LEAST_BLOCKS: tl.constexpr, HAS_BIAS: tl.constexpr, TILE_ROWS: tl.constexpr,
+    NUM_TILES: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, HALF: tl.constexpr, SPUN: tl.constexpr,
+    PAGE: tl.constexpr,
 ):  # fmt: skip
     """Program (group and tile of its heads, split): as `prefix_split`, `KEYS` entries at a time."""
     group_ptr = groups_ptr + tl.program_id(0) // NUM_TILES * 4
@@ -133,7 +136,7 @@ def latent_prefix_split(
     num_rows = tl.load(group_ptr + 2)
     boundary = tl.load(group_ptr + 3)
     num_blocks = tl.cdiv(boundary, BLOCK)
-    blocks_per_split = tl.cdiv(num_blocks, NUM_SPLITS)  # a function of the rows' own boundary
+    blocks_per_split = split_blocks(num_blocks, NUM_SPLITS, LEAST_BLOCKS)
     start = split * blocks_per_split
     end = tl.minimum(start + blocks_per_split, num_blocks)
     if (start >= end) | (num_rows == 0):
@@ -178,7 +181,8 @@ def latent_tail_merge(
     query_ptr, kept_ptr, output_ptr, lse_ptr, mixed_ptr, rows_ptr, tail_slots_ptr,
     scale_log2, stride_slot, stride_entry,
     NUM_ROWS: tl.constexpr, NUM_HEADS: tl.constexpr, RANK: tl.constexpr, TURNED: tl.constexpr,
-    NUM_SPLITS: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr, SPUN: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, LEAST_BLOCKS: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    DEPTH: tl.constexpr, SPUN: tl.constexpr,
 ):  # fmt: skip
     """Program (row, heads, part of their values): the row's tail, and behind it the splits of its prefix in order."""
     row = tl.program_id(0)
@@ -213,7 +217,7 @@ def latent_tail_merge(
     probabilities = rounded(probabilities, values.dtype).to(values.dtype)
     acc = dot(probabilities, values, tl.zeros([TILE_ROWS, DEPTH], tl.float32))
 
-    blocks_per_split = tl.cdiv(num_blocks, NUM_SPLITS)  # as in `latent_prefix_split`
+    blocks_per_split = split_blocks(num_blocks, NUM_SPLITS, LEAST_BLOCKS)
     for split in range(0, tl.cdiv(num_blocks, tl.maximum(blocks_per_split, 1))):
         place = split * (NUM_ROWS * NUM_HEADS) + row_head
         highest, total, acc = merge_split(output_ptr, lse_ptr, place, is_real, highest, total, acc, columns, RANK)

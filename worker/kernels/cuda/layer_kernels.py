@@ -194,7 +194,7 @@ def rope_store_heads(
     query_scales_ptr, epsilon, stride_slot, stride_head, stride_entry,
     NUM_KV_HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr, HEAD_DIM: tl.constexpr, HAS_NORM: tl.constexpr,
     NORMS_TURNED: tl.constexpr, NORMS_DIFFER: tl.constexpr, FORM: tl.constexpr, IS_PACKED: tl.constexpr,
-    HAS_SCALES: tl.constexpr, TILE_HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    HAS_SCALES: tl.constexpr, OTHER_HEADS: tl.constexpr, TILE_HEADS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Program (row, KV head): the heads of queries that see it, then its key, then its value."""
     row = tl.program_id(0)
@@ -212,7 +212,7 @@ def rope_store_heads(
     is_real = (index < HEADS_PER_KV + 2)[:, None] & is_column
     query_head = kv_head * HEADS_PER_KV + index
     head = tl.where(index < HEADS_PER_KV, query_head, num_heads + kv_head + (index - HEADS_PER_KV) * NUM_KV_HEADS)
-    qkv_ptr += (row * (num_heads + 2 * NUM_KV_HEADS) + head)[:, None] * HEAD_DIM + columns
+    qkv_ptr += (row * (num_heads + 2 * NUM_KV_HEADS + OTHER_HEADS) + head)[:, None] * HEAD_DIM + columns
     given_first = tl.load(qkv_ptr, mask=is_real, other=0.0).to(tl.float32)
     given_second = tl.load(qkv_ptr + HEAD_DIM // 2, mask=is_real, other=0.0).to(tl.float32)
     first = given_first
@@ -252,7 +252,7 @@ def rope_store_heads(
 
 
 def rope_store(
-    qkv: Tensor,  # [num_rows, (num_heads + 2 * num_kv_heads) * head_dim]
+    qkv: Tensor,  # [num_rows, (num_heads + 2 * num_kv_heads) * head_dim], or with others behind these heads
     angles: Tensor,  # [num_angles, head_dim]: cosines of half a head's dimensions, then sines
     norms: tuple[Tensor, Tensor] | None,  # weights of queries and of keys, [head_dim] or of each head its own
     epsilon: float,
@@ -274,6 +274,7 @@ def rope_store(
         *keys.stride()[:3], HAS_NORM=norms is not None, NORMS_TURNED=norms_turned,
         NORMS_DIFFER=query_norm is not None and len(query_norm) > head_dim, FORM=int(form),
         IS_PACKED=packed is not None, HAS_SCALES=query_scales is not None,
+        OTHER_HEADS=qkv.shape[1] // head_dim - num_heads - 2 * num_kv_heads,
         **rope_constants(num_kv_heads, num_heads // num_kv_heads, head_dim),
     )  # fmt: skip
 

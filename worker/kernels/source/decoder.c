@@ -14,7 +14,7 @@
 #include "quantized.h"
 
 typedef struct {
-    matrix qkv, output, gate_up, down;  // gates and ups in turns, sixteen columns each; or ups alone
+    matrix qkv, output, gate_up, down;  // gates and ups in turns; or ups alone
     float *input_norm, *output_norm, *mlp_norm, *down_norm, *query_norm, *key_norm;  // NULL: none
     float *curve;      // of XIELU, or NULL
     float *sinks;      // those of the view, or NULL
@@ -109,7 +109,9 @@ void decoder_free(decoder *decoder) {
 
 typedef struct {
     matrix *matrix;  // NULL where the role is no matrix's
-    int first_block, stride, num_columns;
+    int first_block;
+    columns_kind kind;
+    int num_columns;
 } columns_of_role;
 
 // A head gets its matrix here.
@@ -119,21 +121,21 @@ static columns_of_role role_columns(decoder *decoder, int layer, weight_role rol
     int query = sizes->num_heads * sizes->head_dim, key = sizes->num_kv_heads * sizes->head_dim;
     int hidden = sizes->hidden, mlp = to->intermediate, gates = sizes->has_gates, columns;
     matrix *of_latents = sizes->latent_rank ? latent_matrix(&to->latent, role, &columns) : NULL;
-    if (of_latents) return (columns_of_role){of_latents, 0, 1, columns};
+    if (of_latents) return (columns_of_role){of_latents, 0, ALONE, columns};
     switch (role) {
         case HEAD:
             matrix_free(&decoder->head);
             decoder->head = matrix_new((element)sizes->element, hidden, sizes->vocab);
-            return (columns_of_role){&decoder->head, 0, 1, sizes->vocab};
-        case QUERY: return (columns_of_role){&to->qkv, 0, 1, query};
-        case KEY: return (columns_of_role){&to->qkv, query / LANES, 1, key};
-        case VALUE: return (columns_of_role){&to->qkv, (query + key) / LANES, 1, key};
-        case HEAD_GATE: return (columns_of_role){&to->qkv, (query + 2 * key) / LANES, 1, query};
-        case OUTPUT: return (columns_of_role){&to->output, 0, 1, hidden};
-        case GATE: return (columns_of_role){&to->gate_up, 0, 2, mlp};
-        case UP: return (columns_of_role){&to->gate_up, gates, 1 + gates, mlp};
-        case DOWN: return (columns_of_role){&to->down, 0, 1, hidden};
-        default: return (columns_of_role){NULL, 0, 0, 0};
+            return (columns_of_role){&decoder->head, 0, ALONE, sizes->vocab};
+        case QUERY: return (columns_of_role){&to->qkv, 0, ALONE, query};
+        case KEY: return (columns_of_role){&to->qkv, query / LANES, ALONE, key};
+        case VALUE: return (columns_of_role){&to->qkv, (query + key) / LANES, ALONE, key};
+        case HEAD_GATE: return (columns_of_role){&to->qkv, (query + 2 * key) / LANES, ALONE, query};
+        case OUTPUT: return (columns_of_role){&to->output, 0, ALONE, hidden};
+        case GATE: return (columns_of_role){&to->gate_up, 0, FIRST_IN_TURN, mlp};
+        case UP: return (columns_of_role){&to->gate_up, 0, gates ? SECOND_IN_TURN : ALONE, mlp};
+        case DOWN: return (columns_of_role){&to->down, 0, ALONE, hidden};
+        default: return (columns_of_role){NULL, 0, ALONE, 0};
     }
 }
 
@@ -148,7 +150,7 @@ void decoder_load(decoder *decoder, int layer, int role, const void *weight, con
     layer_weights *to = &decoder->layers[layer];
     columns_of_role columns = role_columns(decoder, layer, (weight_role)role);
     if (columns.matrix) {
-        matrix_load(columns.matrix, columns.first_block, columns.stride, columns.num_columns, weight, bias);
+        matrix_load(columns.matrix, columns.first_block, columns.kind, columns.num_columns, weight, bias);
         return;
     }
     int hidden = sizes->hidden;
@@ -184,7 +186,7 @@ void decoder_load_quantized(decoder *decoder, int layer, int role, const quantiz
         return;
     }
     columns_of_role to = role_columns(decoder, layer, (weight_role)role);
-    matrix_load_quantized(to.matrix, to.first_block, to.stride, to.num_columns, weight, bias);
+    matrix_load_quantized(to.matrix, to.first_block, to.kind, to.num_columns, weight, bias);
 }
 
 void decoder_experts(decoder *decoder, int layer, const expert_sizes *sizes) {
@@ -224,15 +226,29 @@ void decoder_load_quantized_mixer(decoder *decoder, int layer, int role, const q
 
 // ---- operations on rows
 
-// From rows of gates and ups to activated gates times ups; from rows of ups alone to activated ups.
-static void activate_rows(const decoder_sizes *sizes, const float *curve, const float *rows, long count, bool rounds,
-                          float *out) {
-    for (long i = 0; i < count; i += LANES) {
-        const float *place = rows + (1 + sizes->has_gates) * i;
-        vec a = vec_load(place);
+// From gates and ups, or ups alone, to activated gates times ups, or activated ups.
+static void activate(const decoder_sizes *sizes, const float *curve, const float *gates, const float *ups, int count,
+                     bool rounds, float *out) {
+    for (int i = 0; i < count; i += LANES) {
+        vec a = vec_load(gates + i);
         if (sizes->gate_scale != 1.0f) a = rounded(rounds, vec_mul(a, vec_set(sizes->gate_scale)));
         a = rounded(rounds, activated((activation)sizes->activation, curve, a));
-        vec_store(out + i, sizes->has_gates ? rounded(rounds, vec_mul(a, vec_load(place + LANES))) : a);
+        vec_store(out + i, ups ? rounded(rounds, vec_mul(a, vec_load(ups + i))) : a);
+    }
+}
+
+static void activate_rows(const pass *pass, const layer_weights *weights) {
+    const decoder_sizes *sizes = &pass->decoder->sizes;
+    long width = weights->intermediate;
+    for (long row = 0; row < pass->call->num_rows; row++) {
+        const float *from = pass->wide + row * weights->gate_up.columns;
+        float *out = pass->mixed + row * width;
+        if (!sizes->has_gates) activate(sizes, weights->curve, from, NULL, (int)width, pass->rounds, out);
+        for (long turn = 0; sizes->has_gates && turn < width; turn += TURN) {
+            long wide = width - turn < TURN ? width - turn : TURN;
+            const float *gates = from + 2 * turn;
+            activate(sizes, weights->curve, gates, gates + wide, (int)wide, pass->rounds, out + turn);
+        }
     }
 }
 
@@ -349,7 +365,7 @@ static void feed_forward(const pass *pass, const layer_weights *weights) {
     int num_rows = pass->call->num_rows;
     if (weights->intermediate) {
         linear(pass->frame, &weights->gate_up, num_rows, pass->normed, pass->wide, weights->gate_up.columns, pass->rounds);
-        activate_rows(sizes, weights->curve, pass->wide, (long)num_rows * weights->intermediate, pass->rounds, pass->mixed);
+        activate_rows(pass, weights);
         linear(pass->frame, &weights->down, num_rows, pass->mixed, pass->wide, sizes->hidden, pass->rounds);
         if (sizes->down_scale != 1.0f) scale_numbers(pass->wide, (long)num_rows * sizes->hidden, sizes->down_scale, pass->rounds);
     }

@@ -62,32 +62,33 @@ void experts_free(experts *experts) {
 
 typedef struct {
     matrix *matrix;
-    int first_block, stride, num_columns;
+    columns_kind kind;
+    int num_columns;
 } expert_columns;
 
 static expert_columns weight_columns(experts *experts, expert_role role, int expert) {
     int gates = experts->has_gates, intermediate = experts->sizes.intermediate;
     switch (role) {
-        case EXPERT_GATE: return (expert_columns){&experts->gate_up[expert], 0, 2, intermediate};
-        case EXPERT_UP: return (expert_columns){&experts->gate_up[expert], gates, 1 + gates, intermediate};
-        case EXPERT_DOWN: return (expert_columns){&experts->down[expert], 0, 1, experts->width};
-        case LATENT_IN: return (expert_columns){&experts->latent_in, 0, 1, experts->width};
-        default: return (expert_columns){&experts->latent_out, 0, 1, experts->hidden};
+        case EXPERT_GATE: return (expert_columns){&experts->gate_up[expert], FIRST_IN_TURN, intermediate};
+        case EXPERT_UP: return (expert_columns){&experts->gate_up[expert], gates ? SECOND_IN_TURN : ALONE, intermediate};
+        case EXPERT_DOWN: return (expert_columns){&experts->down[expert], ALONE, experts->width};
+        case LATENT_IN: return (expert_columns){&experts->latent_in, ALONE, experts->width};
+        default: return (expert_columns){&experts->latent_out, ALONE, experts->hidden};
     }
 }
 
 void experts_load(experts *experts, expert_role role, int expert, const void *weight, const void *bias) {
     int count = experts->sizes.num_experts;
     switch (role) {
-        case ROUTER: matrix_load(&experts->router.weight, 0, 1, count, weight, bias); break;
+        case ROUTER: matrix_load(&experts->router.weight, 0, ALONE, count, weight, bias); break;
         case CHOICE_BIAS: floats_load(&experts->router.choice_bias, count, weight); break;
         case SHARED_GATE:
             experts->has_shared_gate = true;
-            matrix_load(&experts->shared_gate, 0, 1, 1, weight, bias);
+            matrix_load(&experts->shared_gate, 0, ALONE, 1, weight, bias);
             break;
         default: {
             expert_columns to = weight_columns(experts, role, expert);
-            matrix_load(to.matrix, to.first_block, to.stride, to.num_columns, weight, bias);
+            matrix_load(to.matrix, 0, to.kind, to.num_columns, weight, bias);
         }
     }
 }
@@ -95,7 +96,7 @@ void experts_load(experts *experts, expert_role role, int expert, const void *we
 void experts_load_quantized(experts *experts, expert_role role, int expert, const quantized_rows *weight,
                             const void *bias) {
     expert_columns to = weight_columns(experts, role, expert);
-    matrix_load_quantized(to.matrix, to.first_block, to.stride, to.num_columns, weight, bias);
+    matrix_load_quantized(to.matrix, 0, to.kind, to.num_columns, weight, bias);
 }
 
 // ---- rows by expert
@@ -170,10 +171,14 @@ typedef struct {
     bool activates, has_gates, rounds;
 } grouped_job;
 
+static int blocks_of_panel(const grouped_job *job, const unit_rows *unit, int panel) {
+    int left = job->matrices[unit->expert].columns / LANES - panel * job->blocks;
+    return left < job->blocks ? left : job->blocks;
+}
+
 static void multiply_expert_unit(const grouped_job *job, const unit_rows *unit, int panel, float *out, void *scratch) {
     const matrix *matrix = &job->matrices[unit->expert];
-    int first = panel * job->blocks, left = matrix->columns / LANES - first;
-    int blocks = left < job->blocks ? left : job->blocks;
+    int first = panel * job->blocks, blocks = blocks_of_panel(job, unit, panel);
     long stride = (long)job->blocks * LANES;
     const char *rows = job->rows + unit->first * job->row_bytes;
     multiply_panel(matrix, first, blocks, unit->count, rows, out, stride, scratch);
@@ -195,6 +200,21 @@ static vec gated(const grouped_job *job, vec gate, vec up) {
     return vec_mul(rounded(job->rounds, vec_add(up, vec_set(1.0f))), share);
 }
 
+// Of a row of a panel: gates and ups in turns, or ups alone, become half as many numbers, or as many.
+static void activate_row(const grouped_job *job, const float *row, int count, float *out) {
+    if (!job->has_gates) {
+        for (int i = 0; i < count; i += LANES)
+            vec_store(out + i, rounded(job->rounds, activated(job->activation, NULL, vec_load(row + i))));
+        return;
+    }
+    for (int turn = 0, wide; turn < count / 2; turn += wide) {
+        wide = count / 2 - turn < TURN ? count / 2 - turn : TURN;
+        const float *gates = row + 2 * turn;
+        for (int i = 0; i < wide; i += LANES)
+            vec_store(out + turn + i, rounded(job->rounds, gated(job, vec_load(gates + i), vec_load(gates + wide + i))));
+    }
+}
+
 static void run_expert_unit(const void *job, int number, void *slot, void *scratch) {
     const grouped_job *all = job;
     const unit_rows *unit = &all->units[number / all->num_panels];
@@ -204,13 +224,10 @@ static void run_expert_unit(const void *job, int number, void *slot, void *scrat
         return;
     }
     float *wide = scratch, *to = slot;
-    long count = (long)unit->count * all->blocks * LANES, parts = 1 + all->has_gates;
-    multiply_expert_unit(all, unit, panel, wide, wide + ROWS_OF_UNIT * all->blocks * LANES);
-    for (long i = 0; i < count; i += parts * LANES) {
-        vec a = vec_load(wide + i);
-        a = all->has_gates ? gated(all, a, vec_load(wide + i + LANES)) : activated(all->activation, NULL, a);
-        vec_store(to + i / parts, rounded(all->rounds, a));
-    }
+    long stride = (long)all->blocks * LANES, parts = 1 + all->has_gates;
+    multiply_expert_unit(all, unit, panel, wide, wide + ROWS_OF_UNIT * stride);
+    for (int row = 0; row < unit->count; row++)
+        activate_row(all, wide + row * stride, blocks_of_panel(all, unit, panel) * LANES, to + row * stride / parts);
 }
 
 static int panel_blocks(int all_blocks, int num_units) {

@@ -7,7 +7,7 @@ typedef struct {
     expert_sizes sizes;
     router router;
     matrix shared_gate;      // of floats, one column; without any where the part that all rows meet has no gate
-    matrix *gate_up, *down;  // [num_experts]; gates and ups in turns, sixteen columns each; or ups alone
+    matrix *gate_up, *down;  // [num_experts]; gates and ups in turns; or ups alone
     matrix latent_in, latent_out;  // empty where experts read rows as they are
     activation activation;
     int hidden, width;  // of a row; of what experts read and give

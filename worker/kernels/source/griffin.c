@@ -45,11 +45,11 @@ static void load_norm(griffin *griffin, int part, const void *weight, const void
 void griffin_load(griffin *griffin, int role, const void *weight, const void *bias) {
     int hidden = griffin->sizes.hidden;
     switch ((griffin_role)role) {
-        case FUSE: matrix_load(&griffin->fuse, 0, 1, hidden, weight, bias); break;
-        case EXPAND: matrix_load(&griffin->expand, 0, 1, griffin->sizes.expansion, weight, bias); break;
-        case CONTRACT: matrix_load(&griffin->contract, 0, 1, hidden, weight, bias); break;
-        case PREDICT: matrix_load(&griffin->head, 0, 1, hidden, weight, bias); break;
-        case REGRESS: matrix_load(&griffin->head, hidden / LANES, 1, hidden, weight, bias); break;
+        case FUSE: matrix_load(&griffin->fuse, 0, ALONE, hidden, weight, bias); break;
+        case EXPAND: matrix_load(&griffin->expand, 0, ALONE, griffin->sizes.expansion, weight, bias); break;
+        case CONTRACT: matrix_load(&griffin->contract, 0, ALONE, hidden, weight, bias); break;
+        case PREDICT: matrix_load(&griffin->head, 0, ALONE, hidden, weight, bias); break;
+        case REGRESS: matrix_load(&griffin->head, hidden / LANES, ALONE, hidden, weight, bias); break;
         case FIRST_PART_NORM: load_norm(griffin, 0, weight, bias); break;
         case SECOND_PART_NORM: load_norm(griffin, 1, weight, bias); break;
     }

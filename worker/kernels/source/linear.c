@@ -53,26 +53,40 @@ void matrix_bias(matrix *matrix, int first_column, int count, const void *bias) 
     }
 }
 
-void matrix_load(matrix *matrix, int first_block, int stride, int count, const void *weight, const void *bias) {
+// Which block a weight's row is in, of as many rows as there are.
+static int block_of(columns_kind kind, int row, int count) {
+    int turn = row / TURN * TURN, left = (int)round_up(count - turn, LANES), wide = left < TURN ? left : TURN;
+    if (kind == ALONE) return row / LANES;
+    return (2 * turn + (kind == SECOND_IN_TURN ? wide : 0) + row - turn) / LANES;
+}
+
+static void load_bias(matrix *matrix, int first_block, columns_kind kind, int count, const void *bias) {
     int bytes = matrix->element == BF16 ? 2 : 4;
-    for (int row = 0; row < count; row += LANES) {
-        int block = first_block + row / LANES * stride, left = count - row < LANES ? count - row : LANES;
-        matrix_pack(matrix, block, (const char *)weight + (long)row * matrix->depth * bytes, left);
-        if (bias) matrix_bias(matrix, block * LANES, left, (const char *)bias + (long)row * bytes);
+    for (int row = 0; bias && row < count; row += LANES) {
+        int column = (first_block + block_of(kind, row, count)) * LANES, left = count - row < LANES ? count - row : LANES;
+        matrix_bias(matrix, column, left, (const char *)bias + (long)row * bytes);
     }
 }
 
-void matrix_load_quantized(matrix *matrix, int first_block, int stride, int count, const quantized_rows *weight,
-                           const void *bias) {
+void matrix_load(matrix *matrix, int first_block, columns_kind kind, int count, const void *weight, const void *bias) {
     int bytes = matrix->element == BF16 ? 2 : 4;
+    for (int row = 0; row < count; row += LANES) {
+        int block = first_block + block_of(kind, row, count), left = count - row < LANES ? count - row : LANES;
+        matrix_pack(matrix, block, (const char *)weight + (long)row * matrix->depth * bytes, left);
+    }
+    load_bias(matrix, first_block, kind, count, bias);
+}
+
+void matrix_load_quantized(matrix *matrix, int first_block, columns_kind kind, int count, const quantized_rows *weight,
+                           const void *bias) {
+    int num_blocks = (count + LANES - 1) / LANES;
     if (!matrix->quantized)
         matrix->quantized = allocate_clear(sizeof(quantized_block) * (size_t)(matrix->columns / LANES));
-    quantized_block *blocks = matrix->quantized + first_block;
-    matrix->parts = quantized_new(weight, matrix->depth, count, matrix->element, blocks, stride, matrix->parts);
-    for (int row = 0; bias && row < count; row += LANES) {
-        int block = first_block + row / LANES * stride, left = count - row < LANES ? count - row : LANES;
-        matrix_bias(matrix, block * LANES, left, (const char *)bias + (long)row * bytes);
-    }
+    quantized_block *blocks = allocate_clear(sizeof(quantized_block) * (size_t)num_blocks);
+    matrix->parts = quantized_new(weight, matrix->depth, count, matrix->element, blocks, matrix->parts);
+    for (int i = 0; i < num_blocks; i++) matrix->quantized[first_block + block_of(kind, i * LANES, count)] = blocks[i];
+    free(blocks);
+    load_bias(matrix, first_block, kind, count, bias);
 }
 
 void vector_load(float **vector, int element, int count, const void *weight) {

@@ -14,15 +14,19 @@ typedef struct {
     element element;
 } matrix;
 
+// The columns of a weight among those of a matrix: side by side, or in turns with another one of as many, TURN each.
+typedef enum { ALONE, FIRST_IN_TURN, SECOND_IN_TURN } columns_kind;
+#define TURN (4 * LANES)
+
 matrix matrix_new(element element, int depth, int columns);
 void matrix_free(matrix *matrix);
 // Takes in sixteen rows [16, depth] of a weight as torch has it, `count` of them real, as one block of columns.
 void matrix_pack(matrix *matrix, int block, const void *rows, int count);
 void matrix_bias(matrix *matrix, int first_column, int count, const void *bias);
-// `count` rows of a weight go to every `stride`-th block from `first_block` on, their biases (or NULL) likewise.
-void matrix_load(matrix *matrix, int first_block, int stride, int count, const void *weight, const void *bias);
+// `count` rows of a weight go to blocks from `first_block` on, their biases (or NULL) likewise.
+void matrix_load(matrix *matrix, int first_block, columns_kind kind, int count, const void *weight, const void *bias);
 // The same for rows that are quantized and stay so.
-void matrix_load_quantized(matrix *matrix, int first_block, int stride, int count, const quantized_rows *weight,
+void matrix_load_quantized(matrix *matrix, int first_block, columns_kind kind, int count, const quantized_rows *weight,
                            const void *bias);
 void vector_load(float **vector, int element, int count, const void *weight);
 void floats_load(float **vector, int count, const void *numbers);  // any count

@@ -83,7 +83,7 @@ static void scales_load(mixer *mixer, const float *scales) {
 void mixer_load(mixer *mixer, mixer_role role, const void *weight, const void *bias) {
     const mixer_sizes *sizes = &mixer->sizes;
     switch (role) {
-        case MIX_OUTPUT: matrix_load(&mixer->out, 0, 1, mixer->out.columns, weight, bias); break;
+        case MIX_OUTPUT: matrix_load(&mixer->out, 0, ALONE, mixer->out.columns, weight, bias); break;
         case MIX_TAPS: floats_load(&mixer->taps, sizes->conv_width * sizes->num_channels, weight); break;
         case MIX_TAP_BIAS: floats_load(&mixer->tap_bias, sizes->num_channels, weight); break;
         case MIX_RATES: rates_load(mixer, weight); break;
@@ -91,13 +91,13 @@ void mixer_load(mixer *mixer, mixer_role role, const void *weight, const void *b
         case MIX_SKIP: floats_load(&mixer->skip, sizes->num_heads, weight); break;
         case MIX_NORM: floats_load(&mixer->norm, mixer->width, weight); break;
         case MIX_SCALES: scales_load(mixer, weight); break;
-        default: matrix_load(&mixer->in, mixer->first_columns[role] / LANES, 1, part_width(mixer, role), weight, bias);
+        default: matrix_load(&mixer->in, mixer->first_columns[role] / LANES, ALONE, part_width(mixer, role), weight, bias);
     }
 }
 
 void mixer_load_quantized(mixer *mixer, mixer_role role, const quantized_rows *weight, const void *bias) {
-    if (role == MIX_OUTPUT) matrix_load_quantized(&mixer->out, 0, 1, mixer->out.columns, weight, bias);
-    else matrix_load_quantized(&mixer->in, mixer->first_columns[role] / LANES, 1, part_width(mixer, role), weight, bias);
+    if (role == MIX_OUTPUT) matrix_load_quantized(&mixer->out, 0, ALONE, mixer->out.columns, weight, bias);
+    else matrix_load_quantized(&mixer->in, mixer->first_columns[role] / LANES, ALONE, part_width(mixer, role), weight, bias);
 }
 
 // ---- the convolution

@@ -13,17 +13,18 @@ enum { MOST_FEW_ROWS = 8, MOST_FEW_BLOCKS = 4 };
 #else
 enum { MOST_FEW_ROWS = 1, MOST_FEW_BLOCKS = 1 };
 #endif
-enum { PANEL_BLOCKS = 4, PANEL_DEPTH = 256, READ_AHEAD = 2048 };  // bytes
+enum { PANEL_BLOCKS = 4, PANEL_DEPTH = 256, MOST_ABREAST = MOST_FEW_BLOCKS };
+enum { READ_AHEAD = 4096, CACHE_LINE = 64 };  // bytes
 enum { TOGETHER = 8 };  // groups that may share a float, which their scales are small whole multiples of
 
 // What becomes of two vectors of numbers. PAIRED: the first eight columns, then the others, two k of each side by side;
 // else all columns at one k, then at the next.
 typedef enum { PAIRED, ROUNDED, EXACT } fate;
 
-// Along a block's depth: stretches, each a header with the scales and offsets of its groups, then the codes of these.
+// Along the depth: stretches, each with headers, which hold the scales and offsets of a block's groups, then codes of these.
 struct quantized_part {
     uint8_t *data;
-    long block_bytes, stretch_bytes, header_bytes;
+    long block_bytes, stretch_bytes, header_bytes;  // of one block
     int depth, group_size, code, scale_type;
     int groups_together;  // of a stretch: 1, or as many as share the float that their whole numbers multiply
     bool has_offsets;
@@ -146,12 +147,21 @@ static void pack_span(const quantized_part *part, const uint8_t *const columns[L
         }
 }
 
-// Scales, or offsets, of a stretch in columns from the first one on; zeros fill up the block.
-static uint8_t *pack_scales(const quantized_part *part, const levels *scales, int column, int count, int group,
-                            uint8_t *out) {
+// Some of all columns.
+typedef struct {
+    int first, count;
+} column_range;
+
+static column_range block_range(int block, int count) {
+    int first = block * LANES;
+    return (column_range){first, count - first < LANES ? count - first : LANES};
+}
+
+// Scales, or offsets, of a stretch in some columns; zeros fill up the block.
+static uint8_t *pack_scales(const quantized_part *part, const levels *scales, column_range range, int group, uint8_t *out) {
     int bytes = scale_bytes(part->scale_type), groups = part->depth / part->group_size;
-    for (int i = 0; i < count; i++) {
-        long place = (long)(column + i) * groups + group;
+    for (int i = 0; i < range.count; i++) {
+        long place = (long)(range.first + i) * groups + group;
         if (!scales->wholes) {
             memcpy(out + i * bytes, (const char *)scales->numbers + place * bytes, (size_t)bytes);
             continue;
@@ -162,17 +172,26 @@ static uint8_t *pack_scales(const quantized_part *part, const levels *scales, in
     return out + scales_bytes(part);
 }
 
-static void pack_block(const quantized_part *part, const uint8_t *codes, const levels both[2], int column, int count,
-                       uint8_t *out) {
-    int bits = code_bits(part->code), span = span_of(part->code);
-    long row_bytes = (long)part->depth * bits / 8;
-    for (int k = 0; k < part->depth; k += span, out += span_bytes(part->code)) {
-        const uint8_t *columns[LANES];
-        for (int i = 0; i < LANES; i++)
-            columns[i] = codes + (column + (i < count ? i : 0)) * row_bytes + (long)k * bits / 8;
-        for (int i = 0; i < (part->has_offsets ? 2 : 1) && k % (part->group_size * part->groups_together) == 0; i++)
-            out = pack_scales(part, &both[i], column, count, k / part->group_size, out);
-        pack_span(part, columns, out);
+// The codes of a span, which begins at k.
+static uint8_t *pack_codes(const quantized_part *part, const uint8_t *codes, column_range range, int k, uint8_t *out) {
+    const uint8_t *columns[LANES];
+    long row_bytes = (long)part->depth * code_bits(part->code) / 8, before = (long)k * code_bits(part->code) / 8;
+    for (int i = 0; i < LANES; i++)
+        columns[i] = codes + (range.first + (i < range.count ? i : 0)) * row_bytes + before;
+    pack_span(part, columns, out);
+    return out + span_bytes(part->code);
+}
+
+// All blocks that lie abreast, of a weight of `num_columns`.
+static void pack_abreast(const quantized_part *part, const uint8_t *codes, const levels both[2], int num_columns,
+                         int first_block, int num_abreast, uint8_t *out) {
+    for (int k = 0; k < part->depth; k += span_of(part->code)) {
+        bool begins = k % (part->group_size * part->groups_together) == 0;
+        for (int block = first_block; begins && block < first_block + num_abreast; block++)
+            for (int i = 0; i < (part->has_offsets ? 2 : 1); i++)
+                out = pack_scales(part, &both[i], block_range(block, num_columns), k / part->group_size, out);
+        for (int block = first_block; block < first_block + num_abreast; block++)
+            out = pack_codes(part, codes, block_range(block, num_columns), k, out);
     }
 }
 
@@ -190,7 +209,7 @@ static const quantized_part *first_like(const quantized_part *part) {
 }
 
 quantized_part *quantized_new(const quantized_rows *rows, int depth, int count, element element,
-                              quantized_block *blocks, int stride, quantized_part *next) {
+                              quantized_block *blocks, quantized_part *next) {
     int num_blocks = (count + LANES - 1) / LANES, bits = code_bits(rows->code);
     levels both[2];
     quantized_part *part = allocate_clear(sizeof *part);
@@ -209,11 +228,11 @@ quantized_part *quantized_new(const quantized_rows *rows, int depth, int count, 
     part->data = allocate_clear((size_t)(num_blocks * part->block_bytes));
     memcpy(part->table, rows->table, sizeof(float) << bits);
     part->like = first_like(part);
-    for (int i = 0; i < num_blocks; i++) {
-        int column = i * LANES, left = count - column < LANES ? count - column : LANES;
-        uint8_t *data = part->data + i * part->block_bytes;
-        pack_block(part, rows->codes, both, column, left, data);
-        blocks[i * stride] = (quantized_block){part, data};
+    for (int first = 0; first < num_blocks; first += MOST_ABREAST) {
+        int abreast = num_blocks - first < MOST_ABREAST ? num_blocks - first : MOST_ABREAST;
+        uint8_t *data = part->data + first * part->block_bytes;
+        pack_abreast(part, rows->codes, both, count, first, abreast, data);
+        for (int i = 0; i < abreast; i++) blocks[first + i] = (quantized_block){part, data, i, abreast};
     }
     levels_free(&both[0]);
     levels_free(&both[1]);
@@ -321,47 +340,59 @@ typedef struct {
 // What lies in registers or changes with every step.
 typedef struct {
     vec sums[MOST_FEW_BLOCKS][MOST_FEW_ROWS];
-    const uint8_t *header[MOST_FEW_BLOCKS], *from[MOST_FEW_BLOCKS];
+    const uint8_t *headers, *from;  // of all blocks that lie abreast
     const char *a[MOST_FEW_ROWS];
     long offset;  // from `a`
+    long ahead;   // of `from`: what to ask memory for
 } few_state;
 
 // `num_rows` may be less than `rows`: the last one is taken for those beyond it.
 INLINE void begin_few(const int rows, const int count, const few_job *job, int block, few_state *state) {
     int last = job->num_rows - 1;
     for (int r = 0; r < rows; r++) state->a[r] = job->rows + (r < last ? r : last) * job->row_bytes;
-    for (int n = 0; n < count; n++) {
-        state->from[n] = job->blocks[block + n].data;
+    for (int n = 0; n < count; n++)
         for (int r = 0; r < rows; r++) state->sums[n][r] = vec_set(0.0f);
-    }
+    state->from = job->blocks[block].data;
     state->offset = 0;
+    state->ahead = job->blocks[block].place ? 0 : READ_AHEAD;  // whoever is first asks for all that lie abreast
 }
 
-// `group` is of its stretch.
+INLINE void ask_ahead(const few_state *state, const long bytes) {
+    for (long i = 0; i < bytes; i += CACHE_LINE) __builtin_prefetch(state->from + state->ahead + i, 0, 2);
+}
+
+// `group` is of its stretch; `first` is the first of the blocks that lie abreast.
 INLINE void add_group(const int rows, const int count, const int code, const int fate, codebook book,
-                      const quantized_part *part, int group, few_state *state) {
-    const int step_bytes = fate == PAIRED ? 4 : 8, span = span_of(code);
+                      const quantized_block *first, int group, few_state *state) {
+    const int step_bytes = fate == PAIRED ? 4 : 8, span = span_of(code), bytes = span_bytes(code);
+    // of all blocks that lie abreast, where the compiler knows them
+    const int place = count == MOST_ABREAST ? 0 : first->place, abreast = count == MOST_ABREAST ? count : first->num_abreast;
+    const quantized_part *part = first->part;
     group_numbers groups[MOST_FEW_BLOCKS];
-    for (int n = 0; n < count; n++) {
-        if (group == 0) {
-            state->header[n] = state->from[n];
-            state->from[n] += part->header_bytes;
-        }
-        groups[n] = numbers_of_group(code, fate, part, state->header[n], group);
+    if (group == 0) {
+        state->headers = state->from + place * part->header_bytes;
+        ask_ahead(state, MOST_ABREAST * part->header_bytes);
+        state->from += abreast * part->header_bytes;
     }
+    for (int n = 0; n < count; n++)
+        groups[n] = numbers_of_group(code, fate, part, state->headers + n * part->header_bytes, group);
     for (int i = 0; i < part->group_size; i += span) {
-        for (int n = 0; n < count; n++) __builtin_prefetch(state->from[n] + READ_AHEAD, 0, 2);
+        const uint8_t *from = state->from + place * bytes;
+        ask_ahead(state, MOST_ABREAST * bytes);
 #pragma GCC unroll 4
-        for (int step = 0; step < span / 2; step++, state->offset += step_bytes)
+        for (int step = 0; step < span / 2; step++, state->offset += step_bytes) {
+            LOAD_AGAIN();  // codes, else they drive scales from the registers
             for (int n = 0; n < count; n++) {
                 vec weights[2];
-                next_weights(code, fate, book, &groups[n], state->from[n], step, weights);
+                next_weights(code, fate, book, &groups[n], from + n * bytes, step, weights);
                 add_step(fate, rows, weights, state->a, state->offset, state->sums[n]);
             }
-        for (int n = 0; n < count; n++) state->from[n] += span_bytes(code);
+        }
+        state->from += abreast * bytes;
     }
 }
 
+// Blocks that lie abreast, side by side.
 INLINE void few_rows(const int rows, const int count, const int code, const int fate, const few_job *job, int block) {
     const quantized_part *part = job->blocks[block].part;
     codebook book = book_of(part);
@@ -369,7 +400,7 @@ INLINE void few_rows(const int rows, const int count, const int code, const int 
     begin_few(rows, count, job, block, &state);
     for (int k = 0; k < part->depth;)
         for (int group = 0; group < part->groups_together; group++, k += part->group_size)
-            add_group(rows, count, code, fate, book, part, group, &state);
+            add_group(rows, count, code, fate, book, &job->blocks[block], group, &state);
     const vec nothing[2] = {vec_set(0.0f), vec_set(0.0f)};  // what matrices of numbers have behind their depth
     for (int k = part->depth; fate == PAIRED && k % BF16_DEPTH; k += 2, state.offset += 4)
         for (int n = 0; n < count; n++) add_step(fate, rows, nothing, state.a, state.offset, state.sums[n]);
@@ -378,12 +409,12 @@ INLINE void few_rows(const int rows, const int count, const int code, const int 
             vec_store(job->out + r * job->out_stride + (block + n) * LANES, state.sums[n][r]);
 }
 
-#define FEW_ROWS_TIMES(NUM_ROWS, NUM_BLOCKS)                                                                     \
-    for (; job->num_blocks - block >= NUM_BLOCKS; block += NUM_BLOCKS)                                             \
+#define FEW_ROWS_TIMES(NUM_ROWS, NUM_BLOCKS)            \
+    for (; end - block >= NUM_BLOCKS; block += NUM_BLOCKS) \
     few_rows(NUM_ROWS, NUM_BLOCKS, code, fate, job, block)
 
-INLINE void multiply_few(const int code, const int fate, const few_job *job) {
-    int block = 0;
+// Blocks up to the end, which lie abreast.
+INLINE void multiply_abreast(const int code, const int fate, const few_job *job, int block, int end) {
 #if defined(__AVX512F__)
     if (job->num_rows > 4) {
         FEW_ROWS_TIMES(8, 2);
@@ -401,6 +432,14 @@ INLINE void multiply_few(const int code, const int fate, const few_job *job) {
     FEW_ROWS_TIMES(1, 1);
 }
 
+INLINE void multiply_few(const int code, const int fate, const few_job *job) {
+    for (int block = 0, end; block < job->num_blocks; block = end) {
+        end = block + job->blocks[block].num_abreast - job->blocks[block].place;
+        if (end > job->num_blocks) end = job->num_blocks;
+        multiply_abreast(code, fate, job, block, end);
+    }
+}
+
 // ---- many rows
 
 INLINE void *store_step(const int fate, const vec weights[2], void *out) {
@@ -416,7 +455,7 @@ INLINE void *store_step(const int fate, const vec weights[2], void *out) {
     return (float *)out + 2 * LANES;
 }
 
-// Where the codes at a k begin in a block.
+// Where the codes at a k begin, were the block alone.
 static long codes_at(const quantized_part *part, int k) {
     int stretch = part->group_size * part->groups_together, bits = code_bits(part->code);
     return k / stretch * part->stretch_bytes + part->header_bytes + (long)(k % stretch) * LANES * bits / 8;
@@ -425,16 +464,17 @@ static long codes_at(const quantized_part *part, int k) {
 // `count` k from the first one on, which may lie within a group.
 INLINE void fill_panel(const int code, const int fate, quantized_block block, int first, int count, void *out) {
     const quantized_part *part = block.part;
-    const int span = span_of(code);
+    const int span = span_of(code), bytes = span_bytes(code);
+    const long abreast = block.num_abreast;
     codebook book = book_of(part);
     for (int k = first, end; k < first + count; k = end) {
         int group = k / part->group_size, together = part->groups_together;
-        const uint8_t *from = block.data + codes_at(part, k);
-        const uint8_t *header = block.data + group / together * part->stretch_bytes;
+        const uint8_t *from = block.data + abreast * codes_at(part, k) + block.place * bytes;
+        const uint8_t *header = block.data + abreast * (group / together) * part->stretch_bytes + block.place * part->header_bytes;
         group_numbers numbers = numbers_of_group(code, fate, part, header, group % together);
         end = (group + 1) * part->group_size;
         if (end > first + count) end = first + count;
-        for (int i = k; i < end; i += span, from += span_bytes(code))
+        for (int i = k; i < end; i += span, from += abreast * bytes)
 #pragma GCC unroll 4
             for (int step = 0; step < span / 2; step++) {
                 vec weights[2];
@@ -446,13 +486,15 @@ INLINE void fill_panel(const int code, const int fate, quantized_block block, in
     for (int k = first + count; fate == PAIRED && k % BF16_DEPTH; k += 2) out = store_step(fate, nothing, out);
 }
 
-// Where the codes that follow a part of the depth begin: in the same blocks, or at the start of the next ones.
-static void find_ahead(const quantized_block *blocks, int count, int behind, int k, const void *ahead[PANEL_BLOCKS]) {
-    const quantized_part *part = blocks[0].part;
+// Where to ask for what follows a part of the depth: in the same blocks, or in the next ones from their start. Of what lies
+// abreast each block asks for its share.
+static void find_ahead(const quantized_block *blocks, int count, int behind, int k, long bytes,
+                       const void *ahead[PANEL_BLOCKS]) {
     for (int n = 0; n < count; n++) {
-        const quantized_block *next = &blocks[count + n];
-        if (k < part->depth) ahead[n] = blocks[n].data + codes_at(part, k);
-        else ahead[n] = n < behind && next->part ? next->data : blocks[n].data;
+        const quantized_block *block = &blocks[n], *next = &blocks[count + n];
+        long start = k < block->part->depth ? block->num_abreast * codes_at(block->part, k) : 0;
+        if (k >= block->part->depth && n < behind && next->part) block = next;
+        ahead[n] = block->data + start + block->place * bytes;
     }
 }
 
@@ -466,8 +508,8 @@ INLINE void multiply_many(const int code, const int fate, const quantized_block 
     for (int k = 0; k < depth; k += PANEL_DEPTH) {
         int deep = depth - k < PANEL_DEPTH ? depth - k : PANEL_DEPTH;
         for (int n = 0; n < count; n++) fill_panel(code, fate, blocks[n], k, deep, panel + n * right.block * k_bytes);
-        find_ahead(blocks, count, behind, k + deep, ahead);
         right.ahead_bytes = codes_at(part, PANEL_DEPTH) - codes_at(part, 0);
+        find_ahead(blocks, count, behind, k + deep, right.ahead_bytes, ahead);
         const void *left = a + (long)k * k_bytes;
         if (fate == PAIRED) gemm_bf16(rows, count, (int)round_up(deep, BF16_DEPTH), left, lda, right, c, ldc, k > 0);
         else gemm_f32(rows, count, deep, left, lda, right, c, ldc, k > 0);

@@ -5,14 +5,17 @@
 
 typedef struct quantized_part quantized_part;
 
+// A block lies abreast of others: for each group along the depth all have their scales, and offsets if there are any, then
+// their codes, step by step. So few rows read one stream, from its start to its end.
 typedef struct {
     const quantized_part *part;  // whose block it is: how it lies; NULL where the block is not quantized
-    const uint8_t *data;         // for each group along the depth: scales, offsets if there are any, codes
+    const uint8_t *data;         // where all that lie abreast begin
+    int place, num_abreast;      // its own among these
 } quantized_block;
 
-// Takes in `count` rows of a weight as every `stride`-th of the blocks from the first one on; `next` hangs on it.
+// Takes in `count` rows of a weight as so many blocks; `next` hangs on it.
 quantized_part *quantized_new(const quantized_rows *rows, int depth, int count, element element,
-                              quantized_block *blocks, int stride, quantized_part *next);
+                              quantized_block *blocks, quantized_part *next);
 void quantized_free(quantized_part *first);  // all that hang on it too
 
 // How many blocks from the first one on lie in the same way, quantized or not.

@@ -9,6 +9,7 @@
 
 #define INLINE static inline __attribute__((always_inline))
 #define LANES 16
+#define LOAD_AGAIN() __asm__ volatile("" ::: "memory")  // what was loaded before is not kept for later uses
 
 INLINE long round_up(long count, long multiple) { return (count + multiple - 1) / multiple * multiple; }
 

@@ -26,6 +26,8 @@ from swiftbatch.worker.kernels.cuda.graph import Capture, capture
 from swiftbatch.worker.kernels.cuda.linear import LINEAR_KERNELS
 from swiftbatch.worker.kernels.cuda.packed_linear import WeightKernel, packed_product
 from swiftbatch.worker.kernels.cuda.stacked import StackedWeights
+from swiftbatch.worker.kernels.cuda.states.state_layers import NAME as STATES_NAME
+from swiftbatch.worker.kernels.cuda.states.state_table import StateRows
 from swiftbatch.worker.kernels.cuda.upload import Upload
 from swiftbatch.worker.kernels.decoder_weights import AnyLinear, PackedLinear
 from swiftbatch.worker.kernels.kv_dtypes import with_kv
@@ -85,7 +87,7 @@ class CudaForwards:
         attention, linear = ATTENTION_KERNELS[kernels.attention], LINEAR_KERNELS[kernels.linear]
         self._decoder = CudaDecoder(
             weights, arena.buffer, arena.capacity, num_splits, linear, attention=attention, pages=arena.pages,
-            num_rows=kernels.num_rows,
+            states=arena.states, num_rows=kernels.num_rows,
         )  # fmt: skip
         self._table = Upload(self._decoder.table_buffer)
         num_routed, met = sum(layer.experts is not None for layer in weights.layers), self._decoder.experts_met
@@ -105,7 +107,8 @@ class CudaForwards:
             f"triton {triton_version()}, triton kernels 1, {self._decoder.attention.numerics}, {self.kernels.linear}"
             f"{self.kernels.rows_suffix}"
         )
-        return with_kv(computed, self.cache_shape.kv_dtype)
+        states = "" if self._decoder.mixers is None else f", {STATES_NAME}"
+        return with_kv(computed + states, self.cache_shape.kv_dtype)
 
     def run(self, groups: list[SequenceRows]) -> tuple[torch.Tensor, torch.Tensor]:
         if (num_rows := sum(map(len, groups))) <= self.rows_per_forward:
@@ -149,7 +152,7 @@ class CudaForwards:
 
     @functools.cached_property
     def _tap(self) -> CudaQueryTap:
-        return CudaQueryTap(self._decoder, self.device, self.capture)
+        return CudaQueryTap(self._decoder, self.cache_shape.num_layers, self.device, self.capture)
 
     @functools.cached_property
     def _drawing(self) -> CudaDrawing:
@@ -183,17 +186,23 @@ class CudaForwards:
         for group, cache in zip(groups, caches, strict=True):
             cache.reserve(group.first_entry + len(group))
         placed = [(group, cache.slot) for group, cache in zip(groups, caches, strict=True)]
-        self._decoder.layout.fill(self._table.buffer(), placed, [cache.pages for cache in caches])
+        decoder, buffer = self._decoder, self._table.buffer()
+        decoder.layout.fill(buffer[: decoder.layout.size], placed, [cache.pages for cache in caches])
+        if decoder.mixers is not None:
+            rows = [StateRows(group, slot, cache.boundary) for (group, slot), cache in zip(placed, caches, strict=True)]
+            decoder.mixers.layout.fill(buffer[decoder.layout.size :], rows)
+        for group, cache in zip(groups, caches, strict=True):
+            cache.fold_to(group.boundary)
         self._table.send()
 
 
 class CudaQueryTap:
     """Runs the rows of the decoder's table and keeps the first one's queries."""
 
-    def __init__(self, decoder: CudaDecoder, device: torch.device, capture: Capture) -> None:
+    def __init__(self, decoder: CudaDecoder, num_layers: int, device: torch.device, capture: Capture) -> None:
         sizes = decoder.sizes
         heads = (sizes.num_kv_heads, sizes.num_heads // sizes.num_kv_heads, sizes.head_dim)
-        self._queries = torch.zeros(sizes.num_layers, *heads, dtype=sizes.dtype, device=device)
+        self._queries = torch.zeros(num_layers, *heads, dtype=sizes.dtype, device=device)
 
         def keep(layer: int, query: torch.Tensor) -> None:
             self._queries[layer].copy_(query[0])

@@ -32,6 +32,7 @@ from swiftbatch.worker.caches.memory.page_plan import most_of_a_job, plan_pages
 from swiftbatch.worker.caches.offloaded_arena import OffloadedArena
 from swiftbatch.worker.caches.paged_arena import PagedArena
 from swiftbatch.worker.caches.scan_slots import scan_memory
+from swiftbatch.worker.caches.state_arena import StateArena
 from swiftbatch.worker.caches.summary import CHUNK_SIZE, summary_positions
 from swiftbatch.worker.kernels.choice import CUBLAS_WORKSPACES, DEFAULT_KERNELS, CudaKernels
 from swiftbatch.worker.kernels.cuda.stacked import handed_over, stacked_weights
@@ -120,7 +121,8 @@ def planned_forwards(
 def arena_of(shape: CacheShape, plan: MemoryPlan, staging: Staging | None) -> KVArena:
     """The memory of caches on a GPU as planned: a pool of pages where the plan has some."""
     if plan.num_pages:
-        return PagedArena(shape, plan.num_slots, plan.longest_job, plan.num_pages, staging)
+        paged = PagedArena if shape.recurrent is None else StateArena
+        return paged(shape, plan.num_slots, plan.longest_job, plan.num_pages, staging)
     return KVArena(shape, plan.num_slots, plan.longest_job, staging)
 
 
@@ -129,7 +131,8 @@ def whole_arena(
 ) -> KVArena:
     """Memory of caches as a kind of attention has it, where every slot's sequence has room for `max_length`."""
     if PLANS[attention] is plan_pages:
-        return PagedArena(shape, num_slots, max_length, num_slots * most_of_a_job(max_length), staging)
+        paged = PagedArena if shape.recurrent is None else StateArena
+        return paged(shape, num_slots, max_length, num_slots * most_of_a_job(max_length), staging)
     return KVArena(shape, num_slots, max_length, staging)
 
 

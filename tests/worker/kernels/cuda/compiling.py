@@ -28,7 +28,7 @@ from swiftbatch.worker.kernels.cuda import (
     expert_products,
     flash,
     latent_attention,
-    latent_layers,
+    latent_products,
     linear,
     logit_cap,
     packed_linear,
@@ -42,8 +42,13 @@ from swiftbatch.worker.kernels.cuda.scan import best, clouds, merge
 from swiftbatch.worker.kernels.cuda.scan import scan_choice as choice
 from swiftbatch.worker.kernels.cuda.scan.scanned_texts import TextSizes, scan_constants
 from swiftbatch.worker.kernels.cuda.stacked_experts import StackedExperts
+from swiftbatch.worker.kernels.cuda.states import ready, state_walk
+from swiftbatch.worker.kernels.cuda.states.move_steps import MOVE_WARPS, MOVED_WORDS, move_step_words
+from swiftbatch.worker.kernels.cuda.states.state_layers import finish_constants, finish_group
+from swiftbatch.worker.kernels.cuda.states.step_layout import StepLayout
 from swiftbatch.worker.kernels.decoder_weights import linear_from
 from swiftbatch.worker.kernels.forms import Activation, NormForm
+from swiftbatch.worker.kernels.mixer_sizes import MixerForm, MixerSizes
 from swiftbatch.worker.kernels.packed import CODE_BITS, TABLES, Code, PackedMatrix, Weight
 from swiftbatch.worker.kernels.routing import Routing, Score
 from swiftbatch.worker.kernels.sizes import ROW_CHOICES, LatentSizes
@@ -65,6 +70,7 @@ INTEGERS += (
     "tile_experts_ptr",
     "tile_pairs_ptr",
 )
+INTEGERS += ("sequences_ptr", "paths_ptr", "moves_ptr")
 READ = ("numbers_ptr", "sums_ptr")  # by the kernel that does nothing else
 LONG_INTEGERS = ("met_ptr", "words_ptr", "places_ptr", "addresses_ptr")
 SUMS = (
@@ -87,6 +93,7 @@ SUMS += ("router_ptr", "parts_ptr", "router_bias_ptr", "choice_bias_ptr", "choic
 SUMS += ("samples_ptr", "flat_deviations_ptr", "best_output_ptr", "best_lse_ptr")  # float32 whatever the model's dtype
 
 
+OF_ROWS = ("wide_ptr", "narrow_ptr", "inputs_ptr", "mixed_ptr", "qkv_ptr")  # of a state's kernels: else float32
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -125,18 +132,53 @@ def kernels(dtype: str) -> dict[str, Made]:
         | packed_kernels()
         | coded_kernels(dtype)
         | expert_kernels(dtype)
+        | state_kernels(dtype)
         | latent_kernels(dtype)
         | wide_kernels(dtype)
     )
+
+
+MIXERS = {  # of models that are published
+    "Qwen3.5 27B": MixerSizes(MixerForm.DELTA_NET, 48, 16, 128, 128, 10240, 4, norm_width=128, epsilon=1e-6),
+    "Nemotron-H 8B": MixerSizes(MixerForm.STATE_SPACE, 128, 8, 128, 64, 10240, 4, norm_width=1024, epsilon=1e-5),
+    "LFM2 1.2B": MixerSizes(MixerForm.CONVOLUTION, 0, 0, 0, 0, 2048, 3),
+}
+
+
+def state_kernels(dtype: str) -> dict[str, Made]:
+    """The kernels of layers that have a state or a convolution."""
+    found: dict[str, Made] = {}
+    for model, sizes in MIXERS.items():
+        layout, has_bias = StepLayout.of(sizes, DTYPES[dtype].itemsize, 128), sizes.form == MixerForm.STATE_SPACE
+        absent = {} if has_bias else {"tap_bias_ptr": None}
+        if not sizes.num_heads:
+            found[f"states: convolution of {model}"] = (
+                ready.gate_convolution,
+                ready.gate_constants(sizes, layout, has_bias) | absent,
+            )
+            continue
+        unused = ("own_ptr", "skip_ptr") if sizes.form == MixerForm.DELTA_NET else ()
+        found[f"states: heads of {model}"] = ready.ready_head, ready.ready_constants(sizes, layout, has_bias) | absent
+        found[f"states: weights of {model}"] = state_walk.weigh_path, state_walk.weight_constants(sizes, layout)
+        found[f"states: walk of {model}"] = state_walk.walk_rows, state_walk.walk_constants(sizes, layout)
+        finished = finish_constants(sizes) | dict.fromkeys(unused)
+        found[f"states: norm of {model}"] = finish_group, finished
+        moved = {"RING": layout.ring, "WORDS": layout.words, "WIDTH": MOVED_WORDS, "num_warps": MOVE_WARPS}
+        found[f"states: moves of {model}"] = move_step_words, moved
+    return found | {"states: gates of heads": (activations.gate_row, gates_of_heads())}
+
+
+def gates_of_heads() -> dict[str, Any]:
+    return {"ALL": 3 * HIDDEN, "NUMBERS": HIDDEN, "COLUMNS": activations.ACTIVE_COLUMNS}
 
 
 def latent_kernels(dtype: str) -> dict[str, Made]:
     """Of GLM 4.7 Flash; DeepSeek V3 has more heads, which fill several tiles."""
     sizes, num_heads, paged = LatentSizes(512, 768, 192, 64, 256), 20, {"PAGE": GPU_PAGE}
     attention = latent_attention.LatentShape(num_heads, sizes, 132, DTYPES[dtype])
-    many = dataclasses.replace(attention, num_heads=128, num_splits=66)
+    many = dataclasses.replace(attention, num_heads=128, num_splits=16, num_rows=MOST_ROWS)
     plain = without(attention.prefix_constants(), "HAS_BIAS", "bias_ptr") | paged
-    keep = latent_layers.keep_constants(sizes, sizes.query_rank + sizes.entry_dim, NormForm.TWICE)
+    keep = latent_products.keep_constants(sizes, sizes.query_rank + sizes.entry_dim, NormForm.TWICE)
     ups = {
         "absorbed queries": (sizes.rank, sizes.still_dim, sizes.query_dim, sizes.turned_dim),
         "values of heads": (sizes.value_dim, sizes.rank, sizes.rank, 0),
@@ -152,12 +194,12 @@ def latent_kernels(dtype: str) -> dict[str, Made]:
             attention.prefix_constants() | {"HAS_BIAS": True} | NO_PAGES,
         ),
         "latent tail": (latent_attention.latent_tail_merge, attention.tail_constants()),
-        "kept latents": (latent_layers.keep_latent_row, keep),
+        "kept latents": (latent_products.keep_latent_row, keep),
     }
     for name, (columns, depth, width, num_turned) in ups.items():
         weight = torch.empty(num_heads * columns, depth, dtype=DTYPES[dtype], device="meta")
-        constants: dict[str, Any] = latent_layers.head_constants(num_heads, weight, num_heads * width, num_turned)
-        found[name] = latent_layers.multiply_heads, constants | ({} if num_turned else {"angles_ptr": None})
+        constants: dict[str, Any] = latent_products.head_constants(num_heads, weight, num_heads * width, num_turned)
+        found[name] = latent_products.multiply_heads, constants | ({} if num_turned else {"angles_ptr": None})
     return found
 
 
@@ -222,6 +264,7 @@ def kernels_besides_attention() -> dict[str, Made]:
         "FORM": 0,
         "NORMS_TURNED": False,
         "NORMS_DIFFER": False,
+        "OTHER_HEADS": 0,
     }
     grown = rope | without({}, "IS_PACKED", "packed_ptr") | {"HAS_SCALES": True}
     rope |= without({}, "HAS_SCALES", "query_scales_ptr")
@@ -301,6 +344,7 @@ def expert_kernels(dtype: str) -> dict[str, Made]:
             router.sort_constants(Routing(512, 10, Score.SOFTMAX)),
         ),
         "experts' gates and ups": expert_product(QWEN3, plain, is_gated=True),
+        "experts' ups alone": expert_product(QWEN3, plain, is_gated=True, has_gates=False),
         "experts' downs": expert_product(QWEN3, plain, is_gated=False),
         "sum of choices": (expert_products.sum_choices, summed(False)),
         "sum of choices with a share": (expert_products.sum_choices, summed(True)),
@@ -326,9 +370,13 @@ def chosen_by(
     return router.choose_row, constants | ({} if has_choice_bias else {"choice_bias_ptr": None})
 
 
-def expert_product(routing: Routing, weight: Weight, *, is_gated: bool, limit: float = 0.0) -> Made:
+def expert_product(
+    routing: Routing, weight: Weight, *, is_gated: bool, limit: float = 0.0, has_gates: bool = True
+) -> Made:
     linear_of_all = linear_from(weight, torch.zeros(1) if limit else None)
-    gates = StackedExperts(routing, torch.zeros(1, 1), linear_of_all, linear_of_all, None, None, limit, 1.702)
+    gates = StackedExperts(
+        routing, torch.zeros(1, 1), linear_of_all, linear_of_all, None, None, limit, 1.702, has_gates
+    )
     constants = expert_products.tile_constants(routing, linear_of_all, gates if is_gated else None, Activation.SILU)
     unused = ["bias_ptr"] * (not limit)
     if isinstance(weight, PackedMatrix):
@@ -377,6 +425,8 @@ def type_of(name: str, argument: str, dtype: str) -> str:
         return "*i64"
     if argument == "codes_ptr":
         return "*u8"
+    if name.startswith("states: "):
+        return f"*{dtype}" if argument in OF_ROWS else "*fp32"
     if name.split()[-1] in KEPT and argument in ("key_ptr", "value_ptr", "keys_ptr", "values_ptr", "kept_ptr"):
         return KEPT[name.split()[-1]]
     is_sum = argument in SUMS or (argument == "bias_ptr" and name.startswith(("prefix", "latent prefix")))

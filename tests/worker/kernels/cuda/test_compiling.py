@@ -23,6 +23,7 @@ from tests.worker.kernels.cuda.compiling import (
     latent_kernels,
     packed_kernels,
     scan_kernels,
+    state_kernels,
     wide_kernels,
 )
 
@@ -48,7 +49,16 @@ IN_OTHER_FORMS = (  # whose own form is compiled every day
     *("packed uint4", "packed uint8", "packed int8", "packed e2m1", "packed e4m3"),
     *("prefix in int8", "tail in int8", "attend to the best in e4m3", "rope in e4m3"),
     *("choice of Qwen3", "choice of Phi-3.5", "sort of choices", "experts' downs", "sum of choices"),
-    *("FP8 experts", "NVFP4 experts"),
+    "experts' ups alone",
+    *(f"states: {name} of Nemotron-H 8B" for name in ("heads", "weights", "walk", "norm", "moves")),
+    *("FP8 experts", "NVFP4 experts", "int4 experts", "choice of gpt-oss", "choice of Qwen2, with a share"),
+    *(
+        "prefix with a window",
+        "attend to the best in pages",
+        "tail in e4m3",
+        "rope with norms of its own for each head",
+    ),
+    *("packed iq4_nl", "packed uint4 with offsets", "packed e4m3 of another depth", "norm, add and norm"),
     *("latent prefix of many heads", "latent prefix with biases"),
     *(name for name in wide_kernels("bf16") if not name.startswith(("linear", "sort of choices"))),
 )
@@ -164,6 +174,18 @@ def test_experts_spill_nothing_and_share_a_processor(
 
 
 @KINDS
+def test_states_spill_nothing_and_several_programs_share_a_processor(
+    compiled: Callable[..., list[Report]], dtype: str, capabilities: tuple[int, ...]
+) -> None:
+    reports = compiled(dtype, capabilities, *state_kernels(dtype))
+    assert len(reports) == len(capabilities) * len(asked_for(capabilities, state_kernels(dtype)))
+    for report in reports:
+        assert fits(report), report
+        if "walk of" in report["kernel"]:
+            assert 3 * 32 * report["warps"] * report["registers"] <= 2**16, report
+
+
+@KINDS
 def test_kernels_for_the_most_rows_spill_nothing_and_fit_into_shared_memory(
     compiled: Callable[..., list[Report]], dtype: str, capabilities: tuple[int, ...]
 ) -> None:
@@ -240,7 +262,7 @@ def test_every_kernel_that_is_launched_is_among_them() -> None:
     launched = {name for path in sources for name in launch.findall(path.read_text())}
     assert launched == {kernel.__name__ for kernel, _ in kernels("bf16").values()}
     others = {*scan_kernels("bf16"), *kernels_besides_attention(), *packed_kernels(), *expert_kernels("bf16")}
-    others |= {*coded_kernels("bf16"), *wide_kernels("bf16")}
+    others |= {*coded_kernels("bf16"), *wide_kernels("bf16"), *latent_kernels("bf16")}
     assert set(kernels("bf16")) == {*ATTENTION, *WIDE, *others}
     of_every_day = {kernel.__name__ for name, (kernel, _) in kernels("bf16").items() if name not in IN_OTHER_FORMS}
     assert launched == of_every_day

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from swiftbatch.worker.kernels.cuda.expert_products import CudaExperts
+from swiftbatch.worker.kernels.cuda.linear import triton_linear
+from swiftbatch.worker.kernels.cuda.packed_linear import WeightKernel
 from swiftbatch.worker.kernels.cuda.router import TILE, num_tiles
 from swiftbatch.worker.kernels.cuda.stacked_experts import stacked_experts
 from swiftbatch.worker.kernels.decoder_weights import Linear, PackedLinear, linear_from, plain_linear
@@ -50,7 +52,9 @@ def weights_of(shape: ExpertShape, dtype: torch.dtype, hidden: int = HIDDEN) -> 
 
 def kernels_of(weights: ExpertWeights, dtype: torch.dtype, hidden: int = HIDDEN) -> CudaExperts:
     """Whatever lay in their buffers before is gone."""
-    made = CudaExperts([stacked_experts(weights, CPU)], hidden, dtype, Activation.SILU, CPU)
+    made = CudaExperts(
+        [stacked_experts(weights, CPU)], hidden, dtype, Activation.SILU, CPU, WeightKernel(triton_linear)
+    )
     for buffer in vars(made).values():
         if isinstance(buffer, Tensor):
             buffer.fill_(torch.nan if buffer.is_floating_point() else 10**6)

@@ -14,6 +14,7 @@ from swiftbatch.worker.caches.layer_ring import Streams
 from swiftbatch.worker.caches.memory.pages import pages_of
 from swiftbatch.worker.caches.offloaded_arena import OffloadedArena, OffloadedSlotCache
 from swiftbatch.worker.caches.paged_arena import PagedArena
+from swiftbatch.worker.caches.state_arena import StateArena
 from swiftbatch.worker.kernels.choice import CudaKernels
 from swiftbatch.worker.kernels.cuda.stacked import stacked_weights
 from swiftbatch.worker.kernels.sizes import NUM_ROWS
@@ -46,7 +47,11 @@ def arena_of(
     if attention == "flash":
         return KVArena(shape, num_slots, longest_job)
     num_pages = num_pages or num_slots * pages_of(longest_job + PAGE, PAGE)
-    arena = PagedArena(shape, num_slots, longest_job, num_pages, page=PAGE)
+    paged = PagedArena if shape.recurrent is None else StateArena
+    arena = paged(shape, num_slots, longest_job, num_pages, page=PAGE)
+    if arena.states is not None:
+        leave_unwritten(arena.states.states)
+        leave_unwritten(arena.states.steps)
     random.Random(num_pages).shuffle(arena.pool._free)
     return arena
 

@@ -45,7 +45,10 @@ STAGES = (
     GPUStage("second process", ".exact_stages:second_process", 120, ("Another GPU",)),
     GPUStage("engines", ".engine_stage:engines", 180, ("Every engine",)),
     GPUStage("flash", ".exact_stages:flash", 120, ("flash-attn",)),
-    GPUStage("kinds of models", ".command_stages:kinds", 300, ("Latent attention", "Other kinds of models")),
+    GPUStage(
+        *("kinds of models", ".command_stages:kinds", 300),
+        ("Latent attention", "Layers with states", "Other kinds of models"),
+    ),
     GPUStage("tests", ".command_stages:tests", 300, ("Every engine",)),
     GPUStage("Ray", ".command_stages:ray_run", 240, ("A run over Ray on GPUs",)),
 )
