@@ -49,6 +49,7 @@ class KVArena:
     def __init__(self, shape: CacheShape, num_slots: int, max_length: int, staging: Staging | None = None) -> None:
         """Slots for sequences of at most `max_length` positions. Checkpoints go through `staging`, None on a CPU."""
         self.shape, self.num_slots, self.capacity = shape, num_slots, slot_capacity(max_length)
+        self.num_drafted = num_slots  # sequences that drafts have room for beside their caches
         self.buffer = self._allocate()
         self._staging = staging
         self.move_rows: MoveRows | None = None  # set where there is a better way than the tensors' own

@@ -10,6 +10,7 @@ per second follows from measured costs, from how much of each was accepted, and 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Many
 from pathlib import Path
 
@@ -115,6 +116,8 @@ class AutoDrafter(RestingDrafter):
     ) -> None:
         self._recycling, self._budget, self._planner = recycling, budget, planner
         self._chains = TwoLevelDrafter(target, RecycledProposer(recycling), self._planner, ScanKVCache, NUM_BEST)
+        arena = target.forwards.arena
+        self._most_scanned = math.inf if arena is None else arena.num_drafted
         self._rounds: RoundsChoice | None = None  # of the coming steps; None: they have trees
         self._names: list[str] = []  # of the sequences that the plan is for
         self._num_steps = 0  # since then
@@ -241,8 +244,8 @@ class AutoDrafter(RestingDrafter):
     def _rounds_that_pay(self, requests: list[DraftRequest]) -> RoundsChoice | None:
         """The best rounds, where they bring more than trees, and what they save is more than taking the texts in."""
         lengths = lengths_of(requests)
-        if lengths.max() < SHORTEST_SCANNED:
-            return None  # nothing would be scanned
+        if lengths.max() < SHORTEST_SCANNED or len(requests) > self._most_scanned:
+            return None  # nothing would be scanned, or not all have room for it
         clock = self._budget.clock
         plain = clock.beside("plain", requests[0].overhead)
         beside = clock.beside("chain", otherwise=plain + clock.drafting_seconds)

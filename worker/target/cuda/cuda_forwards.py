@@ -129,7 +129,7 @@ class CudaForwards:
         return self._rounds[entries_of(groups[0]).arena].check(groups)
 
     def room_for(self, new_cache: PartialCacheFactory, budget: int) -> NewEntries:
-        arena = arena_for(new_cache, budget, self.cache_shape, self.arena.num_slots, self.arena.longest_job)
+        arena = arena_for(new_cache, budget, self.cache_shape, self.arena.num_drafted, self.arena.longest_job)
         self._rounds[arena] = CudaRounds(self._decoder, arena, self.capture)
         self._prepare_queries()
         return arena.new_entries
