@@ -255,14 +255,14 @@ def test_heads_of_other_widths_fit_into_shared_memory(compiled: Callable[..., li
 
 
 def test_every_kernel_that_is_launched_is_among_them() -> None:
-    folders = ("worker/kernels/cuda", "worker/kernels/cuda/scan", "worker/papers/griffin/triton")
-    sources = [path for folder in folders for path in (ROOT / folder).glob("*.py")]
+    rooms = ("kernels/cuda", "kernels/cuda/scan", "kernels/cuda/states", "papers/griffin/triton")
+    sources = [path for room in rooms for path in (ROOT / "worker" / room).glob("*.py")]
     sources.append(ROOT / "worker/exactness/first_run/probes.py")
     launch = re.compile(r"^(?: {4}| {8})(\w+)\[.*\]\(", re.MULTILINE)
     launched = {name for path in sources for name in launch.findall(path.read_text())}
     assert launched == {kernel.__name__ for kernel, _ in kernels("bf16").values()}
     others = {*scan_kernels("bf16"), *kernels_besides_attention(), *packed_kernels(), *expert_kernels("bf16")}
-    others |= {*coded_kernels("bf16"), *wide_kernels("bf16"), *latent_kernels("bf16")}
+    others |= {*coded_kernels("bf16"), *wide_kernels("bf16"), *latent_kernels("bf16"), *state_kernels("bf16")}
     assert set(kernels("bf16")) == {*ATTENTION, *WIDE, *others}
     of_every_day = {kernel.__name__ for name, (kernel, _) in kernels("bf16").items() if name not in IN_OTHER_FORMS}
     assert launched == of_every_day
