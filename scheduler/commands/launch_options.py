@@ -122,7 +122,7 @@ WORKERS = (
         default=Settings.num_slots,
         show_default=False,
         metavar="N|auto",
-        help=f"Jobs at a time per worker. [default: as many as fit, up to {MOST_SLOTS}, GPUs {ROW_CHOICES[-1]}]",
+        help=f"Jobs on each worker. [default: all that fit, up to {MOST_SLOTS}, GPUs {ROW_CHOICES[-1]}]",
     ),
     worker_option(
         "--draft-model",
@@ -164,7 +164,7 @@ CHECKPOINTS = (
         type=COUNT,
         metavar="N",
         default=CheckpointSettings.checkpoint_tokens,
-        help="New tokens of a job between checkpoints; of caches a 16th of its own.",
+        help="New tokens of a job between two checkpoints.",
     ),
     checkpoint_option(
         "--checkpoint-seconds",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from collections.abc import Callable, Sequence
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
     from swiftbatch.worker.kernels.cuda.cuda_row_table import PageTable
     from swiftbatch.worker.kernels.cuda.states.state_buffers import StateBuffers
 
-Place = Callable[[NDArray[Any]], NDArray[Any]]
-"""The places of a slot's entries in a pool."""
+Place = Callable[[int], int]
+"""The place of a slot's entry in a pool."""
 
 
 class MoveRows(Protocol):
@@ -30,6 +31,9 @@ class MoveRows(Protocol):
 
     def __call__(self, slot: int, root: int, path: Sequence[int], place: Place | None = None) -> None:
         """Move the nodes `path` of a tree whose root is entry `root` of a slot; with `place`, of a pool."""
+
+    def together(self) -> contextlib.AbstractContextManager[None]:
+        """Within it moves wait; they are made at its end, all at once."""
 
 
 class KVArena:
@@ -45,6 +49,7 @@ class KVArena:
     def __init__(self, shape: CacheShape, num_slots: int, max_length: int, staging: Staging | None = None) -> None:
         """Slots for sequences of at most `max_length` positions. Checkpoints go through `staging`, None on a CPU."""
         self.shape, self.num_slots, self.capacity = shape, num_slots, slot_capacity(max_length)
+        self.num_drafted = num_slots  # sequences that drafts have room for beside their caches
         self.buffer = self._allocate()
         self._staging = staging
         self.move_rows: MoveRows | None = None  # set where there is a better way than the tensors' own

@@ -13,8 +13,9 @@ from swiftbatch.jobs.run.option_values import AttentionName
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.caches.arena import ArenaKVCache, KVArena
 from swiftbatch.worker.caches.full import CacheShape
-from swiftbatch.worker.caches.memory.memory_plan import NO_DRAFTS, GPUMemory, SlotsWanted
+from swiftbatch.worker.caches.memory.memory_plan import NO_DRAFTS, DraftMemory, GPUMemory, SlotsWanted, one_slot
 from swiftbatch.worker.caches.memory.model_sizes import ModelSizes, read_sizes
+from swiftbatch.worker.caches.memory.page_plan import plan_pages
 from swiftbatch.worker.caches.partial import NUM_PINNED
 from swiftbatch.worker.caches.scan_cache import SHORTEST_SCANNED, ScanKVCache, ScannedKeys
 from swiftbatch.worker.caches.scan_slots import scan_memory
@@ -22,7 +23,7 @@ from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.kernels.cuda.scan.scanned_texts import ScannedTexts, ScanScratch
 from swiftbatch.worker.kernels.scan_coding import SCAN_CHUNK
 from swiftbatch.worker.model.files import locate_model
-from swiftbatch.worker.target.cuda.cuda_loading import with_rounds
+from swiftbatch.worker.target.cuda.cuda_loading import MOST_SCANNED, with_rounds
 from swiftbatch.worker.target.cuda.partial_arena import PartialArena, arena_for
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.kernels.kernel_parts import needs_kernels
@@ -101,6 +102,22 @@ def test_slots_take_what_was_planned_for_them(arena: PartialArena) -> None:
     assert planned.slot_bytes == (arena.buffer.nbytes + sum(each.nbytes for each in texts.tensors())) // 2
     scratch = ScanScratch.empty(texts.sizes, 4, 5, SHAPE.device)
     assert planned.part_bytes == sum(each.nbytes for each in scratch.tensors())
+
+
+def test_among_many_jobs_those_that_fit_at_their_longest_have_room_for_their_texts() -> None:
+    """So that the others have pages: rounds are for few long jobs."""
+    gpu = GPUMemory(10**9, 5)
+    wanted = SlotsWanted(LONGEST, scanned_best=NUM_BEST)
+    few, many = (with_rounds(NO_DRAFTS, wanted, SIZES, each) for each in (gpu, gpu.with_rows(256)))
+    assert (few.num_scanned, many.num_scanned, many.slot_bytes) == (None, MOST_SCANNED, 0)
+    scan = scan_memory(SIZES, 3008, NUM_BEST, 1, 256)
+    assert many.part_bytes == scan.part_bytes + MOST_SCANNED * scan.slot_bytes
+    plan = plan_pages(SIZES, gpu.with_rows(256), LONGEST, None, many)
+    assert (plan.num_slots, plan.num_drafted) == (256, MOST_SCANNED)
+    wide = gpu.with_rows(256)
+    one = one_slot(SIZES, wide, LONGEST, DraftMemory(scan.part_bytes, scan.slot_bytes))
+    tight = dataclasses.replace(wide, free_bytes=wide.free_bytes - one.left_bytes + 3 * one.bytes_per_slot)
+    assert with_rounds(NO_DRAFTS, wanted, SIZES, tight).num_scanned == 3
 
 
 @pytest.mark.parametrize(("attention", "own"), [("triton", 0), ("flash", 1)])

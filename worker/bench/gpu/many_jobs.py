@@ -13,15 +13,17 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from swiftbatch.worker.caches.memory.memory_plan import GPUMemory, plan_memory, splits_of
+from swiftbatch.worker.caches.memory.memory_plan import NO_DRAFTS, GPUMemory, SlotsWanted, plan_memory, splits_of
 from swiftbatch.worker.caches.memory.model_sizes import ModelSizes
 from swiftbatch.worker.caches.memory.page_plan import plan_pages
 from swiftbatch.worker.caches.memory.pages import GPU_PAGE, Growth, most_pages, pages_of
 from swiftbatch.worker.caches.memory.row_choice import RunLoad, most_rows, rows_that_pay
 from swiftbatch.worker.drafters.budget import NODE_CHOICES, PRIOR_ACCEPTANCE
+from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.drafters.shared_budget import best_shares, rate_of
 from swiftbatch.worker.inspection.inspection import CONTEXT_BYTES, GPU_BYTES, GPUS
 from swiftbatch.worker.kernels.sizes import BLOCK, NUM_ROWS, least_blocks
+from swiftbatch.worker.target.cuda.cuda_loading import with_rounds
 from swiftbatch.worker.target.step_costs import ROW_COUNTS, StepCosts
 
 HEADERS = (
@@ -148,7 +150,9 @@ def way_now(gpu: GPU, run: JobMix, acceptance: np.ndarray, host: HostTime) -> Wa
     load = RunLoad(len(run.lengths), sum(run.lengths) / len(run.lengths) / 2, bool(acceptance.any()))
     most = most_rows(gpu.capability, SIZES.item_size, is_packed=False)
     num_rows = rows_that_pay(SIZES, gpu.memory(NUM_ROWS), load, most)
-    plan = plan_pages(SIZES, gpu.memory(num_rows), max(run.lengths))
+    memory, longest = gpu.memory(num_rows), max(run.lengths)
+    wanted = SlotsWanted(longest, scanned_best=ENGINES["auto"].scanned_best if load.has_drafts else 0)
+    plan = plan_pages(SIZES, memory, longest, None, with_rounds(NO_DRAFTS, wanted, SIZES, memory))
     return Way(num_rows, plan.num_slots, plan.num_pages, acceptance, host)
 
 

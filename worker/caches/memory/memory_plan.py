@@ -84,6 +84,7 @@ class DraftMemory:
 
     part_bytes: int = 0  # its trained parts
     slot_bytes: int = 0  # what it keeps for a slot
+    num_scanned: int | None = None  # jobs whose texts have room to be scanned, among `part_bytes`; None: all
 
 
 NO_DRAFTS = DraftMemory()
@@ -132,6 +133,11 @@ class MemoryPlan:
     @property
     def used_bytes(self) -> int:
         return self._fixed_bytes + self.num_slots * self.bytes_per_slot
+
+    @property
+    def num_drafted(self) -> int:
+        """Jobs that drafts have room for beside their caches."""
+        return self.num_slots if self.drafts.num_scanned is None else min(self.num_slots, self.drafts.num_scanned)
 
     @property
     def num_fitting(self) -> int:

@@ -172,7 +172,7 @@ class TwoLevelDrafter(Drafter):
             trees = self._proposer.propose(chains, limits)
         with timed(self.counters.seconds, "check"):
             outputs = self._target.check([chain.rows(tree) for chain, tree in zip(chains, trees, strict=True)])
-            walks = self._drawing.walks([chain.sampler for chain in chains], trees, [rows.logits for rows in outputs])
+            walks = self._drawing.walks([chain.sampler for chain in chains], trees, outputs.logits)
             for chain, walk, rows in zip(chains, walks, outputs, strict=True):
                 chain.advance(walk, rows)
         seconds = (seconds_now() - started) / len(chains)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -22,6 +21,7 @@ from swiftbatch.worker.drawing.drawing import NO_MASKS, Masks, logprobs_by
 from swiftbatch.worker.drawing.filters.filter_list import needs_filters
 from swiftbatch.worker.drawing.sampling import TokenSampler
 from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drawing.split_rows import together
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 from swiftbatch.worker.drawing.verification import Walk
 from swiftbatch.worker.kernels.cuda.graph import Capture, capture
@@ -108,6 +108,11 @@ class CudaDrawing:
         self._table = Upload(self._graphs.table)
         self._counts = weakref.WeakValueDictionary[int, TokenCounts]()  # by sequences, which counts keep alive
 
+    @property
+    def out(self) -> torch.Tensor:
+        """The results of a table of rows on the device, as `DrawGraphs` has them."""
+        return self._graphs.out
+
     def sampler(self, sequence: Sequence) -> CudaSampler:
         """Make a sampler; engine and drafter share the counts. Raises RuntimeError for more than a worker takes.
 
@@ -138,13 +143,15 @@ class CudaDrawing:
             return []
         counted = {each.counts.slot: each.counts for each in samplers if each.counts.slot}  # forks share one
         news = {slot: counts.news(self._graphs.slots) for slot, counts in counted.items()}
-        tokens, ids, logprobs = self._drawn(rows, torch.cat(list(logits)), news)
-        walks, start = [], 0
+        tokens, ids, logprobs = self._drawn(rows, together(logits), news)
+        walks, start, drawn = list[Walk](), 0, tokens.tolist()
         for tree in trees:
-            part = slice(start, start + 1 + len(tree))
-            walk = _walk(tree, tokens[part].tolist())
-            walks.append(replace(walk, candidates=(ids[part], logprobs[part])) if with_candidates else walk)
-            start = part.stop
+            end = start + 1 + len(tree)
+            walk = _walk(tree, drawn[start:end])
+            if with_candidates:
+                walk = walk._replace(candidates=(ids[start:end], logprobs[start:end]))
+            walks.append(walk)
+            start = end
         return walks
 
     def top_candidates(self, logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
@@ -187,6 +194,8 @@ class CudaDrawing:
 
 def _walk(tree: DraftTree, tokens: list[int]) -> Walk:
     """Follow the children that carry the drawn tokens, `tokens [num_rows]`, up to a row that none was drawn from."""
+    if len(tokens) == 1 and tokens[0] >= 0:  # so it is in plain decoding
+        return Walk([], tokens)
     children = tree.children()
     path: list[int] = []
     drawn: list[int] = []

@@ -9,6 +9,8 @@ from swiftbatch.worker.kernels.cuda.kept_rows import load_kept, load_rows
 from swiftbatch.worker.kernels.cuda.prefix import LOG2_E, capped, first_block_of, split_blocks
 from swiftbatch.worker.kernels.cuda.rounding import dot, rounded
 
+MERGE_STAGES = tl.constexpr(4)  # splits on their way while one is folded in: copies wait for each other otherwise
+
 
 @triton.jit
 def merge_split(output_ptr, lse_ptr, row_head, is_real, highest, total, acc, columns, HEAD_DIM: tl.constexpr):
@@ -86,7 +88,7 @@ def tail_merge(
         highest, total, acc = new_highest, total * decay + tl.exp2(sinks - new_highest), acc * decay[:, None]
 
     blocks_per_split = split_blocks(num_blocks, NUM_SPLITS, LEAST_BLOCKS)
-    for split in range(0, tl.cdiv(num_blocks, tl.maximum(blocks_per_split, 1))):
+    for split in tl.range(0, tl.cdiv(num_blocks, tl.maximum(blocks_per_split, 1)), num_stages=MERGE_STAGES):
         place = split * (NUM_ROWS * num_heads) + row_head
         highest, total, acc = merge_split(output_ptr, lse_ptr, place, is_real, highest, total, acc, columns, HEAD_DIM)
     is_place = is_real[:, None] & (columns < HEAD_DIM)[None, :]

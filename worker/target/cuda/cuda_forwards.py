@@ -111,11 +111,10 @@ class CudaForwards:
         return with_kv(computed + states, self.cache_shape.kv_dtype)
 
     def run(self, groups: list[SequenceRows]) -> tuple[torch.Tensor, torch.Tensor]:
-        tiles = list(pack_tiles(groups, pad_rows=True, tile_rows=self.rows_per_forward))
-        if len(tiles) == 1:
-            return self._forward(groups).clone(), self._decoder.logits[: tiles[0].num_rows]
+        if (num_rows := sum(map(len, groups))) <= self.rows_per_forward:
+            return self._forward(groups).clone(), self._decoder.logits[:num_rows]
         hidden, logits = [], []
-        for tile in tiles:
+        for tile in pack_tiles(groups, pad_rows=True, tile_rows=self.rows_per_forward):
             hidden.append(self._forward(tile.parts).clone())
             logits.append(self._decoder.logits[: tile.num_rows].clone())
         return torch.cat(hidden), torch.cat(logits)
@@ -130,7 +129,7 @@ class CudaForwards:
         return self._rounds[entries_of(groups[0]).arena].check(groups)
 
     def room_for(self, new_cache: PartialCacheFactory, budget: int) -> NewEntries:
-        arena = arena_for(new_cache, budget, self.cache_shape, self.arena.num_slots, self.arena.longest_job)
+        arena = arena_for(new_cache, budget, self.cache_shape, self.arena.num_drafted, self.arena.longest_job)
         self._rounds[arena] = CudaRounds(self._decoder, arena, self.capture)
         self._prepare_queries()
         return arena.new_entries
@@ -169,7 +168,7 @@ class CudaForwards:
 
     def _prepare(self) -> None:
         """Capture what `_pass` replays."""
-        self.arena.move_rows = RowMover(self.arena.buffer)
+        self.arena.move_rows = RowMover(self.arena.buffer, self.capture)
         self._graph = self.capture(self._decoder.forward, self.device)
 
     def _prepare_queries(self) -> None:

@@ -22,6 +22,7 @@ from swiftbatch.worker.caches.memory.memory_plan import (
     SlotsWanted,
     draft_model_memory,
     draft_splits,
+    one_slot,
     plan_memory,
     slot_capacity,
     splits_of,
@@ -51,6 +52,7 @@ BLAS_LIBRARY = "cublas"  # as products were measured exact; an environment may p
 EMPTY_SHARE = 0.97  # of a GPU's memory, free: nobody else has any
 STILL_SECONDS, MOST_SETTLING_SECONDS = 2.0, 30.0  # without a rise of free memory; of waiting for that
 POLL_SECONDS = 0.1
+MOST_SCANNED = 16  # jobs whose texts have room to be scanned, where many run at a time
 
 
 def load_cuda_forwards(
@@ -111,8 +113,10 @@ def planned_forwards(
     try:
         if isinstance(copies, Streams):
             offloaded = OffloadedArena(shape, plan.num_slots, plan.longest_job, copies)
+            offloaded.num_drafted = plan.num_drafted
             return OffloadedForwards(stacked, offloaded, eos_token_ids, num_splits, kernels)
         arena = arena_of(shape, plan, copies)
+        arena.num_drafted = plan.num_drafted
         return CudaForwards(stacked, arena, eos_token_ids, num_splits, kernels)
     except ValueError:  # sizes that the kernels have no tiles for
         return None
@@ -204,5 +208,17 @@ def with_rounds(drafts: DraftMemory, wanted: SlotsWanted, sizes: ModelSizes, gpu
         longest = slot_capacity(wanted.longest_job) - MAX_TREE_NODES
         scan = scan_memory(sizes, longest, wanted.scanned_best, gpu.num_splits, gpu.num_rows)
     has_rounds = wanted.partial_budget or scan.slot_bytes
+    if gpu.num_rows > NUM_ROWS and scan.slot_bytes:
+        scan = _for_few(scan, drafts, wanted, sizes, gpu)
     own_bytes = gpu.scratch_bytes(sizes) if has_rounds and gpu.attention == "flash" else 0  # which adds no biases
-    return DraftMemory(drafts.part_bytes + scan.part_bytes + own_bytes, drafts.slot_bytes + scan.slot_bytes)
+    part_bytes = drafts.part_bytes + scan.part_bytes + own_bytes
+    return DraftMemory(part_bytes, drafts.slot_bytes + scan.slot_bytes, scan.num_scanned)
+
+
+def _for_few(
+    scan: DraftMemory, drafts: DraftMemory, wanted: SlotsWanted, sizes: ModelSizes, gpu: GPUMemory
+) -> DraftMemory:
+    """Return the room to scan texts of as many jobs as fit at their longest: among more, rounds bring nothing."""
+    beside = DraftMemory(drafts.part_bytes + scan.part_bytes, drafts.slot_bytes + scan.slot_bytes)
+    number = max(1, min(MOST_SCANNED, one_slot(sizes, gpu, wanted.longest_job, beside).num_fitting))
+    return DraftMemory(scan.part_bytes + number * scan.slot_bytes, 0, number)

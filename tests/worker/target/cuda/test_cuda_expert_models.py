@@ -112,6 +112,7 @@ def packed_and_dense(kind: str, folder: Path) -> tuple[Path, Path]:
     return make_twins(fp8([128, 128]), folder, *stored(FP8_MODELS[kind], folder / "plain"))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", [*FP8_MODELS, "MXFP4"])
 def test_packed_experts_stay_so_and_take_what_the_plan_counts(kind: str, tmp_path: Path) -> None:
     files = locate_model(str(packed_and_dense(kind, tmp_path)[0]))

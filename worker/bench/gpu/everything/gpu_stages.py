@@ -35,6 +35,7 @@ STAGES = (
     GPUStage("offload", ".round_stages:offload", 120, ("Offloaded caches", "Scanned texts")),
     GPUStage("draws", ".draw_stage:draws", 90, ("Sorting for top-k, top-p and eta",)),
     GPUStage("jobs", ".job_stage:jobs", 150, ("Steps of many jobs", "The reserves", "Forwards of 128 and 256 rows")),
+    GPUStage("host", ".host_stage:host", 60, ("Steps of many jobs",)),
     GPUStage("wide products", ".speed_stages:wide_products", 120, ("Forwards of 128 and 256 rows",)),
     GPUStage("scans", ".speed_stages:scans", 90, ("Scanned texts",)),
     GPUStage("copies", ".copy_stage:copies", 90, ("Copies beside the computation", "Offloaded caches")),

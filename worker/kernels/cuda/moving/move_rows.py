@@ -24,6 +24,8 @@ from swiftbatch.worker.kernels.kv_codes import cuda_row_width
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # of a number's size in bytes
 MOVE_WARPS = 1  # a program holds one row at a time, so that the same warp reads and writes a number
 PADDING = (-1, -1, -1)
+Move = tuple[int, int, int]
+"""Slot, source and target of a row."""
 NUM_ROWS = 32  # of one program
 COPY_WARPS = 4
 
@@ -69,7 +71,7 @@ def move_slot_rows(
             tl.debug_barrier()
 
 
-def moves_of(slot: int, root: int, path: Many[int]) -> list[tuple[int, int, int]]:
+def moves_of(slot: int, root: int, path: Many[int]) -> list[Move]:
     """Slot, source and target of the accepted nodes `path` of a tree whose root is entry `root`; none that stay.
 
     Raises ValueError for a path whose nodes do not increase.

@@ -9,7 +9,7 @@ from swiftbatch.worker.kernels.cuda.kept_rows import load_rows
 from swiftbatch.worker.kernels.cuda.prefix import split_blocks
 from swiftbatch.worker.kernels.cuda.rounding import rounded
 from swiftbatch.worker.kernels.cuda.scan.clouds import rest_of_cloud
-from swiftbatch.worker.kernels.cuda.tail import attend_tail, merge_part, merge_split
+from swiftbatch.worker.kernels.cuda.tail import MERGE_STAGES, attend_tail, merge_part, merge_split
 
 
 @triton.jit
@@ -57,13 +57,13 @@ def scan_merge(
         stride_entry, HEAD_DIM, BLOCK,
     )  # fmt: skip
     per_split = split_blocks(num_blocks, NUM_SPLITS, LEAST_BLOCKS)
-    for split in range(0, tl.cdiv(num_blocks, tl.maximum(per_split, 1))):
+    for split in tl.range(0, tl.cdiv(num_blocks, tl.maximum(per_split, 1)), num_stages=MERGE_STAGES):
         place = split * (NUM_ROWS * num_heads) + row_head
         highest, total, acc = merge_split(output_ptr, lse_ptr, place, is_real, highest, total, acc, columns, HEAD_DIM)
 
     num_chunks = tl.load(num_chunks_ptr + slot)
     chunks_per_split = tl.cdiv(num_chunks, NUM_SPLITS)
-    for split in range(0, tl.cdiv(num_chunks, tl.maximum(chunks_per_split, 1))):
+    for split in tl.range(0, tl.cdiv(num_chunks, tl.maximum(chunks_per_split, 1)), num_stages=MERGE_STAGES):
         place = split * (NUM_ROWS * num_heads) + row_head
         highest, total, acc = merge_split(
             best_output_ptr, best_lse_ptr, place, is_real, highest, total, acc, columns, HEAD_DIM
