@@ -149,7 +149,7 @@ def kv_room(manifest: RunManifest, files: ModelFiles, settings: Settings) -> KVR
     check_folder(kv_offload)
     place = place_of_caches(manifest.device, kv_offload)
     config = read_config(files.name, files.path)
-    num_bytes = bytes_per_position(config, manifest.dtype, manifest.kv_dtype, manifest.device)
+    num_bytes = bytes_per_position(config, manifest.dtype, manifest.kv_dtype)
     if place is None or num_bytes is None:
         return None
     forgets = place == MEMORY and manifest.device == "cpu" and not engine_entry(computation.engine).reads_caches

@@ -63,11 +63,9 @@ def place_of_caches(device: str, kv_offload: str | None) -> str | None:
     return MEMORY if kv_offload else None
 
 
-def bytes_per_position(
-    config: dict[str, Any], dtype: str, kv_dtype: KVDtype | None = None, device: str = "cpu"
-) -> int | None:
+def bytes_per_position(config: dict[str, Any], dtype: str, kv_dtype: KVDtype | None = None) -> int | None:
     """Count the bytes of one position in the cache of a text model; None where its config does not say."""
-    if (latent := latent_sizes(device, config)) is not None:
+    if (latent := latent_sizes(config)) is not None:
         return int(config["num_hidden_layers"] * latent.entry_dim * ITEM_SIZES[dtype])
     num_heads, hidden_size = config.get("num_attention_heads"), config.get("hidden_size")
     num_kv_heads = config.get("num_key_value_heads") or num_heads
@@ -119,7 +117,7 @@ def held_positions(windows: Windows, num_unwritten: int = NUM_UNWRITTEN) -> Held
 
 def held_of(config: dict[str, Any]) -> HeldPositions | None:
     """The same of a text model on a CPU, from its config."""
-    return None if recurrent_shape(config) is not None else held_positions(kernel_windows("cpu", config))
+    return None if recurrent_shape(config) is not None else held_positions(kernel_windows(config))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from swiftbatch.worker.kernels.sizes import HEAD_DIMS
 from swiftbatch.worker.model.dense_config import (
     OtherDecoderError,
     read_dense,
-    refuse_layers_on,
     refuse_other_tensors,
 )
 from swiftbatch.worker.model.recurrent_sizes import RECURRENT, STATELESS, layer_types
@@ -30,7 +29,6 @@ class ComputePath:
 def path_on(device: Literal["cpu", "cuda"], config: dict[str, Any], stored: set[str] | None = None) -> ComputePath:
     """Tell the path of a text model that runs here. `stored` are the names of its tensors, where they are known."""
     try:
-        refuse_layers_on(device, config)
         dense = read_dense(config)
         if stored is not None:
             refuse_other_tensors(dense, stored)

@@ -18,7 +18,6 @@ from swiftbatch.worker.model.dense_config import (
     DenseConfig,
     OtherDecoderError,
     read_dense,
-    refuse_layers_on,
     refuse_other_tensors,
 )
 from swiftbatch.worker.model.dense_names import ATTENTION
@@ -41,7 +40,6 @@ def dense_weights(files: ModelFiles, dtype: torch.dtype, device: torch.device = 
     """
     config = read_config(files.name, files.path)
     try:
-        refuse_layers_on(device.type, config)
         dense = read_dense(config)
         refuse_other_tensors(dense, stored_names(files, config))
     except OtherDecoderError:

@@ -130,14 +130,6 @@ class OtherDecoderError(ValueError):
     """A decoder that the kernels do not take; its text says why, in words for the user."""
 
 
-def refuse_layers_on(device_type: str, config: Mapping[str, Any]) -> None:
-    """Raise OtherDecoderError for layers that the kernels of a device do not have: with states."""
-    form = KINDS.get(str(config.get("model_type")))
-    has_parts = form is not None and form.mixer is not None and form.mixer.part_scales is not None
-    if has_parts and device_type != "cpu":
-        raise OtherDecoderError("its layers have states beside attention, which our kernels run on CPUs alone")
-
-
 def has_experts(form: Form, config: Mapping[str, Any]) -> bool:
     """Tell whether layers of this kind have experts: some kinds are published with none, too."""
     return form.experts is not None and config.get("num_local_experts") != 0
@@ -154,20 +146,18 @@ def read_dense(config: dict[str, Any]) -> DenseConfig:
         raise OtherDecoderError(reason) from None
 
 
-def latent_sizes(device_type: str, config: dict[str, Any]) -> LatentSizes | None:
-    """The sizes of latent attention as the kernels of a device run a text model; None where they do not."""
+def latent_sizes(config: dict[str, Any]) -> LatentSizes | None:
+    """The sizes of latent attention as the kernels run a text model; None where they do not."""
     try:
-        refuse_layers_on(device_type, config)
         latent = read_dense(config).latent
     except OtherDecoderError:
         return None
     return None if latent is None else latent.sizes
 
 
-def kernel_windows(device_type: str, config: dict[str, Any]) -> Windows:
-    """The windows of a text model's layers as the kernels of a device run it; none where they do not."""
+def kernel_windows(config: dict[str, Any]) -> Windows:
+    """The windows of a text model's layers as the kernels run it; none where they do not."""
     try:
-        refuse_layers_on(device_type, config)
         return read_dense(config).windows
     except OtherDecoderError:
         return ()

@@ -184,9 +184,7 @@ def asks_for(target: TargetModel) -> str:
 
 def where_it_runs(kind: str) -> tuple[str, str]:
     """The code that computes a kind as it is published, on a CPU and on a GPU."""
-    if (form := HYBRID_KINDS.get(kind)) is not None and form.mixer is not None:
-        return "kernels", "kernels" if form.mixer.part_scales is None else "transformers"
-    if kind in DENSE_KINDS and kind not in RECURRENT_KINDS:
+    if kind in HYBRID_KINDS or (kind in DENSE_KINDS and kind not in RECURRENT_KINDS):
         return "kernels", "kernels"
     config = text_view(tiny_config(kind, has_wide_heads=True).to_dict())
     return path_on("cpu", config).name, path_on("cuda", config).name
@@ -260,8 +258,8 @@ without chains that scan keys, and `--kv-dtype` is refused.
 
 Gated delta nets (Qwen3-Next, Qwen3.5), Mamba-2 (Bamba, Falcon-H1, Granite 4 h, Nemotron-H) and short convolutions
 (LFM2) have one state per job in place of keys and values per position. Their rows are exact under drafts and in
-batches, too. Our kernels run all of these models on a CPU, and [on a GPU](gpu.md#layers-with-states) all but Falcon-H1,
-whose layers attend beside their states. Engines with trained parts are refused for models with states.
+batches, too. Our kernels run all of these models on a CPU and [on a GPU](gpu.md#layers-with-states). Engines with
+trained parts are refused for models with states.
 
 A job keeps its state in float32 at the end of its text and at a boundary of 64 positions one or two blocks back, with
 what each position since then has done to it. `swiftbatch inspect` says what that takes at most, with the largest draft

@@ -17,7 +17,6 @@ from swiftbatch.worker.model.dense_config import (
     OtherDecoderError,
     latent_sizes,
     read_dense,
-    refuse_layers_on,
 )
 from swiftbatch.worker.model.files import ModelFiles, read_config, stored_layout
 from swiftbatch.worker.model.formats.contract import StoredTensor
@@ -117,7 +116,6 @@ def sizes_of_stored(config: dict[str, Any], heads: Mapping[str, StoredTensor], d
 def _run_by_kernels(config: dict[str, Any]) -> DenseConfig | None:
     """The config of a model that our kernels for GPUs take; None for another."""
     try:
-        refuse_layers_on("cuda", config)
         return read_dense(config)
     except OtherDecoderError:
         return None
@@ -134,14 +132,14 @@ def sizes_of(config: dict[str, Any], number: int, dtype: str, packed: tuple[Pack
 
     Those that are packed in the files are dequantized for another dtype than bfloat16.
     """
-    num_bytes = bytes_per_position(config, dtype, device="cuda")
+    num_bytes = bytes_per_position(config, dtype)
     num_heads, hidden, intermediate = (
         config.get(key) for key in ("num_attention_heads", "hidden_size", "intermediate_size")
     )
     if num_bytes is None or not (num_heads and hidden and intermediate):
         return None
     dense = _run_by_kernels(config)
-    latent = latent_sizes("cuda", config)
+    latent = latent_sizes(config)
     num_kv_heads, head_dim = config.get("num_key_value_heads") or num_heads, config.get("head_dim")
     return ModelSizes(
         num_parameters=number,

@@ -39,7 +39,7 @@ from swiftbatch.worker.kernels.cuda.scan.scan import ScanAttention
 from swiftbatch.worker.kernels.cuda.scan.scanned_texts import ScannedTexts
 from swiftbatch.worker.kernels.cuda.stacked import StackedLayer, StackedWeights
 from swiftbatch.worker.kernels.cuda.states.state_buffers import StateBuffers
-from swiftbatch.worker.kernels.cuda.states.state_layers import CudaMixers
+from swiftbatch.worker.kernels.cuda.states.state_layers import CudaMixers, scale
 from swiftbatch.worker.kernels.decoder_weights import AnyLinear, other_rotary
 from swiftbatch.worker.kernels.frequencies import QueryGrowth, Rotary
 from swiftbatch.worker.kernels.kv_codes import cuda_row_width
@@ -87,7 +87,7 @@ class CudaDecoder:
         self.layout = TableLayout(*table, None if pages is None else pages.page, num_rows)
         self._weights, self._arena, self._bias, self._pages = weights, arena, bias, pages
         self._linear, self._reduce = WeightKernel(linear), reduce
-        self._numbers = _numbers_of(weights.layers)
+        self._attending, self._mixing = _numbers_of(weights.layers)
         self.mixers = _mixers_of(weights, states, self._linear, num_rows)
         attending = [layer for layer in weights.layers if layer.attention is not None]
         self._views = [AttentionView(layer.window, sizes.score_cap or None, layer.sinks) for layer in attending]
@@ -160,7 +160,7 @@ class CudaDecoder:
             self._mix(number, rows)
             delta, behind = self._delta, layer.output_norm
         if tap is not None and layer.attention is not None:
-            tap(self._numbers[number], self.attention.heads())
+            tap(self._attending[number], self.attention.heads())
         if layer.own_products is not None or layer.experts is not None:
             normed = self._add_norm(delta, behind, layer.mlp_norm, self._normed)
             self._run_mlp(layer, rows if self.sizes.is_parallel else normed)
@@ -195,11 +195,14 @@ class CudaDecoder:
         return self._state if front is None else normed
 
     def _mix(self, number: int, rows: Tensor) -> None:
-        layer, own_number = self._weights.layers[number], self._numbers[number]
+        layer = self._weights.layers[number]
+        if layer.attention is not None:
+            self._attend(self._attending[number], layer, rows, *layer.attention)
         if layer.mixer is not None and self.mixers is not None:
-            self.mixers.run(self._state_table, own_number, layer.mixer, rows, self._delta)
-        elif layer.attention is not None:
-            self._attend(own_number, layer, rows, *layer.attention)
+            out = self._delta if layer.attention is None else self._beside
+            self.mixers.run(self._state_table, self._mixing[number], layer.mixer, rows, out)
+            if layer.attention is not None:
+                self._delta.add_(self._beside)
         if self._reduce is not None:
             self._reduce(self._delta)
 
@@ -207,6 +210,8 @@ class CudaDecoder:
         """Attend in a layer, the `number`-th of those that do; in latent attention keys and values are the same."""
         kept = self._arena[number % len(self._arena)]
         keys, values, view = kept[0], kept[-1], self._views[number]
+        if self.sizes.attention_in_scale != 1.0:
+            rows = torch.mul(rows, self.sizes.attention_in_scale, out=self._scaled)
         self._take_heads(layer, in_front, rows, keys, values)
         self.attention.attend(number, keys, values, self._bias, self._table, self._mixed, view, self._pages)
         found = self._mixed
@@ -215,6 +220,7 @@ class CudaDecoder:
         if layer.latent is not None and self._latents is not None:
             found = self._latents.values(layer.latent, found, self._table)
         self._linear(found.flatten(1), behind.weight, behind.bias, self._delta)
+        scale(self._delta, self.sizes.attention_out_scale)
 
     def _take_heads(self, layer: StackedLayer, in_front: AnyLinear, rows: Tensor, keys: Tensor, values: Tensor) -> None:
         """Keep the rows' keys and values, and hand their queries to the attention."""
@@ -224,6 +230,8 @@ class CudaDecoder:
             return
         turns = self._still if layer.is_still else self._angles if layer.rotary is None else self._other_angles
         self._linear(rows, in_front.weight, in_front.bias, self._qkv)
+        first, num_keys = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
+        scale(self._qkv[:, first : first + num_keys], sizes.key_scale)
         if layer.joint_norms is not None:
             num_queries = sizes.num_heads * sizes.head_dim
             norm_heads(table.rows, self._qkv, layer.joint_norms, num_queries, sizes.epsilon, sizes.norm_form)
@@ -241,8 +249,10 @@ class CudaDecoder:
                 _of_width(self._activated, down.weight.shape[1]),
             )
             self._linear(rows, wide.weight, wide.bias, gate_up)
+            scale(gate_up[:, : activated.shape[1]], self.sizes.gate_scale)
             activate(self._table.rows, gate_up, activated, self.sizes.activation, layer.curve)
             self._linear(activated, down.weight, down.bias, self._delta)
+            scale(self._delta, self.sizes.down_scale)
         if layer.experts is not None and self._experts is not None:
             has_shared = layer.own_products is not None
             self._experts.run(self._table.rows, layer.experts, rows, self._delta, has_shared)
@@ -258,6 +268,7 @@ class CudaDecoder:
 
         self._allocate_table(device)
         self._state, self._normed, self._delta = (rows(sizes.hidden) for _ in range(3))
+        self._beside, self._scaled = (rows(sizes.hidden) for _ in range(2))  # of attention beside a state
         latent, num_heads = sizes.latent, (1 + sizes.gates_heads) * sizes.num_heads + 2 * sizes.num_kv_heads
         self._latents = None if latent is None else CudaLatents(sizes, latent, self._linear, device, num_rows)
         self._qkv = rows(num_heads * sizes.head_dim if latent is None else 0)
@@ -280,16 +291,12 @@ class CudaDecoder:
             self._state_table = self.mixers.layout.table(self.table_buffer[self.layout.size :])
 
 
-def _numbers_of(layers: Sequence[StackedLayer]) -> list[int]:
-    """The number of each layer among those that attend, or among those with a state."""
-    return [
-        sum((other.mixer is None) == (layer.mixer is None) and _mixes(other) for other in layers[:number])
-        for number, layer in enumerate(layers)
-    ]
-
-
-def _mixes(layer: StackedLayer) -> bool:
-    return layer.mixer is not None or layer.attention is not None
+def _numbers_of(layers: Sequence[StackedLayer]) -> tuple[list[int], list[int]]:
+    """The number of each layer among those that attend, and among those with a state; of others it means nothing."""
+    attends = [layer.attention is not None for layer in layers]
+    mixes = [layer.mixer is not None for layer in layers]
+    numbers = range(len(layers))
+    return [sum(attends[:number]) for number in numbers], [sum(mixes[:number]) for number in numbers]
 
 
 def _mixers_of(

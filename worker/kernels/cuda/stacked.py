@@ -33,7 +33,7 @@ class StackedLayer:
 
     In one with experts, products behind its attention are the part that all rows meet, if there is one. In one with
     latent attention, `query_key_value` makes the queries or the vector that they are of, and the vector that is kept.
-    One with a mixer has that in place of its attention.
+    One with a mixer has that in place of its attention, or beside it.
     """
 
     query_key_value: AnyLinear | None
@@ -140,11 +140,8 @@ def stacked_weights(
 def _attention(layer: LayerWeights, device: torch.device) -> dict[str, AnyLinear | None]:
     """The products of rows in front of attention, and behind it; none of a layer without.
 
-    In latent attention queries may be made of a vector of their own: its product is the one of rows. Raises ValueError
-    for attention beside a state.
+    In latent attention queries may be made of a vector of their own: its product is the one of rows.
     """
-    if layer.attends and layer.mixer is not None:
-        raise ValueError("found attention beside a state, expected one of the two")
     query = layer.query if layer.query_down is None else layer.query_down
     parts = [each for each in (query, layer.key, layer.value, layer.head_gate) if each is not None]
     return {

@@ -47,7 +47,7 @@ pytestmark = pytest.mark.long
 
 SLOW = pytest.mark.slow
 ON_A_GPU = (
-    *("Nemotron-H", "Nemotron 3 Nano", "Nemotron 3 Super"),
+    *("Falcon-H1", "Falcon-H1 with norms", "Nemotron-H", "Nemotron 3 Nano", "Nemotron 3 Super"),
     *("Granite 4 h", "Granite 4 h micro", "Bamba", "LFM2", "Qwen3.5", "Qwen3-Next"),
 )
 FORMS = ["LFM2", *(pytest.param(name, marks=SLOW) for name in ("Bamba", "Qwen3.5"))]

@@ -25,6 +25,7 @@ class StackedMixer:
     narrow: AnyLinear | None  # a number or two of each head
     output: AnyLinear
     floats: dict[str, Tensor]  # on the device; `rates` are what decays are powers of
+    scales: tuple[Tensor, Tensor] | None = None  # of the columns of both products in front, of the model's dtype
 
     @property
     def products(self) -> list[AnyLinear]:
@@ -33,14 +34,13 @@ class StackedMixer:
 
 
 def stacked_mixer(mixer: MixerWeights, device: torch.device, stack: Stack) -> StackedMixer:
-    """Copies of what is stacked. Raises ValueError for what does not fit, or what our kernels for GPUs do not have."""
+    """Copies of what is stacked. Raises ValueError for what does not fit."""
     sizes, linears = mixer.sizes, mixer.linears
-    if "scales" in mixer.floats or (sizes.in_scale, sizes.out_scale) != (1.0, 1.0):
-        raise ValueError("found scales of a mixer's parts, which our kernels for GPUs do not have")
     for role, numbers, shape in mixer_float_shapes(mixer):
         if numbers is not None and tuple(numbers.shape) != shape:
             raise ValueError(f"found {role} as {list(numbers.shape)}, expected {list(shape)}")
     floats = {role: numbers.detach().float().to(device).contiguous() for role, numbers in mixer.floats.items()}
+    scales = floats.pop("scales", None)
     if "rates" in floats:
         floats["rates"] = floats["rates"].exp()
     heads = ("betas", "steps") if sizes.form == MixerForm.DELTA_NET else ("steps",)
@@ -50,4 +50,10 @@ def stacked_mixer(mixer: MixerWeights, device: torch.device, stack: Stack) -> St
         None if sizes.form == MixerForm.CONVOLUTION else stack([linears[role] for role in heads], device),
         stack([linears["output"]], device),
         floats,
+        None if scales is None else _split(scales.to(linears["output"].weight.dtype), sizes),
     )
+
+
+def _split(scales: Tensor, sizes: MixerSizes) -> tuple[Tensor, Tensor]:
+    wide = sum(sizes.columns()[role] for role in wide_roles(sizes))
+    return scales[:wide], scales[wide:]

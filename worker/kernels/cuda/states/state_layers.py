@@ -101,6 +101,12 @@ def finish(
     )
 
 
+def scale(rows: Tensor, factor: float) -> None:
+    """Multiply all numbers of some rows, in place; rounded once."""
+    if factor != 1.0:
+        rows.mul_(factor)
+
+
 class CudaMixers:
     """All mixers of a decoder, which share their buffers: one runs at a time."""
 
@@ -126,14 +132,20 @@ class CudaMixers:
 
     def run(self, table: StateTable[Tensor], number: int, mixer: StackedMixer, rows: Tensor, out: Tensor) -> None:
         """Run one layer's mixer, the `number`-th of them, from `rows [num_rows, hidden]` to `out` of that shape."""
+        if self._sizes.in_scale != 1.0:
+            rows = torch.mul(rows, self._sizes.in_scale, out=out)  # which is written last
         self._linear(rows, mixer.wide.weight, mixer.wide.bias, self._wide)
         if mixer.narrow is None:
             constants = gate_constants(self._sizes, self._states.layout, "tap_bias" in mixer.floats)
             gate_convolutions(table, self._wide, mixer.floats, self._states.inputs[number], self._mixed, constants)
         else:
             self._linear(rows, mixer.narrow.weight, mixer.narrow.bias, self._narrow)
+            if mixer.scales is not None:
+                for numbers, scales in zip((self._wide, self._narrow), mixer.scales, strict=True):
+                    numbers.mul_(scales)
             self._run_heads(table, number, mixer)
         self._linear(self._mixed, mixer.output.weight, mixer.output.bias, out)
+        scale(out, self._sizes.out_scale)
 
     def _run_heads(self, table: StateTable[Tensor], number: int, mixer: StackedMixer) -> None:
         sizes, layout = self._sizes, self._states.layout
