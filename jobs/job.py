@@ -113,3 +113,21 @@ class JobRecord:
     def max_length(self) -> int:
         """Positions that it needs if it runs to its `max_tokens`."""
         return self.num_prompt_tokens + self.job.sampling.max_tokens
+
+
+@dataclass(frozen=True)
+class SentJob:
+    """A job on its way to a worker, as the JSON of its table: the driver reads none of it."""
+
+    job_id: str
+    line_number: int
+    num_prompt_tokens: int
+    text: bytes
+
+    @classmethod
+    def of(cls, record: JobRecord) -> Self:
+        return cls(record.job_id, record.line_number, record.num_prompt_tokens, record.job.model_dump_json().encode())
+
+    def read(self) -> JobRecord:
+        """The whole of the job."""
+        return JobRecord(self.job_id, Job.model_validate_json(self.text), self.line_number, self.num_prompt_tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from swiftbatch.metrics.metric import exported, metrics_of
@@ -67,14 +68,15 @@ class DriverCounters:
         """Keep all that a worker has counted since it started. No two workers of one driver have the same id."""
         self.by_worker[worker_id] = counters
 
-    def totals(self) -> EngineCounters:
+    def totals(self, names: Collection[str] | None = None) -> EngineCounters:
         """The counts of all workers and the driver's own, added up; a worker that is lost takes nothing away.
 
-        What a killed worker counted after its last report is not in there.
+        Who asks at every beat names the fields: there may be a thousand workers. What a killed worker counted after its
+        last report is not in there.
         """
         sums = EngineCounters(num_store_retries=self.num_store_retries, jobs_finished=Counter(self.jobs_finished))
         for counters in list(self.by_worker.values()):
-            sums.add(counters)
+            sums.add(counters, names)
         return sums
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
@@ -213,12 +213,13 @@ class EngineCounters:
         self.job_seconds.observe(seconds)
         self.job_generation_tokens.observe(num_generation_tokens)
 
-    def add(self, other: EngineCounters) -> None:
-        """Add what another worker has counted."""
-        for name in {one.name for one in fields(self)}.difference(STATES_OF_ONE_WORKER):
+    def add(self, other: EngineCounters, names: Collection[str] | None = None) -> None:
+        """Add what another worker has counted, all of it or the fields of some `names`."""
+        for name in SUMMED if names is None else names:
             setattr(self, name, _sum(getattr(self, name), getattr(other, name)))
 
 
+SUMMED = tuple(one.name for one in fields(EngineCounters) if one.name not in STATES_OF_ONE_WORKER)
 WORKER_METRICS = metrics_of(EngineCounters)
 TOTALS = tuple(metric for metric in WORKER_METRICS if metric.kind != "gauge")  # over all workers
 

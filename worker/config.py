@@ -13,6 +13,7 @@ from swiftbatch.jobs.run.option_values import (
     KVDtype,
     LinearName,
     LogprobsMode,
+    NumRows,
     ThinkingMarkers,
 )
 from swiftbatch.jobs.sampling import ThinkingEnd
@@ -35,6 +36,7 @@ class Computation:
     device: Device = "auto"
     attention: AttentionName = CudaKernels.attention
     linear: LinearName = CudaKernels.linear
+    num_rows: NumRows = 64  # of every forward on a GPU
     num_threads: int = 1
     seed: int = 0  # the seed of a job that gives none follows from it
     max_tokens: int | None = None  # of a job that gives none; None: what the model's positions leave behind its prompt
@@ -48,7 +50,7 @@ class Computation:
     @property
     def cuda_kernels(self) -> CudaKernels:
         """The choice on a GPU."""
-        return CudaKernels(self.attention, self.linear)
+        return CudaKernels(self.attention, self.linear, self.num_rows)
 
 
 @dataclass(frozen=True)

@@ -44,9 +44,9 @@ class KVSource(Protocol):
 class PendingCheckpoint:
     """The newest token log, timeline and state of one job, as far as they are not written.
 
-    A state is written as segments behind those there already, a manifest after each, then the drafter's file; the
-    states of layers as soon as the segments reach them. A newer state takes the place of one that is half-written: its
-    segments go on where those of the older one are.
+    A state is written as segments behind those there already, then the states of layers, the drafter's file and a
+    manifest. Where more segments follow, each has a manifest behind it. A newer state takes the place of one that is
+    half-written: its segments go on where those of the older one are.
     """
 
     job_id: str
@@ -94,8 +94,11 @@ class PendingCheckpoint:
 
     @property
     def has_state(self) -> bool:
-        is_behind = self.num_written_positions < len(self.token_ids)
-        return bool(self.is_manifest_due or is_behind or self.drafter_state or self._may_write_states)
+        return bool(self.is_manifest_due or self._is_behind or self.drafter_state or self._may_write_states)
+
+    @property
+    def _is_behind(self) -> bool:
+        return self.num_written_positions < len(self.token_ids)
 
     @property
     def _may_write_states(self) -> bool:
@@ -157,14 +160,14 @@ class PendingCheckpoint:
 
     def take_state(self, max_positions: int) -> WriteFile:
         """Return a function that writes the next file of the state. Call it while `has_state`, and run it first."""
-        if self.is_manifest_due:
+        if self.is_manifest_due and (self._is_behind or not (self._may_write_states or self.drafter_state)):
             return self._write_manifest
         if self._may_write_states:
             states, self.layer_states = self.layer_states, None
             assert states is not None
             return partial(self._write_states, states)
         start = self.num_written_positions
-        if start < len(self.token_ids):
+        if self._is_behind:
             return partial(self._write_segment, start, self.token_ids[start : start + max_positions])
         drafter_state, self.drafter_state = self.drafter_state, {}
         return partial(self._write_drafter, len(self.token_ids), drafter_state)

@@ -9,7 +9,7 @@ from weakref import finalize
 import numpy as np
 from numpy.typing import NDArray
 
-from swiftbatch.jobs.job import Job, JobRecord
+from swiftbatch.jobs.job import SentJob
 from swiftbatch.jobs.run.job_index import JobEntry
 from swiftbatch.jobs.run.job_table_parts import picked
 from swiftbatch.jobs.storage.spool import new_spool, told_of_room
@@ -30,14 +30,14 @@ class JobBodies:
             sizes = [_write(self._file, part) for part in _at(parts, places)]
         self._starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate([places[:0], *sizes]))])
 
-    def record(self, entry: JobEntry) -> JobRecord:
-        """The whole of a job. Raises StoreError."""
+    def sent(self, entry: JobEntry) -> SentJob:
+        """The whole of a job, for a worker. Raises StoreError."""
         row = int(np.searchsorted(self._places, entry.place))
         start, end = map(int, self._starts[row : row + 2])
         with told_of_room():
             self._file.seek(start)
-            job = Job.model_validate_json(self._file.read(end - start))
-        return JobRecord(entry.job_id, job, entry.line_number, entry.num_prompt_tokens)
+            text = self._file.read(end - start)
+        return SentJob(entry.job_id, entry.line_number, entry.num_prompt_tokens, text)
 
 
 def _at(parts: Iterator[pa.Table], places: NDArray[np.int64]) -> Iterator[pa.Table]:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 from swiftbatch.jobs.input.reasons import shown
 from swiftbatch.jobs.job import Job, JobRecord
+from swiftbatch.jobs.run.checked_reading import DamagedError
 from swiftbatch.jobs.run.job_table import LONGEST, RUN, paths, table_schema
-from swiftbatch.jobs.run.run_files import DamagedError
 from swiftbatch.jobs.storage.spool import at_hand
 from swiftbatch.jobs.storage.store import Store
 

@@ -11,8 +11,8 @@ from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from swiftbatch.jobs.json_lines import dump_line, sealed, unsealed
+from swiftbatch.jobs.run.checked_reading import NUM_READ_AHEAD, NUM_READERS
 from swiftbatch.jobs.run.line_parts import parse_line
-from swiftbatch.jobs.run.run_files import NUM_READ_AHEAD, NUM_READERS
 from swiftbatch.jobs.storage.store import Store
 
 DAMAGED = "damaged"

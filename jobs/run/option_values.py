@@ -9,6 +9,7 @@ KVDtype = Literal["fp8", "int8"]  # of keys and values that are not in the run's
 Device = Literal["auto", "cpu", "cuda"]
 AttentionName = Literal["triton", "flash"]  # of a GPU's kernels, as the next
 LinearName = Literal["cublas", "triton"]
+NumRows = Literal[64, 128, 256]  # of every forward on a GPU
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 """The source of log-probabilities: the model's logits, or the scores that are drawn from. The names are vLLM's."""

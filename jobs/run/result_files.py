@@ -16,8 +16,8 @@ from threading import Lock
 from typing import IO, Any
 from weakref import finalize
 
+from swiftbatch.jobs.run.checked_reading import NUM_READERS
 from swiftbatch.jobs.run.line_files import DAMAGED, NO_FILE, LineFiles, LinePlace, read_lines
-from swiftbatch.jobs.run.run_files import NUM_READERS
 from swiftbatch.jobs.run.segment_format import (
     SEGMENTS,
     SUFFIX,

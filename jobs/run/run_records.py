@@ -18,6 +18,7 @@ from swiftbatch.jobs.run.option_values import (
     KVDtype,
     LinearName,
     LogprobsMode,
+    NumRows,
     ThinkingMarkers,
 )
 from swiftbatch.jobs.sampling import ThinkingEnd
@@ -54,6 +55,7 @@ class RunManifest(Frozen):
     device: Device
     attention: AttentionName = "triton"  # the kernels of all runs before there was a choice
     linear: LinearName = "cublas"
+    num_rows: NumRows = 64  # of every forward on a GPU, as in all runs before there was a choice
     num_threads: int = Field(ge=1)
     seed: int
     max_tokens: int | None = Field(default=None, ge=1)  # of jobs that give none; None: all that their prompts leave

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from pydantic import Field
 
 from swiftbatch.jobs.frozen import Frozen
-from swiftbatch.jobs.run.run_files import NUM_READERS, read_model
+from swiftbatch.jobs.run.checked_reading import NUM_READERS, read_model
 from swiftbatch.jobs.run.run_records import RUN_VERSION
 from swiftbatch.jobs.storage.store import Store
 

@@ -10,7 +10,7 @@ from typing import Literal, Self, get_args
 from pydantic import Field, ValidationError
 
 from swiftbatch.jobs.frozen import Frozen
-from swiftbatch.jobs.run.run_files import RunError, pretty, read_model
+from swiftbatch.jobs.run.checked_reading import RunError, pretty, read_model
 from swiftbatch.jobs.run.run_records import RUN_VERSION
 from swiftbatch.jobs.storage.store import Store
 

@@ -11,8 +11,8 @@ from swiftbatch.jobs.checkpoints.checkpoint_store import AttemptRecord, Checkpoi
 from swiftbatch.jobs.checkpoints.packed_logs import PackedLogs
 from swiftbatch.jobs.input.reader import Reject
 from swiftbatch.jobs.job import JobRecord
+from swiftbatch.jobs.run.checked_reading import NUM_READERS
 from swiftbatch.jobs.run.run import Progress, Run
-from swiftbatch.jobs.run.run_files import NUM_READERS
 from swiftbatch.jobs.run.run_records import DriverClaim, RunManifest
 from swiftbatch.metrics.report.attempts import Attempt, Outcome, attempts_of, parsed_history, without_guesses
 

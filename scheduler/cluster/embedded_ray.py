@@ -47,12 +47,14 @@ class EmbeddedRay:
     def apart(self) -> Iterator[None]:
         """Give every process that Ray starts in this context a session of its own, and start none that nobody asks.
 
-        Those are the autoscaler's monitor, as there are no nodes to add, and the one that would send logs to a driver.
+        Those are the autoscaler's monitor, as there are no nodes to add, the one that would send logs to a driver, and
+        the server of the dashboard, which Ray starts without pages where none is asked for.
         """
-        from ray._private import parameter, services
+        from ray._private import node, parameter, services
 
         has_ended = self._has_ended.is_set
         known, sessions, params = services.ConsolePopen, self._sessions, parameter.RayParams
+        start_api_server = node.Node.start_api_server
 
         class Apart(known):  # type: ignore[misc, valid-type]
             def __init__(self, *args: Any, preexec_fn: Callable[[], None] | None = None, **options: Any) -> None:
@@ -70,11 +72,13 @@ class EmbeddedRay:
 
         services.ConsolePopen = Apart
         parameter.RayParams = functools.partial(params, no_monitor=True, include_log_monitor=False)
+        node.Node.start_api_server = lambda self, **options: None
         try:
             yield
         finally:
             services.ConsolePopen = known
             parameter.RayParams = params
+            node.Node.start_api_server = start_api_server
 
     def keep_logs(self) -> Path:
         """Leave the folder where it is, and return it: Ray has failed, and its logs say why."""

@@ -100,6 +100,9 @@ def decode(**options: Any) -> None:
 @SEED
 @click.option("--text", type=click.Path(exists=True, path_type=Path), required=True, help="Text that fills the cache.")
 @click.option("--kv-offload", type=click.Path(path_type=Path), metavar="DIR", help="Keep caches in this folder.")
+@click.option(
+    "--processor-time", is_flag=True, help="Count processor time: other programs add little to it. Needs --threads 1."
+)
 @JSON
 @COMPUTING
 def auto(**options: Any) -> None:

@@ -7,10 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from swiftbatch.scheduler.commands.model_options import COMPUTING, CUDA_KERNELS, KV_DTYPE_HELP, KV_DTYPES, MODEL, say
+from swiftbatch.scheduler.commands.model_options import (
+    COMPUTING,
+    CUDA_KERNELS,
+    KV_DTYPE_HELP,
+    KV_DTYPES,
+    MODEL,
+    ROWS,
+    ROWS_HELP,
+    say,
+)
+from swiftbatch.worker.config import Computation
 
 if TYPE_CHECKING:
-    from swiftbatch.worker.config import Computation
     from swiftbatch.worker.exactness.first_run.first_run import FirstRun
 
 TO_STDOUT = "-"
@@ -20,6 +29,7 @@ TO_STDOUT = "-"
 @MODEL
 @COMPUTING
 @CUDA_KERNELS
+@click.option("--rows", "num_rows", type=ROWS, default=Computation.num_rows, help=ROWS_HELP)
 @click.option("--kv-dtype", type=KV_DTYPES, help=KV_DTYPE_HELP)
 @click.option(
     "--json",
@@ -41,7 +51,6 @@ def doctor(json_path: str | None, **options: Any) -> None:
       swiftbatch doctor --model embedded
       swiftbatch doctor --model embedded --device cuda --json doctor.json
     """
-    from swiftbatch.worker.config import Computation
     from swiftbatch.worker.exactness.doctor import diagnose
 
     config = Computation(**options)
@@ -64,6 +73,7 @@ def _on_a_gpu(config: Computation, show: Any) -> FirstRun | None:
     from swiftbatch.worker.target.loading import resolve_device
 
     if resolve_device(config.device).type != "cuda":
+        config.cuda_kernels.refuse_rows("the device is a CPU")
         return None
     refuse_kv_dtype(config.kv_dtype, config.cuda_kernels.attention)
     from swiftbatch.worker.exactness.first_run.first_run import first_run

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from swiftbatch.scheduler.commands.launching import SOME_FAILED
+from swiftbatch.worker.kernels.sizes import ROW_CHOICES
 
 if TYPE_CHECKING:
     from swiftbatch.worker.inspection.inspection import DevicePath, Inspection
@@ -76,7 +77,7 @@ def _running(found: Inspection) -> list[tuple[str, str]]:
     rows += [(name, _path(path)) for name, path in (("on a CPU", found.cpu), ("on a GPU", found.cuda)) if path]
     for gpu, by_length in found.slots.items():
         slots = ", ".join(f"{number} of {length:,}" for length, number in by_length.items())
-        rows.append((gpu, f"jobs at a time, by positions: {slots}"))
+        rows.append((gpu, f"jobs at a time, by positions, in forwards of up to {ROW_CHOICES[-1]} rows: {slots}"))
     thinking = f"; thinks between {' and '.join(found.thinking_markers)}" if found.thinking_markers else ""
     rows.append(("chat", f"{'template' if found.has_chat_template else 'no template'}{thinking}"))
     if found.predictor:
@@ -86,13 +87,11 @@ def _running(found: Inspection) -> list[tuple[str, str]]:
 
 
 def _cache(found: Inspection) -> str:
-    """The bytes of a position, on both devices where these keep other things."""
+    """The bytes of a position, and what layers with windows hold of old ones."""
     words = f"{found.bytes_per_position:,} bytes per position in bfloat16"
     if found.num_whole_positions is not None:
         words += f"; on a CPU {found.bytes_per_old_position:,} behind the newest {found.num_whole_positions:,}"
-    if found.gpu_bytes_per_position == found.bytes_per_position:
-        return words
-    return f"{words} on a CPU, as latent vectors; {found.gpu_bytes_per_position:,} on a GPU"
+    return words
 
 
 def _path(path: DevicePath) -> str:

@@ -16,7 +16,7 @@ from swiftbatch.scheduler.limits import Limits, parse_deadline
 from swiftbatch.scheduler.runs.settings import STORE_SLACK_SECONDS, WORKER_TIMEOUT, Settings
 from swiftbatch.worker.config import CheckpointKind, CheckpointSettings, Computation
 from swiftbatch.worker.drafters.catalogue import ENGINES
-from swiftbatch.worker.kernels.sizes import MOST_SLOTS
+from swiftbatch.worker.kernels.sizes import MOST_SLOTS, ROW_CHOICES
 
 MAX_HOURS = 1_000_000_000
 
@@ -122,7 +122,7 @@ WORKERS = (
         default=Settings.num_slots,
         show_default=False,
         metavar="N|auto",
-        help=f"Jobs at a time per worker. [default: as many as fit, up to {MOST_SLOTS}]",
+        help=f"Jobs on each worker. [default: all that fit, up to {MOST_SLOTS}, GPUs {ROW_CHOICES[-1]}]",
     ),
     worker_option(
         "--draft-model",

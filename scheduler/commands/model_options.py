@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import click
 
-from swiftbatch.jobs.run.option_values import AttentionName, Device, Dtype, KVDtype, LinearName
+from swiftbatch.jobs.run.option_values import AttentionName, Device, Dtype, KVDtype, LinearName, NumRows
 from swiftbatch.scheduler.commands.options.numbers import ANY_WHOLE_NUMBER, WholeNumber
 from swiftbatch.worker.config import Computation
 
@@ -29,6 +29,7 @@ KV_DTYPE_HELP = "8-bit keys and values. [default: as --dtype]"
 ATTENTIONS, LINEARS = click.Choice(get_args(AttentionName)), click.Choice(get_args(LinearName))
 ATTENTION_HELP = "GPU: kernel for prefix attention."
 LINEAR_HELP = "GPU: kernel for products; see `doctor`."
+ROWS, ROWS_HELP = click.Choice(get_args(NumRows)), "GPU: rows of a forward."
 THREAD_COUNT = WholeNumber(1, MAX_THREADS)
 
 

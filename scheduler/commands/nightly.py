@@ -129,7 +129,7 @@ def _without_done(inbox: Store, runs: Store, paths: list[str], skipped: dict[str
 
 def _done_digest(runs: Store, path: str) -> str | None:
     """The digest of the bytes that were run; None without a mark, or with a damaged one: to look again does no harm."""
-    from swiftbatch.jobs.run.run_files import RunError, read_object
+    from swiftbatch.jobs.run.checked_reading import RunError, read_object
 
     try:
         return (read_object(runs, f"{path}/{MARK}") or {}).get("sha256")

@@ -21,6 +21,8 @@ from swiftbatch.scheduler.commands.model_options import (
     KV_DTYPES,
     LINEAR_HELP,
     LINEARS,
+    ROWS,
+    ROWS_HELP,
     THREAD_COUNT,
     filled,
 )
@@ -117,6 +119,7 @@ run_option, token_option = map(options_of, ("The run", "What decides the tokens;
 @token_option("--device", type=DEVICES, help=f"[default: {Computation.device}]")
 @token_option("--attention", type=ATTENTIONS, help=f"{ATTENTION_HELP} [default: {Computation.attention}]")
 @token_option("--linear", type=LINEARS, help=f"{LINEAR_HELP} [default: {Computation.linear}]")
+@token_option("--rows", "num_rows", type=ROWS, help=f"{ROWS_HELP} [default: by jobs, lengths and GPU]")
 @token_option(
     "--threads",
     "num_threads",

@@ -3,7 +3,8 @@
 An attempt's number is its driver's epoch, which nobody else has, and behind that how often this driver has handed the
 job out. So no two attempts ever write below one number, and no file says which are taken.
 
-attempts/<epoch:04d>.json    attempts of each job that was handed out and has no result, of all drivers so far
+attempts/<epoch:04d>.json    attempts of each job that was handed out and has no result, of all drivers so far, and how
+                             many of them were lost in a row without progress
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Literal, Self
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from swiftbatch.jobs.checkpoints.files import NUMBERS_PER_EPOCH
 from swiftbatch.jobs.frozen import Strict
 from swiftbatch.jobs.input.reasons import reasons
 from swiftbatch.jobs.json_lines import sealed, unsealed
 from swiftbatch.jobs.storage.store import Store
+from swiftbatch.scheduler.driver.unfinished_job import Strikes
 
 FOLDER = "attempts"
 
@@ -31,6 +33,7 @@ class AttemptCounts(Strict):
 
     version: Literal[1] = 1
     attempts: dict[str, int]  # by job
+    strikes: dict[str, Strikes] = Field(default_factory=dict)  # of jobs that have some
 
 
 class Attempts:
@@ -40,9 +43,12 @@ class Attempts:
     file is not counted. Its number is never taken again in any case.
     """
 
-    def __init__(self, store: Store, epoch: int, counts: dict[str, int]) -> None:
-        """`epoch` is the driver's, `counts` are those of earlier ones."""
+    def __init__(
+        self, store: Store, epoch: int, counts: dict[str, int], strikes: dict[str, Strikes] | None = None
+    ) -> None:
+        """`epoch` is the driver's, `counts` and `strikes` are those of earlier ones."""
         self._store, self._epoch, self._counts = store, epoch, counts
+        self._strikes = strikes or {}
         self._newest: dict[str, int] = {}  # the number of each job's newest attempt
         self._has_changed = False
         self._pool = ThreadPoolExecutor(1, "attempts")
@@ -51,7 +57,8 @@ class Attempts:
     @classmethod
     def read(cls, store: Store, epoch: int) -> Self:
         """Go on from what earlier drivers have counted. Raises StoreError."""
-        return cls(store, epoch, _read_counts(store))
+        found = _read_counts(store)
+        return cls(store, epoch, dict(found.attempts), dict(found.strikes))
 
     def counted(self) -> Collection[str]:
         """The jobs that have had attempts, and no result so far as this driver knows."""
@@ -92,9 +99,21 @@ class Attempts:
         """The number of attempts that a job has had, those of earlier drivers included."""
         return self._counts.get(job_id, 0)
 
+    def strikes(self, job_id: str) -> Strikes | None:
+        """The attempts at a job that were lost without progress, as earlier drivers and this one have noted."""
+        return self._strikes.get(job_id)
+
+    def note_strikes(self, job_id: str, strikes: Strikes | None) -> None:
+        """Note such attempts; None where the next ones count anew."""
+        if strikes is None:
+            self._has_changed |= self._strikes.pop(job_id, None) is not None
+        else:
+            self._strikes[job_id], self._has_changed = strikes, True
+
     def finish(self, job_id: str) -> None:
         """Forget a job that has a result. One that failed is kept: it may be tried again some day."""
         self._newest.pop(job_id, None)
+        self._strikes.pop(job_id, None)
         self._has_changed |= self._counts.pop(job_id, None) is not None
 
     def keep(self) -> None:
@@ -104,15 +123,19 @@ class Attempts:
             self._write = None
         if self._has_changed and self._write is None:
             self._has_changed = False
-            self._write = self._pool.submit(_write_counts, self._store, self._epoch, self._counts.copy())
+            self._write = self._pool.submit(_write_counts, self._store, self._epoch, self._content())
 
     def end(self) -> None:
         """Write the counts, and wait for that: no attempt begins any more. Raises StoreError."""
-        self._pool.submit(_write_counts, self._store, self._epoch, self._counts).result()
+        self._pool.submit(_write_counts, self._store, self._epoch, self._content()).result()
 
     def stop(self) -> None:
         """Write nothing more."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _content(self) -> AttemptCounts:
+        """What the file is to have; nobody changes it."""
+        return AttemptCounts.model_construct(attempts=self._counts.copy(), strikes=self._strikes.copy())
 
     def _base(self, newest: int) -> int:
         """The number in front of this driver's first attempt at a job, whose newest one there has the number `newest`.
@@ -125,23 +148,23 @@ class Attempts:
         return epoch * NUMBERS_PER_EPOCH
 
 
-def _write_counts(store: Store, epoch: int, counts: dict[str, int]) -> None:
+def _write_counts(store: Store, epoch: int, content: AttemptCounts) -> None:
     """Write a driver's file, then delete those of earlier ones, which it holds as well. Without counts none is left."""
-    if counts:
-        content = AttemptCounts(attempts=counts)
-        store.write(f"{FOLDER}/{epoch:04d}.json", sealed(content.model_dump_json().encode()))
+    if content.attempts:
+        text = content.model_dump_json(exclude=None if content.strikes else {"strikes"})
+        store.write(f"{FOLDER}/{epoch:04d}.json", sealed(text.encode()))
     for name in store.list(FOLDER):
-        if _epoch_of(name) < epoch or (_epoch_of(name) == epoch and not counts):
+        if _epoch_of(name) < epoch or (_epoch_of(name) == epoch and not content.attempts):
             store.delete(f"{FOLDER}/{name}")
 
 
-def _read_counts(store: Store) -> dict[str, int]:
+def _read_counts(store: Store) -> AttemptCounts:
     """The counts of the newest driver that has written some; a damaged file is named and passed over."""
     for name in sorted(store.list(FOLDER), key=_epoch_of, reverse=True):
         data = store.read(f"{FOLDER}/{name}")
         try:
             if (text := unsealed(data or b"")) is not None:
-                return dict(AttemptCounts.model_validate_json(text).attempts)
+                return AttemptCounts.model_validate_json(text)
             problem = "found no checksum"
         except ValidationError as error:
             problem = reasons(error, AttemptCounts)
@@ -149,7 +172,7 @@ def _read_counts(store: Store) -> dict[str, int]:
             problem = str(error)
         where = f"{FOLDER}/{name} in {store.shown_uri}"
         logger.warning("skipped %s: %s; earlier attempts at some jobs are not counted", where, problem)
-    return {}
+    return AttemptCounts(attempts={})
 
 
 def _epoch_of(name: str) -> int:

@@ -11,12 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
-from swiftbatch.jobs.checkpoints.packed_logs import FOLDER, PackedLogs
+from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
+from swiftbatch.jobs.checkpoints.packed_logs import CHECKPOINTS, FOLDER, WORKERS, PackedLogs
+from swiftbatch.jobs.run.checked_reading import NUM_READERS
 from swiftbatch.jobs.run.job_index import JobEntry, JobIndex
 from swiftbatch.jobs.run.output_line import error_line
 from swiftbatch.jobs.run.priorities import priorities_of
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.jobs.run.run_files import NUM_READERS
 from swiftbatch.jobs.shared_prompts import SharedPrompt, shared_prompts
 from swiftbatch.scheduler.driver.attempts import Attempts
 from swiftbatch.scheduler.driver.job_queue import JobQueue
@@ -44,7 +45,9 @@ def load_queue(run: Run, max_attempts: int, attempts: Attempts | None = None) ->
     queue = JobQueue(max_attempts, untouched, lengths)
     for row, num_tokens in started:
         prompt = SharedPrompt(None if groups[row] == NO_GROUP else int(groups[row]), int(shared[row]))
-        queue.add(index.entry(row), num_tokens, int(priorities[row]), prompt)
+        entry = index.entry(row)
+        strikes = attempts.strikes(entry.job_id) if attempts else None
+        queue.add(entry, num_tokens, int(priorities[row]), prompt, strikes)
     for state, (num_jobs, num_tokens) in ended.items():
         queue.add_ended(state, num_tokens, num_jobs)
     return queue
@@ -56,11 +59,26 @@ def put_logs_in_place(run: Run, have_all_gone: bool = False) -> None:
     What such workers have left half written goes as well: at once where all workers `have_all_gone`, else as soon as it
     is so old that nobody can be writing it. Call it before `load_queue`, once the run is held, and when the last worker
     has gone. Raises StoreError.
+
+    Checkpoints that finished jobs have left go, too.
     """
     run.store.delete_leftovers(FOLDER, min_age_seconds=0 if have_all_gone else SECONDS_OF_A_WRITE)
     logs = PackedLogs.of(run)
     found = logs.found()
     logs.put_in_place(found.without(with_results(run, {entry.job_id for entry in found.entries})))
+    _clear_finished(run)
+
+
+def _clear_finished(run: Run) -> None:
+    """Delete the checkpoints of finished jobs whose worker ended between their result and that.
+
+    A job with a kept token log may have been left its state on purpose, see `--keep-state`.
+    """
+    found = set(run.store.list(CHECKPOINTS)) - {WORKERS}
+    if found and (finished := with_results(run, found) - KeptLogs.of(run).sizes().keys()):
+        checkpoints = CheckpointStore.of(run)
+        with ThreadPoolExecutor(NUM_READERS) as pool:
+            list(pool.map(checkpoints.clear, finished))
 
 
 def with_results(run: Run, job_ids: Collection[str]) -> set[str]:

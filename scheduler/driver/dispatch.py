@@ -11,7 +11,7 @@ from heapq import heapify, heappop, heapreplace
 
 from swiftbatch.jobs.run.job_index import JobEntry
 from swiftbatch.scheduler.display.job_events import JobStarted
-from swiftbatch.scheduler.driver.balance import Balance, Last
+from swiftbatch.scheduler.driver.balance import Balance, EndPlan, Last
 from swiftbatch.scheduler.driver.context import DriverContext
 from swiftbatch.scheduler.driver.slots import Slots
 from swiftbatch.scheduler.driver.worker_fleet import Worker
@@ -33,6 +33,7 @@ class Dispatcher:
         self._slots = Slots(context.num_slots, context.fleet)
         self._balance = Balance(context.queue, context.fleet, context.num_workers)
         self._last: Last | None = None  # as of the last look
+        self._plan: EndPlan | None = None  # the same
         self._spread = -math.inf
         self._bodies = context.run.job_bodies(self._queue.places())
 
@@ -52,6 +53,7 @@ class Dispatcher:
         if now - self._spread < self._slice_seconds():
             return
         self._spread, self._last = now, self._balance.of_last(now)
+        self._plan = self._balance.plan(self._slots.most_anywhere())
         self._order_relief()
         if not self._queue.num_waiting and self._queue.counts()["running"]:
             self._order_move(now)
@@ -98,21 +100,25 @@ class Dispatcher:
     def _deal(self, workers: Sequence[Worker], now: float) -> dict[str, list[JobEntry]]:
         """Take jobs for workers, one after the other for whoever has the least left to do, while any is taken.
 
-        The worker with the job that ends last gets no more than let it end in time.
+        The worker with the job that ends last gets no more than let it end in time; by a plan, no worker does.
         """
-        takers = [(self._queue.num_left(worker.id), number) for number, worker in enumerate(workers)]
+        takers = [(self._turn_of(worker), number) for number, worker in enumerate(workers)]
         heapify(takers)
         dealt: defaultdict[str, list[JobEntry]] = defaultdict(list)  # by worker
         while takers:
-            num_left, number = takers[0]
+            _, number = takers[0]
             worker = workers[number]
-            entry = None if self._is_spared(worker) else self._next_for(worker, num_left, now)
+            entry = None if self._is_spared(worker) else self._next_for(worker, now)
             if entry is None:
                 heappop(takers)
                 continue
             dealt[worker.id].append(entry)
-            heapreplace(takers, (num_left + entry.max_tokens, number))
+            heapreplace(takers, (self._turn_of(worker), number))
         return dealt
+
+    def _turn_of(self, worker: Worker) -> int:
+        """The lower one gets the next job. By a plan each gets all that it may have before another: long ones first."""
+        return self._queue.num_left(worker.id) if self._plan is None else 0
 
     def _is_spared(self, worker: Worker) -> bool:
         """Tell whether a worker should get no more beside the job that ends last."""
@@ -121,13 +127,17 @@ class Dispatcher:
             return False
         return self._queue.num_held_by(worker.id) > 0 and not self._balance.may_have_more(last)
 
-    def _next_for(self, worker: Worker, num_left: int, now: float) -> JobEntry | None:
-        """Take a job for a worker that has so many tokens left to draw, if it should have one more."""
+    def _next_for(self, worker: Worker, now: float) -> JobEntry | None:
+        """Take a job for a worker, if it should have one more."""
         num_held = self._queue.num_held_by(worker.id)
         num_reserved = self._queue.num_reserved_by(worker.id)
+        num_left = self._queue.num_left(worker.id)
         if self._slots.is_full(worker, num_held) or self._balance.has_share(num_held + num_reserved, num_left):
             return None
-        has_room = partial(self._slots.has_room, worker, self._queue.growths(worker.id))
+        held = self._queue.growths(worker.id)
+        if self._plan is not None and held and num_held >= self._plan.most_jobs(held[-1].left):
+            return None
+        has_room = partial(self._slots.has_room, worker, held)
         return self._queue.take(worker.id, now, has_room)
 
     def _refill(self, worker: Worker, now: float) -> list[JobEntry]:
@@ -138,7 +148,7 @@ class Dispatcher:
         queue, entries = self._queue, list[JobEntry]()
         if not queue.num_waiting or self._is_spared(worker):
             return entries
-        held = sorted(queue.growths(worker.id), key=lambda job: job.left)
+        held = queue.growths(worker.id)
         seconds = RESERVE_SLICES * self._slice_seconds()
         num_wanted = self._slots.num_to_reserve(held, queue.mean_length(worker.id), seconds)
         num_held, num_left = len(held), queue.num_left(worker.id)
@@ -186,7 +196,7 @@ class Dispatcher:
         """An attempt at a job: whoever had it before can't touch the new attempt's files."""
         queue, job_id = self._queue, entry.job_id
         return Assignment(
-            self._bodies.record(entry),
+            self._bodies.sent(entry),
             number,
             num_attempts,
             num_reported_tokens=queue.num_reported_tokens(job_id),

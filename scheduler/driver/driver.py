@@ -10,6 +10,7 @@ import math
 import time
 
 from swiftbatch.jobs.errors import ModelError, UserError
+from swiftbatch.jobs.garbage import looked_for_seldom
 from swiftbatch.jobs.run.run import Run, RunError
 from swiftbatch.jobs.run.run_records import RunState
 from swiftbatch.jobs.storage.store import Store, StoreError
@@ -68,8 +69,9 @@ class Driver:
             self._beat("running")
             epoch = self._hold.epoch
             self._context.display.note(DriverStarted(epoch.claim.host, epoch.claim.pid, epoch.number))
-            while self._queue.num_unfinished and not self._is_to_stop():
-                self._step()
+            with looked_for_seldom():
+                while self._queue.num_unfinished and not self._is_to_stop():
+                    self._step()
             if self._queue.num_unfinished:
                 self._census.take(self._clock())  # counts the workers' time while they are there
                 self._context.display.note(LimitReached(self.reached_limit) if self.reached_limit else RunStopping())

@@ -7,9 +7,11 @@ Which one runs next is decided in `waiting_jobs.py`.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from bisect import insort
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable
 from itertools import count
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +19,8 @@ from numpy.typing import NDArray
 from swiftbatch.jobs.backoff import Backoff
 from swiftbatch.jobs.run.job_index import JobEntry
 from swiftbatch.jobs.shared_prompts import NOT_SHARED, SharedPrompt
-from swiftbatch.scheduler.driver.lengths import Forecast, Lengths
-from swiftbatch.scheduler.driver.unfinished_job import UnfinishedJob
+from swiftbatch.scheduler.driver.lengths import Forecast, Lengths, Living, Place, place_of
+from swiftbatch.scheduler.driver.unfinished_job import Strikes, UnfinishedJob
 from swiftbatch.scheduler.driver.untouched_jobs import UntouchedJobs
 from swiftbatch.scheduler.driver.waiting_jobs import WaitingJobs
 from swiftbatch.worker.caches.memory.pages import Growth
@@ -27,8 +29,20 @@ RETRIES = Backoff(first=0.5, longest=60.0)
 NUM_GROUPS = 8  # of prompts, those that a worker had last: it may still have keys and values of them
 FIRST_ORDER = 16  # jobs that have ended before the order of others follows from their lengths
 NUM_ORDERS = 16  # parts of the jobs that wait: one ends before the rest is put in order anew
-MOVES_SHARE = 8  # of the running jobs one in so many has moved on before a forecast is made anew
 PROGRESS_SHARE = 0.01  # an attempt that adds less than this share of max_tokens has made no progress
+
+
+class Outlook(NamedTuple):
+    """What is expected of the jobs that run on a worker: `growths` with the fewest tokens left first."""
+
+    growths: list[Growth]
+    mean_length: float  # tokens at their ends
+
+    def beside(self, growth: Growth, num_prompt_tokens: int) -> Outlook:
+        """The same with one more job."""
+        growths, num_jobs = [*self.growths], len(self.growths)
+        insort(growths, growth, key=_left)
+        return Outlook(growths, (num_jobs * self.mean_length + growth.end - num_prompt_tokens) / (num_jobs + 1))
 
 
 def _always(_growth: Growth) -> bool:
@@ -67,15 +81,30 @@ class JobQueue:
         self._lengths, self._seniorities = lengths or Lengths(), count()
         self._known_forecast: Forecast | None = None
         self._num_moves = 0  # of jobs that have moved on since then
-        self._num_unexpected = 0  # tokens that running jobs may draw yet and are not expected to
+        self._living = Living()  # those that workers have, in reserve as well, and whose end no worker has seen
+        self._left: Counter[str] = Counter()  # tokens that the jobs of a worker have left, by worker
+        self._outlooks: dict[str, Outlook] = {}  # by worker; each is dropped with all that changes it
         self._next_order = FIRST_ORDER  # so many ended jobs
 
     def add(
-        self, entry: JobEntry, num_generated_tokens: int = 0, priority: int = 0, prompt: SharedPrompt = NOT_SHARED
+        self,
+        entry: JobEntry,
+        num_generated_tokens: int = 0,
+        priority: int = 0,
+        prompt: SharedPrompt = NOT_SHARED,
+        strikes: Strikes | None = None,
     ) -> None:
-        """Add a job to do; `num_generated_tokens` are the most that an earlier attempt is known to have had."""
+        """Add a job to do; `num_generated_tokens` are the most that an earlier attempt is known to have had.
+
+        `strikes` are those that earlier drivers have counted; progress since then clears them.
+        """
         self.num_generated_tokens += num_generated_tokens
-        self._touch(UnfinishedJob(entry, num_generated_tokens, num_generated_tokens, priority, prompt))
+        job = UnfinishedJob(entry, num_generated_tokens, num_generated_tokens, priority, prompt)
+        if strikes is not None:
+            job.num_tokens_at_last_loss = strikes.num_tokens
+            self._strike(job, 0 if self._has_progressed(job) else strikes.num)
+            job.num_tokens_at_last_loss = max(strikes.num_tokens, num_generated_tokens)
+        self._touch(job)
 
     def add_ended(self, state: str, num_generated_tokens: int, num_jobs: int = 1) -> None:
         """Count jobs that an earlier driver saw end; the tokens are those of all."""
@@ -140,18 +169,15 @@ class JobQueue:
 
     def num_left(self, worker_id: str) -> int:
         """The tokens that a worker's jobs have left if all run to their `max_tokens`, those in reserve included."""
-        running = sum(self._running[job_id].num_left for job_id in self._held.get(worker_id, ()))
-        return running + sum(self._reserved[job_id].num_left for job_id in self._reserves.get(worker_id, ()))
+        return self._left[worker_id]
 
     def growths(self, worker_id: str) -> list[Growth]:
-        """The positions of the jobs that run on a worker: now, and as expected at their ends."""
-        forecast = self._forecast()
-        return [_growth(self._running[job_id], forecast) for job_id in self._held.get(worker_id, ())]
+        """The positions of the jobs that run on a worker, now, and as expected at their ends: who ends first leads."""
+        return self._outlook(worker_id).growths
 
     def mean_length(self, worker_id: str) -> float:
         """The tokens that the jobs running on a worker are expected to end with, on average; 0.0 without any."""
-        held = self._held.get(worker_id, ())
-        return sum(map(self.num_expected_tokens, held)) / max(1, len(held))
+        return self._outlook(worker_id).mean_length
 
     def num_expected_tokens(self, job_id: str) -> int:
         """The tokens that a job is expected to end with."""
@@ -173,6 +199,7 @@ class JobQueue:
             self._set_tokens(job, num_generated_tokens)
             self._note_length(job)
             self._held[job.worker_id].discard(job_id)
+            self._outlooks.pop(job.worker_id, None)
             self._unsealed[job.worker_id].add(job_id)
             self._set_ended(job, True)
 
@@ -196,11 +223,15 @@ class JobQueue:
     def lose(self, job_id: str, now: float) -> bool:
         """Put a job back whose attempt was lost. Returns False if it has no attempt left: then it is to be dropped."""
         job = self._known(job_id)
-        job.num_strikes = 1 if self._has_progressed(job) else job.num_strikes + 1
-        job.runs_alone = job.num_strikes >= max(1, min(2, self._max_attempts - 1))
+        self._strike(job, 1 if self._has_progressed(job) else job.num_strikes + 1)
         job.num_tokens_at_last_loss = max(job.num_tokens_at_last_loss, job.num_generated_tokens)
         self._put_back(job, now + RETRIES.seconds(job.num_strikes))
         return job.num_strikes < self._max_attempts
+
+    def strikes(self, job_id: str) -> Strikes:
+        """The attempts at a job that were lost in a row."""
+        job = self._known(job_id)
+        return Strikes(job.num_strikes, job.num_tokens_at_last_loss)
 
     def release(self, job_id: str) -> None:
         """Put a job back whose worker gave it up on purpose, or had it in reserve: without blame, and at once."""
@@ -280,8 +311,14 @@ class JobQueue:
     @property
     def num_expected_left(self) -> int:
         """Tokens that are still to come as far as those that have ended tell."""
-        self._forecast()
-        return max(0, self._num_tokens_left - self._num_unexpected) + self._untouched.num_expected_left
+        num_unexpected = self._forecast().num_unexpected(self._living)
+        return max(0, self._num_tokens_left - num_unexpected) + self._untouched.num_expected_left
+
+    def expected_lefts(self) -> NDArray[np.int64]:
+        """The tokens that each job which has not ended is expected to draw yet."""
+        forecast = self._forecast()
+        touched = [_num_expected(job, forecast) for job in self._touched.values() if not job.has_ended]
+        return np.concatenate([np.array(touched, np.int64), self._untouched.expected_lengths()])
 
     def num_expected(self, job_id: str) -> int:
         """Tokens that a running job is expected to draw yet."""
@@ -311,16 +348,34 @@ class JobQueue:
         if job.entry.job_id not in self._touched:
             self._touched[job.entry.job_id] = job
             self._num_tokens_left += job.num_left
-        self._num_unexpected += job.num_left - _num_expected(job, self._forecast())
+        self._left[worker_id] += job.num_left
+        self._count_living(job, is_there=True)
 
     def _run(self, job: UnfinishedJob) -> None:
         self._held[job.worker_id].add(job.entry.job_id)
         self._running[job.entry.job_id] = job
+        if (known := self._outlooks.get(job.worker_id)) is not None and self._known_forecast is not None:
+            self._outlooks[job.worker_id] = known.beside(
+                _growth(job, self._known_forecast), job.entry.num_prompt_tokens
+            )
+
+    def _count_living(self, job: UnfinishedJob, *, is_there: bool) -> None:
+        """Count a job of a worker where it is now, or no longer."""
+        entry = job.entry
+        place = _place(job) if is_there else None
+        if place == job.lives_at:
+            return
+        if job.lives_at is not None:
+            self._living.take(job.lives_at, entry.max_tokens)
+        if place is not None:
+            self._living.add(place, entry.max_tokens)
+        job.lives_at = place
 
     def _find(self, job_id: str) -> UnfinishedJob | None:
-        if job_id not in self._touched:
+        if (job := self._touched.get(job_id)) is None:
             self.entries([job_id])
-        return self._touched.get(job_id)
+            job = self._touched.get(job_id)
+        return job
 
     def _known(self, job_id: str) -> UnfinishedJob:
         job = self._find(job_id)
@@ -335,13 +390,21 @@ class JobQueue:
 
     def _forecast(self) -> Forecast:
         """Return the forecast of now, or of a moment ago: most of what is known of many jobs is still true."""
-        if self._known_forecast is None or self._num_moves * MOVES_SHARE >= max(1, len(self._running)):
-            jobs = [job for job in (*self._running.values(), *self._reserved.values()) if not job.has_ended]
-            running = ((job.entry.num_prompt_tokens, job.num_generated_tokens, job.entry.max_tokens) for job in jobs)
-            forecast = self._known_forecast = self._lengths.forecast(running)
+        if self._known_forecast is None or self._num_moves >= max(1, len(self._running)):
+            self._known_forecast = self._lengths.forecast(self._living)
             self._num_moves = 0
-            self._num_unexpected = sum(job.num_left - _num_expected(job, forecast) for job in jobs)
+            self._outlooks.clear()
         return self._known_forecast
+
+    def _outlook(self, worker_id: str) -> Outlook:
+        forecast = self._forecast()
+        if (found := self._outlooks.get(worker_id)) is None:
+            jobs = [self._running[job_id] for job_id in self._held.get(worker_id, ())]
+            growths = [_growth(job, forecast) for job in jobs]
+            num_tokens = sum(each.end for each in growths) - sum(job.entry.num_prompt_tokens for job in jobs)
+            found = Outlook(sorted(growths, key=_left), num_tokens / max(1, len(jobs)))
+            self._outlooks[worker_id] = found
+        return found
 
     def _order_anew(self) -> None:
         """Order the jobs that no worker has had by what is expected of them, once enough others have ended."""
@@ -365,13 +428,28 @@ class JobQueue:
         num_left = job.num_left
         self.num_generated_tokens += num_generated_tokens - job.num_generated_tokens
         job.num_generated_tokens = num_generated_tokens
-        self._num_tokens_left += job.num_left - num_left
+        self._note_left(job, num_left)
+        if job.lives_at is not None:
+            self._count_living(job, is_there=True)
 
     def _set_ended(self, job: UnfinishedJob, has_ended: bool) -> None:
         num_left = job.num_left
         job.has_ended = has_ended
-        self._num_tokens_left += job.num_left - num_left
+        self._note_left(job, num_left)
         self._num_unsealed += 1 if has_ended else -1
+        self._count_living(job, is_there=False)
+
+    def _note_left(self, job: UnfinishedJob, num_left: int) -> None:
+        """Note that a job, which had so many tokens left, has others; it may be a worker's."""
+        change = job.num_left - num_left
+        self._num_tokens_left += change
+        if job.ticket is None and change:
+            self._left[job.worker_id] += change
+            self._outlooks.pop(job.worker_id, None)
+
+    def _strike(self, job: UnfinishedJob, num_strikes: int) -> None:
+        job.num_strikes = num_strikes
+        job.runs_alone = num_strikes >= max(1, min(2, self._max_attempts - 1))
 
     def _put_back(self, job: UnfinishedJob, not_before: float) -> None:
         self._take_back(job)
@@ -382,18 +460,33 @@ class JobQueue:
         job_id = job.entry.job_id
         if self._running.pop(job_id, None):
             self._held[job.worker_id].discard(job_id)
+            self._outlooks.pop(job.worker_id, None)
         elif self._reserved.pop(job_id, None):
             del self._reserves[job.worker_id][job_id]
+        else:
+            return
         if job.has_ended:
             self._unsealed[job.worker_id].discard(job_id)
             self._set_ended(job, False)
+        self._left[job.worker_id] -= job.num_left
+        self._count_living(job, is_there=False)
+
+
+def _place(job: UnfinishedJob) -> Place:
+    entry = job.entry
+    return place_of(entry.num_prompt_tokens, job.num_generated_tokens, entry.max_tokens)
+
+
+def _left(job: Growth) -> int:
+    return job.left
 
 
 def _growth(job: UnfinishedJob, forecast: Forecast) -> Growth:
     """The positions of a job: its prompt's, and those of the tokens that it has and is expected to have."""
     num_prompt_tokens = job.entry.num_prompt_tokens
     num_final_tokens = job.num_generated_tokens + _num_expected(job, forecast)
-    return Growth(num_prompt_tokens + job.num_generated_tokens, num_prompt_tokens + num_final_tokens)
+    now, end = (num_prompt_tokens + number for number in (job.num_generated_tokens, num_final_tokens))
+    return Growth(now, end, job.prompt.num_tokens)
 
 
 def _num_expected(job: UnfinishedJob, forecast: Forecast) -> int:

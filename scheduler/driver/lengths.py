@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from functools import cache
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 Counts = NDArray[np.int32] | NDArray[np.int64]
+Place = tuple[int, int]  # the class of a job's prompt, and the share of its limit that it has reached
 
 NUM_SHARES = 64  # parts of `max_tokens` that lengths are counted in
 NUM_CLASSES = 64  # of prompts by their lengths
@@ -37,22 +39,52 @@ class Lengths:
         np.add.at(self._num_ended, (_classes(num_prompt_tokens), shares), 1)
         self.num_ended += len(shares)
 
-    def forecast(self, running: Iterable[tuple[int, int, int]]) -> Forecast:
-        """Forecast what comes; `running` are the prompts' tokens, tokens and `max_tokens` of jobs that have not ended.
+    def forecast(self, living: Living) -> Forecast:
+        """Forecast what comes; `living` are the jobs that have not ended.
 
         These count as having lived so far (the estimate of Kaplan and Meier): short jobs end first, and would make all
         others look short.
         """
-        num_seen = self._num_ended.copy()
-        for num_prompt_tokens, num_tokens, max_tokens in running:
-            num_seen[_class(num_prompt_tokens), _share(num_tokens, max_tokens)] += 1
-        num_at_risk = num_seen[:, ::-1].cumsum(axis=1)[:, ::-1]
+        num_at_risk = (self._num_ended + living.num_jobs)[:, ::-1].cumsum(axis=1)[:, ::-1]
         others_ended, others_at_risk = (each.sum(axis=0) - each for each in (self._num_ended, num_at_risk))
         end_of_others = others_ended / (others_at_risk + NUM_DOUBTS)
         end_now = (self._num_ended + NUM_OTHERS * end_of_others) / (num_at_risk + NUM_OTHERS)
         end_as_neighbours = _with_neighbours(self._num_ended) / (_with_neighbours(num_at_risk) + 1)
         mean_left, mean_as_neighbours = _mean_left(np.stack([end_now, end_as_neighbours]))
         return Forecast(mean_left, mean_as_neighbours[:, 0])
+
+
+class Living:
+    """Counts the jobs that have not ended at the share of their `max_tokens` that they have reached.
+
+    It is kept up to date job by job, so that nobody goes through all of them.
+    """
+
+    def __init__(self) -> None:
+        self.num_jobs = np.zeros((NUM_CLASSES, NUM_SHARES + 1))
+        self._limits = np.zeros((NUM_CLASSES, NUM_SHARES + 1))  # the sums of their `max_tokens`
+
+    @classmethod
+    def of(cls, jobs: Iterable[tuple[int, int, int]]) -> Self:
+        """Count some jobs: the tokens of their prompts, those that they have, and their `max_tokens`."""
+        living = cls()
+        for num_prompt_tokens, num_tokens, max_tokens in jobs:
+            living.add(place_of(num_prompt_tokens, num_tokens, max_tokens), max_tokens)
+        return living
+
+    def add(self, place: Place, max_tokens: int) -> None:
+        """Count a job."""
+        self.num_jobs[place] += 1
+        self._limits[place] += max_tokens
+
+    def take(self, place: Place, max_tokens: int) -> None:
+        """Count a job no longer."""
+        self.num_jobs[place] -= 1
+        self._limits[place] -= max_tokens
+
+    def num_unexpected(self, unexpected: NDArray[np.float64]) -> int:
+        """The sum of the shares `unexpected` of each place's jobs, in tokens."""
+        return int((self._limits * unexpected).sum() / NUM_SHARES)
 
 
 class Forecast:
@@ -65,11 +97,17 @@ class Forecast:
         """
         self._at_start = at_start / NUM_SHARES
         self._mean_left: list[list[float]] = mean_left.tolist()
+        behind = NUM_SHARES - 0.5 - np.arange(NUM_SHARES + 1)  # the share up to the limit; jobs are within one
+        self._unexpected = np.maximum(0.0, behind - mean_left)
 
     def final_tokens(self, num_prompt_tokens: int, num_tokens: int, max_tokens: int) -> int:
         """The tokens that a job with so many is expected to end with."""
         left = self._mean_left[_class(num_prompt_tokens)][_share(num_tokens, max_tokens)] * max_tokens / NUM_SHARES
         return min(max_tokens, num_tokens + round(left))
+
+    def num_unexpected(self, living: Living) -> int:
+        """The tokens that jobs may draw yet and are not expected to."""
+        return living.num_unexpected(self._unexpected)
 
     def of_new(self, num_prompt_tokens: Counts, max_tokens: Counts) -> NDArray[np.int64]:
         """The tokens that jobs without any may well end with: up to their limits, where nobody has seen such prompts.
@@ -77,6 +115,11 @@ class Forecast:
         Whoever works by it begins early with jobs of whose kind it knows too little, and soon knows it.
         """
         return np.maximum(1, np.rint(self._at_start[_classes(num_prompt_tokens)] * max_tokens)).astype(np.int64)
+
+
+def place_of(num_prompt_tokens: int, num_tokens: int, max_tokens: int) -> Place:
+    """The place at which a job counts that has so many tokens."""
+    return _class(num_prompt_tokens), _share(num_tokens, max_tokens)
 
 
 def _with_neighbours(of_classes: NDArray[np.float64]) -> NDArray[np.float64]:

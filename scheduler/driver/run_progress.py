@@ -20,6 +20,11 @@ from swiftbatch.scheduler.driver.context import DriverContext
 from swiftbatch.scheduler.driver.worker_fleet import Fleet, Worker
 from swiftbatch.worker.config import EngineConfig
 
+SHOWN = (  # counts of workers that a beat tells of
+    *("num_steps", "num_drafts", "num_accepted_tokens", "num_resumes"),
+    *("num_tokens_by_draft", "num_read_tokens", "num_copied_tokens"),
+)
+
 
 class Census:
     """Keeps the driver's counters in step with its queue and its fleet, and says what a beat tells of them."""
@@ -43,7 +48,7 @@ class Census:
         self._last = now
         speed = fleet.speed.tokens_per_second(now)
         counters.eta_seconds = round(queue.num_tokens_left / speed, 1) if speed > 0 else None
-        totals = counters.totals()
+        totals = counters.totals(SHOWN)
         return {
             "jobs": counters.jobs,
             "max_tokens": {entry.name: entry.max_tokens for entry, _ in queue.running()},

@@ -11,10 +11,10 @@ from typing import TypeVar
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.checkpoints.packed_logs import FoundLogs, PackedLogs
+from swiftbatch.jobs.run.checked_reading import NUM_READERS
 from swiftbatch.jobs.run.job_index import JobEntry
 from swiftbatch.jobs.run.line_parts import num_completion_tokens
 from swiftbatch.jobs.run.output_line import error_line
-from swiftbatch.jobs.run.run_files import NUM_READERS
 from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.metrics.driver_counters import OUTGROWN
 from swiftbatch.scheduler.cluster.remote import STORE_FAILED
@@ -48,7 +48,9 @@ class Settlement:
             return
         self._counters.num_preemptions[reason] += 1
         num_tokens = self._queue.num_reported_tokens(job_id)
-        if self._queue.lose(job_id, self._clock()):
+        has_attempts_left = self._queue.lose(job_id, self._clock())
+        self._attempts.note_strikes(job_id, self._queue.strikes(job_id) if has_attempts_left else None)
+        if has_attempts_left:
             self._display.note(JobPutBack(entry.name, reason, num_tokens, is_lost=True))
         else:
             text = f"given up after {self._attempts.count(job_id)} attempts; the last one: {message}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from swiftbatch.worker.caches.memory.pages import PAGE, Growth, most_pages
+from swiftbatch.worker.caches.memory.pages import PAGE, ROOM_BEHIND, Growth, most_pages
 from swiftbatch.worker.kernels.sizes import MOST_SLOTS
 
 if TYPE_CHECKING:
@@ -26,6 +26,11 @@ class Slots:
         """`num_slots` is the most that the user wants, None to leave it to the worker."""
         self._num_slots = num_slots
         self._fleet = fleet
+
+    def most_anywhere(self) -> int:
+        """The most jobs that run on any worker at a time; before one has started, those that the user wants."""
+        started = [self.most_jobs(worker) for worker in self._fleet.workers if worker.info]
+        return max(started, default=self._num_slots or MOST_SLOTS)
 
     def is_full(self, worker: Worker, num_held: int) -> bool:
         """Tell whether a worker with so many jobs takes no other, however short it is."""
@@ -56,8 +61,11 @@ class Slots:
         if not held or worker.info is None or num_pages is None:
             return not held or num_pages is None
         beside, pool = worker.info.num_state_positions, worker.info.pool_size
-        jobs = [Growth(each.now + beside, each.end + beside) for each in (*held, job)]
-        return most_pages(jobs, pool and pool.page, worker.info.held_positions) <= num_pages
+        page = PAGE if pool is None else pool.page
+        if _at_their_ends(held, job, beside, page) <= num_pages * page:
+            return True  # as most often; to look when each ends is dear
+        jobs = [each._replace(now=each.now + beside, end=each.end + beside) for each in (*held, job)]
+        return most_pages(jobs, page, worker.info.held_positions) <= num_pages
 
     def num_pages(self, worker: Worker) -> int | None:
         """The worker's share of its machine's memory; who is still to start may come to the same machine.
@@ -72,3 +80,9 @@ class Slots:
             return None
         num_sharing = self._fleet.num_sharing(worker.info.node_id)
         return int(MEMORY_SHARE * worker.info.num_free_positions / num_sharing) // PAGE
+
+
+def _at_their_ends(held: Sequence[Growth], job: Growth, beside: int, page: int) -> int:
+    """The most positions that jobs could take if all were at their ends at once."""
+    num_jobs = len(held) + 1
+    return job.end + sum(each.end for each in held) + num_jobs * (beside + ROOM_BEHIND + page - 1)

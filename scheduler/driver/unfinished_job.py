@@ -8,9 +8,17 @@ from typing import NamedTuple
 
 from swiftbatch.jobs.run.job_index import JobEntry
 from swiftbatch.jobs.shared_prompts import NOT_SHARED, SharedPrompt
+from swiftbatch.scheduler.driver.lengths import Place
 
 CLASSES_PER_DOUBLING = 4  # of lengths: where the longest job has no room, the first of each shorter class is asked for
 LEAST_LENGTH = 0.75  # of the longest job that may run: a shorter one never goes first for the sake of its prompt
+
+
+class Strikes(NamedTuple):
+    """Attempts at a job that were lost in a row without progress, and the most tokens that it had had at the last."""
+
+    num: int
+    num_tokens: int
 
 
 @dataclass(eq=False)
@@ -27,6 +35,7 @@ class UnfinishedJob:
     worker_id: str = ""  # the worker that has it, or had it last
     is_suspect: bool = False  # it may have ended a worker that had it in reserve, and no report will say so
     has_ended: bool = False  # on that worker, which has yet to write its result
+    lives_at: Place | None = None  # where it counts among the jobs that workers have and that have not ended
     ticket: int | None = None  # its newest place among the waiting; None while it runs and when it has ended
     length: int = 0  # positions that it is expected to need, by which it waits; 0: as many as it may have
 

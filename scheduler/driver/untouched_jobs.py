@@ -109,6 +109,12 @@ class UntouchedJobs:
             self.take(row - len(self._index))
         return jobs
 
+    def expected_lengths(self) -> NDArray[np.int64]:
+        """The tokens that the jobs which are left are expected to draw."""
+        is_left = ~self._is_out
+        lefts: NDArray[np.int64] = self._lengths[is_left] - self._index.columns["num_prompt_tokens"][is_left]
+        return lefts
+
     def job_ids(self) -> Iterator[str]:
         """The ids of all jobs that are still in, in input order."""
         return (job_id for row, job_id in enumerate(self._index.job_ids()) if not self._is_out[row])

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pydantic import BaseModel, ConfigDict
 
 from swiftbatch.jobs.checkpoints.timeline import Moment
-from swiftbatch.jobs.run.run_files import RunError, pretty, read_model
+from swiftbatch.jobs.run.checked_reading import RunError, pretty, read_model
 from swiftbatch.jobs.run.run_records import ProcessKey
 from swiftbatch.jobs.storage.store import Store, StoreError
 from swiftbatch.metrics.report.clock import date

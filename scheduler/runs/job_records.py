@@ -14,7 +14,7 @@ from swiftbatch.jobs.repetition import RepetitionDetection
 from swiftbatch.jobs.sampling import SamplingParams, ThinkingEnd
 from swiftbatch.jobs.shared_prompts import prompt_keys
 from swiftbatch.worker.caches.room import KVRoom, KVRoomError
-from swiftbatch.worker.constraints.definitions import StructureError
+from swiftbatch.worker.constraints.grammar_definitions import StructureError
 from swiftbatch.worker.model.files import ModelFiles
 from swiftbatch.worker.model.text import Chat, TextCodec
 

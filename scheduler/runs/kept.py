@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
 from swiftbatch.jobs.checkpoints.packed_logs import CHECKPOINTS, WORKERS
+from swiftbatch.jobs.run.checked_reading import NUM_READERS
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.jobs.run.run_files import NUM_READERS
 from swiftbatch.jobs.run.run_records import RunState
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.display.summary import counted

@@ -12,17 +12,23 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 from swiftbatch.jobs.errors import ModelError
+from swiftbatch.jobs.run.job_index import JobIndex
 from swiftbatch.jobs.run.run import Run, RunError, RunManifest
 from swiftbatch.jobs.storage.uris import shown_uri
 from swiftbatch.scheduler.runs.settings import Settings
+from swiftbatch.worker.caches.memory.memory_plan import GPUMemory, splits_of
+from swiftbatch.worker.caches.memory.model_sizes import read_sizes
+from swiftbatch.worker.caches.memory.row_choice import RunLoad, most_rows, rows_that_pay
 from swiftbatch.worker.config import Computation
+from swiftbatch.worker.drafters.catalogue import PLAIN_ENGINE
 from swiftbatch.worker.exactness.verdicts import known_verdict, verdict_key
+from swiftbatch.worker.inspection.inspection import CONTEXT_BYTES, GPU_BYTES, GPUS
 from swiftbatch.worker.kernels.choice import CudaKernels
 from swiftbatch.worker.kernels.instruction_sets import chosen_numerics
 from swiftbatch.worker.kernels.kv_dtypes import refuse_kv_dtype
 from swiftbatch.worker.model.files import ModelFiles, locate_model
 from swiftbatch.worker.model.text import TextCodec
-from swiftbatch.worker.target.hardware import cpu_capability, hardware_of, has_cuda
+from swiftbatch.worker.target.hardware import cpu_capability, gpu_here, hardware_of, has_cuda
 
 FOLDERS = ("draft_model", "kv_offload")
 
@@ -64,7 +70,10 @@ def with_absolute_folders(computation: Computation) -> Computation:
 
 def with_model(manifest: RunManifest, files: ModelFiles) -> RunManifest:
     """The manifest with the model's fingerprint, and what `swiftbatch doctor` found for it on this machine."""
-    torch_version, kernels = manifest.versions["torch"], CudaKernels(manifest.attention, manifest.linear)
+    torch_version, kernels = (
+        manifest.versions["torch"],
+        CudaKernels(manifest.attention, manifest.linear, manifest.num_rows),
+    )
     key = verdict_key(
         files.fingerprint,
         manifest.dtype,
@@ -82,6 +91,25 @@ def with_model(manifest: RunManifest, files: ModelFiles) -> RunManifest:
             "exactness": known_verdict(key),
         }
     )
+
+
+def with_rows(manifest: RunManifest, files: ModelFiles, jobs: JobIndex, settings: Settings) -> RunManifest:
+    """The manifest of a new run with the rows of its forwards, for GPUs: those that were asked for, or that pay.
+
+    A GPU of this machine is known. One of a cluster may be any: 80 GB are assumed.
+    """
+    sizes = None if manifest.device == "cpu" or "num_rows" in settings.said else read_sizes(files, manifest.dtype)
+    if sizes is None or not len(jobs):
+        return manifest
+    is_here = settings.address is None and has_cuda()
+    capability, free_bytes = gpu_here() if is_here else (None, GPU_BYTES - CONTEXT_BYTES)
+    held = jobs.columns["num_prompt_tokens"] + jobs.columns["max_tokens"] / 2  # on average, if it ends at its limit
+    num_jobs = min(settings.num_slots or len(jobs), -(-len(jobs) // settings.num_workers))
+    load = RunLoad(num_jobs, float(held.mean()), manifest.engine != PLAIN_ENGINE)
+    most = most_rows(capability, sizes.item_size, bool(sizes.packed) or manifest.linear == "triton")
+    gpu = GPUMemory(free_bytes, splits_of(max(GPUS.values()), sizes))
+    num_rows = rows_that_pay(sizes, gpu, load, most)
+    return with_model(manifest.model_copy(update={"num_rows": num_rows}), files)
 
 
 def with_markers(manifest: RunManifest, codec: TextCodec) -> RunManifest:
@@ -109,6 +137,7 @@ def refuse_kernels(kernels: CudaKernels, device: str, dtype: str, address: str |
     """Raise ModelError where the workers would refuse this choice of a GPU's kernels, as far as that is known here."""
     if device == "cpu":
         kernels.refuse_unused("the device is a CPU")
+        kernels.refuse_rows("the device is a CPU")
     kernels.refuse_unfit(dtype)
     if address is None:
         kernels.refuse_absent()

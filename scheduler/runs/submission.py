@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swiftbatch.jobs.errors import UserError
+from swiftbatch.jobs.garbage import looked_for_seldom
 from swiftbatch.jobs.input.column_option import Columns
 from swiftbatch.jobs.input.reader import JobReader, Reject
 from swiftbatch.jobs.job import JobUrl
@@ -27,7 +28,7 @@ from swiftbatch.jobs.storage.spool import spool
 from swiftbatch.scheduler.driver.hold import Hold
 from swiftbatch.scheduler.runs.job_files import job_lines
 from swiftbatch.scheduler.runs.job_records import LineNotes, make_records
-from swiftbatch.scheduler.runs.manifest import computation_of, kept_or_new_manifest, with_markers, with_model
+from swiftbatch.scheduler.runs.manifest import computation_of, kept_or_new_manifest, with_markers, with_model, with_rows
 from swiftbatch.scheduler.runs.settings import Settings
 from swiftbatch.worker.caches.room import (
     MEMORY,
@@ -95,6 +96,7 @@ def submission(
     `refuse_if_taken`) and StoreError, each with one line for the user; then no job of the file is in the run.
     """
     manifest = kept_or_new_manifest(run_uri, settings)
+    is_for_gpus = not manifest.model_fingerprint and manifest.device != "cpu"  # a new run, or it has its rows
     said = [jobs] if isinstance(jobs, str) else jobs
     files = locate_model(manifest.model)
     codec = TextCodec(files, manifest.thinking_markers)
@@ -107,10 +109,13 @@ def submission(
     room, guard = kv_room(manifest, files, settings), loop_guard(manifest.loop_guard)
     fitting = (manifest.max_tokens, room, guard, manifest.thinking_end)
     with spool() as table:
-        write_records(table, make_records(lines, notes, files, codec, *fitting), manifest.run_id)
+        with looked_for_seldom():
+            write_records(table, make_records(lines, notes, files, codec, *fitting), manifest.run_id)
         rejects = [*reader.rejects, *notes.rejects]
         if rejects and is_strict:
             raise StrictError(said[0], [reader.placed(reject) for reject in _in_order(rejects)])
+        if is_for_gpus:
+            manifest = with_rows(manifest, files, JobIndex.of(parts_of(table, COLUMNS)), settings)
         planned = Run.planned(run_uri, manifest, settings.start_retries)
         with Hold(planned, may_take_over, forgets_cancel=True) as hold:
             run = _made(planned, manifest)

@@ -86,7 +86,7 @@ def render(options: ScaleOptions, found: list[dict[str, Any]]) -> Table:
     )
     for figures in found:
         seconds = figures["cpu_seconds"]
-        per_job = None if "busy" in figures else 1e6 * seconds / options.num_jobs
+        per_job = figures.get("us_per_ended", 1e6 * seconds / options.num_jobs)
         table.add_row(
             figures["stage"],
             number(seconds, ".1f"),

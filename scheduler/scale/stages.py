@@ -121,7 +121,7 @@ class DriverTurns:
         if self._turns and self._turns[-1][0] - self._turns[0][0] >= self._num_seconds:
             self._stop()
             return
-        self._turns.append((self._calls.clock.now(), time.process_time()))
+        self._turns.append((self._calls.clock.now(), self._calls.clock.cpu_seconds()))
         self._counts = (self._calls.num_reports, self._calls.num_finished, self._store.num_requests)
         if len(self._turns) == 1:
             self._first = self._counts
@@ -137,6 +137,7 @@ class DriverTurns:
         turns = np.diff([now for now, _ in self._turns])
         return {
             "busy": (cpu_end - cpu_start) / max(end - start, 1e-9),
+            "us_per_ended": 1e6 * (cpu_end - cpu_start) / max(num_finished, 1),
             "ms_per_report": 1e3 * (cpu_end - cpu_start) / max(num_reports, 1),
             "num_reports": num_reports,
             "num_finished": num_finished,

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Any
@@ -23,16 +24,30 @@ NUM_POSITIONS = 10_000_000  # that each worker's machine has room for
 
 
 class SimulatedClock:
-    """Counts this process's CPU time, and skips over what it would wait for."""
+    """Counts this process's CPU time but for that of stubs, and skips over what it would wait for."""
 
     def __init__(self) -> None:
-        self._skipped = -time.process_time()
+        self._of_stubs = 0.0
+        self._skipped = -self.cpu_seconds()
 
     def now(self) -> float:
-        return self._skipped + time.process_time()
+        return self._skipped + self.cpu_seconds()
+
+    def cpu_seconds(self) -> float:
+        """The CPU time of what is measured."""
+        return time.process_time() - self._of_stubs
 
     def skip_to(self, then: float) -> None:
         self._skipped += max(0.0, then - self.now())
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Leave out the CPU time of the block: it would be another machine's."""
+        began = time.process_time()
+        try:
+            yield
+        finally:
+            self._of_stubs += time.process_time() - began
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,10 +62,12 @@ class Call:
 class Method:
     """Called as a method of a Ray actor is."""
 
+    clock: SimulatedClock
     function: Callable[..., Call]
 
     def remote(self, *args: Any) -> Call:
-        return self.function(*args)
+        with self.clock.stopped():
+            return self.function(*args)
 
 
 @dataclass(frozen=True)
@@ -85,8 +102,8 @@ class StubWorker:
 
     def __post_init__(self) -> None:
         info = WorkerInfo("simulated", 0, None, self.node_id, "", NUM_POSITIONS)
-        self.start = Method(lambda: self.calls.after(0.0, info))
-        self.work, self.drain = Method(self._work), Method(self._drain)
+        functions = (lambda: self.calls.after(0.0, info), self._work, self._drain)
+        self.start, self.work, self.drain = (Method(self.calls.clock, function) for function in functions)
 
     def _work(self, orders: Orders, seconds: float) -> Call:
         now = self.calls.clock.now()
@@ -96,7 +113,7 @@ class StubWorker:
             self._jobs.pop(job_id, None)
             self._reserve.pop(job_id, None)
         self._num_slots = orders.num_slots or 1
-        self._reserve |= {each.record.job_id: each for each in orders.reserve}
+        self._reserve |= {each.job_id: each for each in orders.reserve}
         for assignment in orders.assignments:
             self._begin(assignment, now)
         end, ended, begun = self._run(now, now + seconds, goes_on=orders.seals)
@@ -133,7 +150,7 @@ class StubWorker:
     def _refill(self, now: float, begun: list[str]) -> None:
         while self._reserve and len(self._jobs) < self._num_slots:
             assignment = self._reserve.pop(next(iter(self._reserve)))
-            begun.append(assignment.record.job_id)
+            begun.append(assignment.job_id)
             self._begin(assignment, now)
 
     def _begin(self, assignment: Assignment, now: float) -> None:

@@ -22,8 +22,8 @@ from pydantic import Field
 from swiftbatch.jobs.checkpoints.timeline import Moment
 from swiftbatch.jobs.frozen import Frozen
 from swiftbatch.jobs.job import JobUrl
+from swiftbatch.jobs.run.checked_reading import DamagedError, Model, read_model
 from swiftbatch.jobs.run.line_files import NO_FILE
-from swiftbatch.jobs.run.run_files import DamagedError, Model, read_model
 from swiftbatch.jobs.storage.store import Store
 
 FILE_ID = re.compile(r"file-[0-9a-f]{24}")

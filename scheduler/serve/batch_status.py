@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from swiftbatch.jobs.run.checked_reading import RunError
 from swiftbatch.jobs.run.run import MANIFEST, REJECTS, Run
-from swiftbatch.jobs.run.run_files import RunError
 from swiftbatch.jobs.run.run_records import Progress
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.driver.driver_heartbeat import beat_seconds, current_progress

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from swiftbatch.jobs.input.places import joined
 from swiftbatch.jobs.job import JobUrl
+from swiftbatch.jobs.run.checked_reading import NUM_READERS, DamagedError, RunError, pretty, read_model
 from swiftbatch.jobs.run.line_files import DAMAGED
-from swiftbatch.jobs.run.run_files import NUM_READERS, DamagedError, RunError, pretty, read_model
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.process.streams import Lines
 from swiftbatch.scheduler.serve.batch_records import (

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import BinaryIO
 
 from swiftbatch.jobs.input.places import joined
-from swiftbatch.jobs.run.run_files import NUM_READERS, RunError, pretty
+from swiftbatch.jobs.run.checked_reading import NUM_READERS, RunError, pretty
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.process.streams import Lines
 from swiftbatch.scheduler.serve.batch_records import (

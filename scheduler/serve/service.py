@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 
 from swiftbatch.jobs.errors import UserError
-from swiftbatch.jobs.run.run_files import RunError
+from swiftbatch.jobs.run.checked_reading import RunError
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.metrics.server_counters import ServerCounters
 from swiftbatch.scheduler.process.streams import Lines

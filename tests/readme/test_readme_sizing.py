@@ -28,7 +28,7 @@ from swiftbatch.worker.config import CheckpointSettings
 from swiftbatch.worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
 from swiftbatch.worker.exactness.doctor import NUM_PROBED_ROWS
 from swiftbatch.worker.model.files import EMBEDDED
-from swiftbatch.worker.session.checkpointing import MAX_SEGMENT_BYTES
+from swiftbatch.worker.session.checkpointing import MAX_SEGMENT_BYTES, state_interval
 from tests.jobs.checkpoints.checkpoint_parts import FINGERPRINT, IDENTITY, JOB, Cache, claim, output_ids, tokens_at
 from tests.jobs.run.run_parts import FINISHED, MANIFEST, PROGRESS
 from tests.jobs.storage.fault_proxy import FaultProxy
@@ -154,12 +154,22 @@ def test_a_large_file_makes_the_requests_that_the_text_says(s3_uri: str, s3_prox
     assert f"at most {MAX_SEGMENT_BYTES // 2**20} MiB" in PROSE
 
 
+def states_until(num_positions: int) -> int:
+    """The states of a job until it has so many positions, with the defaults."""
+    job = SimpleNamespace(cache=SimpleNamespace(shape=SimpleNamespace(windows=()), length=0))
+    num_written = num_states = 0
+    for job.cache.length in range(num_positions):
+        if job.cache.length - num_written >= state_interval(job, CheckpointSettings.checkpoint_tokens):  # type: ignore[arg-type]
+            num_written, num_states = job.cache.length, num_states + 1
+    return num_states
+
+
 def test_the_example_follows_from_the_table() -> None:
     """Requests and cost of an hour with the defaults: of a run, of a worker, and of a job at 30 tokens/s."""
     rates = {
         "heartbeat": 3600 / BEAT_SECONDS_OBJECT_STORE,
         "token log": 3600 / CheckpointSettings.checkpoint_seconds,
-        "state": 3600 * 30 / CheckpointSettings.checkpoint_tokens,
+        "state": states_until(3600 * 30),
     }
     for name, rate in rates.items():
         (row,) = [row for row in table(SIZING, "what") if row[0].startswith(name)]
@@ -167,6 +177,12 @@ def test_the_example_follows_from_the_table() -> None:
     dear_price, cheap_price = (float(price) for price in re.findall(r"\$([\d.]+) per 1,000", PROSE))
     told = re.search(r"\$([\d.]+) an hour for the run, \$([\d.]+) for each worker and \$([\d.]+) for each job", PROSE)
     assert told is not None
+    assert (
+        f"{states_until(3600 * 30)} in the first hour, {states_until(7200 * 30) - rates['state']} in the second"
+        in PROSE
+    )
+    of_worker, of_job = float(told[2]), float(told[3])
+    assert f"${of_worker / 8 + of_job:.4f} a job, with 8 jobs a worker" in PROSE
     for name, dollars in zip(rates, map(float, (told[1], told[2], told[3])), strict=True):
         dear, cheap = told_requests(name)
         assert dollars == pytest.approx(rates[name] * (dear * dear_price + cheap * cheap_price) / 1000, rel=0.05)

@@ -70,13 +70,10 @@ def shape_of(*sizes: int) -> tuple[Any, Any]:
     return tl.constexpr(math.prod(sizes)), tl.tuple([tl.constexpr(size) for size in sizes])
 
 
-NO_SHAPE = shape_of()
-
-
 def tensor(self: Any, handle: Any, type: Any) -> None:
     """With constants that all of its shape share."""
     self.handle, self.type, self.dtype = handle, type, type.scalar
-    self.numel, self.shape = type.constants if type.is_block() else NO_SHAPE
+    self.numel, self.shape = type.constants
 
 
 def dtype_of(type: Any) -> np.dtype[Any]:
@@ -87,11 +84,11 @@ def dtype_of(type: Any) -> np.dtype[Any]:
 
 def cast_by_bits(self: Any, src: Any, dst_type: Any) -> Any:
     """Bfloat16 are the upper halves of float32, cut off on the way back: `rounded` has rounded before."""
-    dtypes = src.dtype.scalar, dst_type.scalar
-    if dtypes == (tl.bfloat16, tl.float32):
+    names = src.dtype.scalar.name, dst_type.scalar.name
+    if names == ("bf16", "fp32"):
         bits = src.data.astype(np.uint32) << np.uint32(16)
         return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
-    if dtypes == (tl.float32, tl.bfloat16):
+    if names == ("fp32", "bf16"):
         bits = np.ascontiguousarray(src.data).view(np.uint32) >> np.uint32(16)
         return interpreter.TensorHandle(bits.astype(np.uint16), tl.bfloat16)
     return _cast(self, src, dst_type)
@@ -101,4 +98,5 @@ interpreter._get_np_dtype = dtype_of
 interpreter.InterpreterBuilder.cast_impl = cast_by_bits
 TritonSemantic.binary_op_sanitize_overflow_impl = lambda *_: None  # computes what is asserted in debug builds alone
 tl.block_type.__init__ = block_type
+tl.dtype.constants = shape_of()  # of scalars, whose types have no shape of their own
 tl.tensor.__init__ = tensor

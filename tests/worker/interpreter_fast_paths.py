@@ -16,7 +16,8 @@ from tests.worker.interpreter_operators import loaded, with_short_way
 _check_types, _broadcast = TritonSemantic.binary_op_type_checking_impl, TritonSemantic.broadcast_impl_value
 _cast = TritonSemantic.cast
 _unwrap, _constant = core._unwrap_if_constexpr, TritonSemantic.scalar_constant
-_PLAIN = (tl.tensor, int, float, bool, type(None))
+_WRAPPINGS = (tl.constexpr, tl.tuple, list, tuple)
+_is_plain: dict[type, bool] = {}
 _KEPT: dict[str, tuple[type, ...]] = {
     "fp32": (int, float),
     "int32": (int,),
@@ -27,9 +28,18 @@ _constants: dict[tuple[Any, ...], Any] = {}
 
 
 def unwrapped(value: Any) -> Any:
-    """Most values are tensors or numbers, in which nothing is wrapped."""
+    """Most values are tensors, types or numbers, in which nothing is wrapped."""
     kind = type(value)
-    return value.value if kind is tl.constexpr else value if kind in _PLAIN else _unwrap(value)
+    if kind is tl.constexpr:
+        return value.value
+    if kind not in _is_plain:
+        _is_plain[kind] = not issubclass(kind, _WRAPPINGS)
+    return value if _is_plain[kind] else _unwrap(value)
+
+
+def is_same_type(self: Any, other: Any) -> bool:
+    """Most types are compared with themselves."""
+    return self is other or (isinstance(kind := unwrapped(other), tl.dtype) and self.name == kind.name)
 
 
 def constant(self: Any, value: Any, dtype: Any) -> Any:
@@ -88,6 +98,7 @@ def patch_member(obj: Any, name: str, member: Callable[..., Any], _: Any, scope:
 
 
 core._unwrap_if_constexpr = unwrapped
+tl.dtype.__eq__ = is_same_type
 TritonSemantic.scalar_constant = constant
 TritonSemantic.cast = cast
 TritonSemantic.load = loaded(TritonSemantic.load)

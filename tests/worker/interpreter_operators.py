@@ -5,6 +5,7 @@ A type that converts, two shapes that broadcast against each other, and numbers 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ Operator = Callable[..., Any]
 NUMBERS: dict[str, tuple[type, ...]] = {"fp32": (int, float), "int32": (int,), "int64": (int,)}  # that need no cast
 DTYPES: dict[str, type[np.generic]] = {"fp32": np.float32, "int32": np.int32, "int64": np.int64}
 LARGEST = 2**30
+NOTHING = np.zeros(1)  # where a mask lets nothing come, and nobody says what is there then
 _constants: dict[tuple[type, float, str], Any] = {}
 _types: dict[tuple[str, str], Any] = {}
 
@@ -99,6 +101,12 @@ def moved(slow: Operator) -> Operator:
     return run
 
 
+@functools.cache
+def filled(shape: tuple[int, ...], dtype: np.dtype[Any], number: float) -> Any:
+    """Return an array of one number, made once: loads read it."""
+    return np.full(shape, number, dtype)
+
+
 def loaded(slow: Operator) -> Operator:
     """Return the load of whole blocks and of scalars that takes the short way."""
 
@@ -108,8 +116,9 @@ def loaded(slow: Operator) -> Operator:
         if not fits or padding or boundary or element is tl.int1 or element.is_block():
             return slow(self, pointers, mask, other, boundary, padding, *hints)
         shape, dtype = pointers.handle.data.shape, interpreter._get_np_dtype(element)
-        seen = np.ones(shape, bool) if mask is None else mask.handle.data
-        rest = np.zeros(shape, dtype) if other is None else np.full(shape, self.cast(other, element).handle.data, dtype)
+        seen = filled(shape, np.dtype(bool), True) if mask is None else mask.handle.data
+        number = NOTHING if other is None else self.cast(other, element).handle.data
+        rest = filled(shape, dtype, number.item()) if number.size == 1 else np.full(shape, number, dtype)
         data = interpreter._interpreter.load(pointers.handle.data, seen, rest, dtype)
         return tl.tensor(TensorHandle(data, element), with_element(type_, element) if type_.is_block() else element)
 

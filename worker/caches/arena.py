@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from collections.abc import Callable, Sequence
@@ -19,9 +20,10 @@ from swiftbatch.worker.caches.room import GB, KVRoomError, TooLongError
 
 if TYPE_CHECKING:
     from swiftbatch.worker.kernels.cuda.cuda_row_table import PageTable
+    from swiftbatch.worker.kernels.cuda.states.state_buffers import StateBuffers
 
-Place = Callable[[NDArray[Any]], NDArray[Any]]
-"""The places of a slot's entries in a pool."""
+Place = Callable[[int], int]
+"""The place of a slot's entry in a pool."""
 
 
 class MoveRows(Protocol):
@@ -30,19 +32,24 @@ class MoveRows(Protocol):
     def __call__(self, slot: int, root: int, path: Sequence[int], place: Place | None = None) -> None:
         """Move the nodes `path` of a tree whose root is entry `root` of a slot; with `place`, of a pool."""
 
+    def together(self) -> contextlib.AbstractContextManager[None]:
+        """Within it moves wait; they are made at its end, all at once."""
+
 
 class KVArena:
-    """`buffer [num_layers, 2, num_slots, num_kv_heads, capacity, row_width]`, which never moves and never grows.
+    """`buffer [num_layers, num_parts, num_slots, num_kv_heads, capacity, row_width]`, which never moves or grows.
 
     One capacity for the whole run: attention may cut splits by it, and graphs keep addresses.
     """
 
     holds_all = True  # layers of all slots, so that rows may move from one to another
     pages: PageTable | None = None  # on the device, where entries of slots lie in pages of a pool
+    states: StateBuffers | None = None  # of slots' layers that have some
 
     def __init__(self, shape: CacheShape, num_slots: int, max_length: int, staging: Staging | None = None) -> None:
         """Slots for sequences of at most `max_length` positions. Checkpoints go through `staging`, None on a CPU."""
         self.shape, self.num_slots, self.capacity = shape, num_slots, slot_capacity(max_length)
+        self.num_drafted = num_slots  # sequences that drafts have room for beside their caches
         self.buffer = self._allocate()
         self._staging = staging
         self.move_rows: MoveRows | None = None  # set where there is a better way than the tensors' own
@@ -93,7 +100,7 @@ class KVArena:
 
     def _allocate(self) -> torch.Tensor:
         shape = self.shape
-        size = (shape.num_layers, 2, self.num_slots, shape.num_kv_heads, self.capacity, shape.row_width)
+        size = (shape.num_layers, shape.num_parts, self.num_slots, shape.num_kv_heads, self.capacity, shape.row_width)
         return torch.empty(size, dtype=shape.row_dtype, device=shape.device)
 
     def _lease(self, slot: int) -> SlotLease:
@@ -117,7 +124,7 @@ class ArenaKVCache(FullKVCache):
     def __init__(
         self, arena: KVArena, lease: SlotLease, max_length: int, rows: torch.Tensor, staging: Staging | None
     ) -> None:
-        """`rows [num_layers, 2, num_kv_heads, max_length + MAX_TREE_NODES, row_width]`, wherever they are kept."""
+        """`rows [num_layers, num_parts, num_kv_heads, max_length + MAX_TREE_NODES, row_width]`, wherever they lie."""
         self._lease, self._staging = lease, staging
         self._arena = arena
         super().__init__(arena.shape, max_length, rows)
@@ -129,7 +136,7 @@ class ArenaKVCache(FullKVCache):
 
     @property
     def rows(self) -> torch.Tensor:
-        """The cache's part of the buffer, `[num_layers, 2, num_kv_heads, max_length + MAX_TREE_NODES, row_width]`.
+        """The cache's part of the buffer, `[num_layers, num_parts, num_kv_heads, max_length + MAX_TREE_NODES, -]`.
 
         Of a pool all of it, with entries where `page_table` says.
         """
@@ -143,6 +150,9 @@ class ArenaKVCache(FullKVCache):
     def page_table(self) -> PageTable | None:
         """The cache's pages on the device; None where `rows` are in order."""
         return None
+
+    def fold_to(self, boundary: int) -> None:
+        """Take note of a forward with rows behind a boundary, as layers with a state have it."""
 
     def key_addresses(self) -> list[int]:
         """Return addresses of layers' keys, `[num_kv_heads, ..., row_width]` with the strides of the arena's buffer."""

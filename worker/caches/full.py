@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ from swiftbatch.worker.caches.room import MAX_TREE_NODES as MAX_TREE_NODES
 from swiftbatch.worker.caches.room import NUM_UNWRITTEN, HeldPositions, held_positions, state_bytes_of
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights
 from swiftbatch.worker.kernels.kv_codes import CODES, coded, numbers_of
+from swiftbatch.worker.kernels.mixer_sizes import MixerSizes
 from swiftbatch.worker.kernels.sizes import KV_SCALE_BYTES
 from swiftbatch.worker.model.layer_windows import Windows
 from swiftbatch.worker.model.recurrent_sizes import RecurrentShape
@@ -53,7 +54,7 @@ class CacheShape:
         sizes, length = weights.sizes, weights.rotary.short_length
         windows = tuple(layer.window for layer in weights.layers if layer.attends)
         counts = (len(windows), sizes.num_kv_heads, sizes.head_dim)
-        states = _recurrent(weights)
+        states = states_of(layer.mixer for layer in weights.layers)
         forgets = any(windows) and states is None and device.type == "cpu"
         num_parts = 2 if sizes.latent is None else 1
         shape = cls(*counts, sizes.dtype, device, states, length, kv_dtype, num_parts=num_parts)
@@ -99,14 +100,22 @@ class CacheShape:
         return self.num_parts * self.num_layers * self.num_kv_heads * self.row_width * self.row_dtype.itemsize
 
 
-def _recurrent(weights: DecoderWeights) -> RecurrentShape | None:
-    """The sizes of a decoder's mixers; None where it has none."""
-    mixers = [layer.mixer.sizes for layer in weights.layers if layer.mixer is not None]
-    if not mixers:
+class MixerOfLayer(Protocol):
+    """A layer's mixer: its weights, wherever they lie."""
+
+    @property
+    def sizes(self) -> MixerSizes:
+        """Its sizes."""
+
+
+def states_of(mixers: Iterable[MixerOfLayer | None]) -> RecurrentShape | None:
+    """The sizes of the mixers of a model's layers; None where no layer has one."""
+    found = [mixer.sizes for mixer in mixers if mixer is not None]
+    if not found:
         return None
-    sizes = mixers[0]
+    sizes = found[0]
     heads = (sizes.num_heads, sizes.num_key_heads, sizes.key_dim, sizes.value_dim)
-    return RecurrentShape(len(mixers), *heads, sizes.num_channels, sizes.conv_width)
+    return RecurrentShape(len(found), *heads, sizes.num_channels, sizes.conv_width)
 
 
 class CacheSource(Protocol):

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from swiftbatch.worker.caches.recurrent_layer import LayerState
+from typing import Generic, TypeVar
 
+Kept = TypeVar("Kept")  # the states of all layers
 MOST_WANTED = 4  # boundaries that are kept for others: a state may take 150 MB
 NUM_RETURNS = 2  # of the boundaries that a sequence may go back to: one of them lies a whole distance back
 
 
-class KeptStates:
+class KeptStates(Generic[Kept]):
     """The states at boundaries that others copy from, and at the last of those that the sequence may go back to."""
 
     def __init__(self) -> None:
-        self._kept: dict[int, list[LayerState]] = {}  # by position, in the order in which they were passed
+        self._kept: dict[int, Kept] = {}  # by position, in the order in which they were passed
         self._wanted: list[int] = []  # the newest last
         self._distance: int | None = None
 
@@ -32,25 +33,25 @@ class KeptStates:
         """Tell whether states are to be kept there."""
         return position in self._wanted or self._is_return(position)
 
-    def keep(self, position: int, layers: list[LayerState]) -> None:
-        """Keep states, never changed, one a layer."""
-        self._kept[position] = layers
+    def keep(self, position: int, states: Kept) -> None:
+        """Keep states, never changed."""
+        self._kept[position] = states
         returns = [each for each in self._kept if each not in self._wanted]
         for each in returns[:-NUM_RETURNS]:
             del self._kept[each]
 
-    def at(self, position: int) -> list[LayerState] | None:
+    def at(self, position: int) -> Kept | None:
         """The states at a position; None where they are not kept."""
         return self._kept.get(position)
 
-    def nearest(self, limit: int) -> tuple[int, list[LayerState]] | None:
+    def nearest(self, limit: int) -> tuple[int, Kept] | None:
         """The last position, `limit` at most, whose states are kept, and these; None without any."""
         position = max((each for each in self._kept if each <= limit), default=None)
         return None if position is None else (position, self._kept[position])
 
     def roll_back(self, length: int) -> None:
         """Forget states behind `length` positions: others will come there."""
-        self._kept = {position: layers for position, layers in self._kept.items() if position <= length}
+        self._kept = {position: states for position, states in self._kept.items() if position <= length}
 
     def _is_return(self, position: int) -> bool:
         return self._distance is not None and position % self._distance == 0

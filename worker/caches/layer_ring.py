@@ -39,7 +39,7 @@ class Visit:
     """The positions of one slot that a forward reads and writes."""
 
     slot: int
-    rows: torch.Tensor  # [num_layers, capacity, 2, num_kv_heads, row_width], on the host
+    rows: torch.Tensor  # [num_layers, capacity, num_parts, num_kv_heads, row_width], on the host
     num_final: int  # first positions that no forward changes any more, `end` at most
     end: int  # positions below it are read, but for those that are written
     written: tuple[slice, ...] = ()
@@ -57,7 +57,7 @@ class _Held:
 class _Side:
     """Room for one layer of all slots."""
 
-    rows: torch.Tensor  # [num_slots, capacity, 2, num_kv_heads, row_width]
+    rows: torch.Tensor  # [num_slots, capacity, num_parts, num_kv_heads, row_width]
     held: list[_Held]
     arrival: CopyEvent | None = None
 
@@ -71,9 +71,11 @@ class LayerRing:
     def __init__(self, shape: CacheShape, num_slots: int, capacity: int, streams: Streams) -> None:
         self._num_layers, self._streams = shape.num_layers, streams
         num_sides = min(RING_LAYERS, shape.num_layers)
-        size = (num_sides, num_slots, capacity, 2, shape.num_kv_heads, shape.row_width)
+        size = (num_sides, num_slots, capacity, shape.num_parts, shape.num_kv_heads, shape.row_width)
         rows = torch.empty(size, dtype=shape.row_dtype, device=shape.device)
-        self.buffer = rows.permute(0, 3, 1, 4, 2, 5)  # [num_sides, 2, num_slots, num_kv_heads, capacity, row_width]
+        self.buffer = rows.permute(
+            0, 3, 1, 4, 2, 5
+        )  # [num_sides, num_parts, num_slots, num_kv_heads, capacity, row_width]
         self._sides = [_Side(side, [_Held() for _ in range(num_slots)]) for side in rows]
         self._visits: Sequence[Visit] = ()
         self._went: CopyEvent | None = None  # all that was written until now is on the host
@@ -108,7 +110,10 @@ class LayerRing:
         self._went = going.mark()
 
     def show(self, layer: int, visit: Visit) -> torch.Tensor:
-        """A slot's layer outside a forward, `[2, num_kv_heads, capacity, row_width]`, until another takes its place."""
+        """A slot's layer outside a forward, `[num_parts, num_kv_heads, capacity, row_width]`.
+
+        It holds until another takes its place.
+        """
         self._streams.coming.follow(self._streams.computation.record_event())
         self._bring(layer, [visit])
         self.wait(layer)

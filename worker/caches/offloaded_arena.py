@@ -43,7 +43,7 @@ class OffloadedArena(KVArena):
         memory = PinnedMemory(num_entries * shape.bytes_per_position(), shape.device)
         weakref.finalize(lease, _release, memory, self.streams).atexit = False
         self.ring.forget(lease.slot, 0)
-        size = (shape.num_layers, num_entries, 2, shape.num_kv_heads, shape.row_width)
+        size = (shape.num_layers, num_entries, shape.num_parts, shape.num_kv_heads, shape.row_width)
         return OffloadedSlotCache(self, lease, max_length, memory.bytes.view(shape.row_dtype).view(size))
 
 
@@ -63,7 +63,7 @@ class OffloadedSlotCache(ArenaKVCache):
     comes_by_layer = True
 
     def __init__(self, arena: OffloadedArena, lease: SlotLease, max_length: int, rows: torch.Tensor) -> None:
-        """`rows [num_layers, capacity, 2, num_kv_heads, row_width]`."""
+        """`rows [num_layers, capacity, num_parts, num_kv_heads, row_width]`."""
         self._ring, self._rows, self._streams = arena.ring, rows, arena.streams
         super().__init__(arena, lease, max_length, rows.permute(0, 2, 3, 1, 4), None)
 
@@ -84,7 +84,7 @@ class OffloadedSlotCache(ArenaKVCache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self._streams.wait_for_copies()
         end = first_entry + key.shape[1]
-        for part, rows in enumerate((key, value)):
+        for part, rows in enumerate((key, value)[: self.shape.num_parts]):
             self._buffer[layer, part, :, first_entry:end] = self.shape.kept(rows)
         self._ring.forget(self.slot, first_entry)
         return self._shown(layer, max(end, self.length))
@@ -120,5 +120,5 @@ class OffloadedSlotCache(ArenaKVCache):
 
     def _shown(self, index: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         visit = Visit(self.slot, self._rows, self.length, end)
-        keys, values = self._ring.show(index, visit)[:, :, : self._buffer.shape[-2]]
-        return keys, values
+        parts = self._ring.show(index, visit)[:, :, : self._buffer.shape[-2]]
+        return parts[0], parts[-1]

@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 
@@ -20,7 +19,7 @@ from swiftbatch.worker.caches.copies import Staging
 from swiftbatch.worker.caches.full import CacheShape, CacheSource, FullKVCache
 from swiftbatch.worker.caches.memory.pages import GPU_PAGE, PoolSize, pages_of
 from swiftbatch.worker.caches.room import MAX_TREE_NODES, PagesError
-from swiftbatch.worker.kernels.cuda.cuda_row_table import PageTable, in_pages
+from swiftbatch.worker.kernels.cuda.cuda_row_table import PageTable
 
 
 class PagePool:
@@ -80,7 +79,7 @@ class PageLease(SlotLease):
 
 
 class PagedArena(KVArena):
-    """A `KVArena` whose `buffer [num_layers, 2, 1, num_kv_heads, num_pages * page, row_width]` all slots share."""
+    """A `KVArena` whose `buffer [num_layers, num_parts, 1, num_kv_heads, num_pages * page, row_width]` all share."""
 
     pages: PageTable
 
@@ -109,7 +108,7 @@ class PagedArena(KVArena):
 
     def _allocate(self) -> torch.Tensor:
         shape = self.shape
-        size = (shape.num_layers, 2, 1, shape.num_kv_heads, self.num_pages * self.page, shape.row_width)
+        size = (shape.num_layers, shape.num_parts, 1, shape.num_kv_heads, self.num_pages * self.page, shape.row_width)
         return torch.empty(size, dtype=shape.row_dtype, device=shape.device)
 
     def _lease(self, slot: int) -> PageLease:
@@ -144,8 +143,8 @@ class PagedKVCache(ArenaKVCache):
         return self._arena.pages.of(self.slot)
 
     def reserve(self, end: int) -> None:
-        num_missing = -(-min(end, self._capacity) // self._page) - len(self.pages)
-        if num_missing > 0:
+        known = len(self._lease.pages)
+        if end > known * self._page and (num_missing := -(-min(end, self._capacity) // self._page) - known) > 0:
             self._append(self._arena.pool.take(num_missing))
 
     def stored(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -153,8 +152,8 @@ class PagedKVCache(ArenaKVCache):
         return self.stored_between(index, slice(0, min(self._capacity, len(self.pages) * self._page)))
 
     def stored_between(self, layer: int, positions: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = self._joined(self._buffer[layer], positions)
-        return keys, values
+        parts = self._joined(self._buffer[layer], positions)
+        return parts[0], parts[-1]
 
     def rows_between(self, positions: slice) -> torch.Tensor:
         return self._joined(self._buffer, positions)
@@ -165,17 +164,19 @@ class PagedKVCache(ArenaKVCache):
         end = first_entry + key.shape[1]
         self.reserve(end)
         for number, own in self._pieces(first_entry, end):
-            for part, rows in enumerate((key, value)):
+            for part, rows in enumerate((key, value)[: self.shape.num_parts]):
                 self._buffer[layer, part, :, own] = self.shape.kept(rows[:, number])
         return self.layer(layer)
 
     def commit(self, path: list[int]) -> None:
         self.reserve(self.length + 2 + max(path, default=-1))
-        if self._arena.move_rows is not None:
+        if not path:
+            pass  # the root's row lies where it stays
+        elif self._arena.move_rows is not None:
             self._arena.move_rows(self.slot, self.length, path, self._place)
-        elif path:
-            sources = self._place(self.length + 1 + np.array(path))
-            targets = self._place(self.length + 1 + np.arange(len(path)))
+        else:
+            sources = [self._place(self.length + 1 + node) for node in path]
+            targets = [self._place(self.length + 1 + number) for number in range(len(path))]
             self._buffer[..., targets, :] = self._buffer[..., sources, :]
         self.advance(1 + len(path))
 
@@ -248,8 +249,8 @@ class PagedKVCache(ArenaKVCache):
         elif pages:
             row[known : len(self.pages)] = torch.tensor(pages, dtype=torch.int32, device=row.device)
 
-    def _place(self, entries: NDArray[Any]) -> NDArray[Any]:
-        return in_pages(entries, self.pages, self._page)
+    def _place(self, entry: int) -> int:
+        return self._lease.pages[entry // self._page] * self._page + entry % self._page
 
     def _pieces(self, start: int, end: int) -> Iterator[tuple[slice, slice]]:
         """Yield entries `[start, end)` page by page: which of them, and where they lie."""

@@ -43,7 +43,7 @@ class RecurrentCache(FullKVCache):
         self.num_steps = FIRST_STEPS if shape.device.type == "cpu" else NUM_STEPS  # a GPU's memory is planned at once
         layers = range(recurrent.num_layers)
         self.recurrent = [RecurrentLayer(recurrent, shape.dtype, shape.device, self.num_steps) for _ in layers]
-        self._kept = KeptStates()
+        self._kept = KeptStates[list[LayerState]]()
         self._steps = self._step_buffers(recurrent)
 
     def _step_buffers(self, recurrent: RecurrentShape) -> StepBuffers | None:

@@ -99,9 +99,13 @@ class HeldPositions:
     num_whole: int  # newest positions that all layers hold
     share: float  # of the bytes of a position further back that the other layers hold
 
-    def of(self, num_positions: int) -> int:
-        """Count the positions that would take as much memory in a cache that forgets nothing."""
-        behind = max(0, num_positions - self.num_whole)
+    def of(self, num_positions: int, num_shared: int = 0) -> int:
+        """Count the positions that would take as much memory in a cache that forgets nothing.
+
+        The first `num_shared`, which others copy, are all held.
+        """
+        num_own = max(0, num_positions - num_shared)
+        behind = max(0, num_own - self.num_whole)
         return num_positions - behind + math.ceil(self.share * behind)
 
 

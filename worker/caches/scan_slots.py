@@ -23,6 +23,7 @@ from swiftbatch.worker.kernels.scan_coding import (
     flat_deviation,
     most_chunks,
 )
+from swiftbatch.worker.kernels.sizes import NUM_ROWS
 
 if TYPE_CHECKING:
     from swiftbatch.worker.caches.memory.model_sizes import ModelSizes
@@ -75,7 +76,9 @@ class SlotKeys:
         texts.codes[layer, slot, :, chunk * codes.shape[1] : (chunk + 1) * codes.shape[1]] = codes
 
 
-def scan_memory(sizes: ModelSizes, longest: int, num_best: int, num_splits: int) -> DraftMemory:
+def scan_memory(
+    sizes: ModelSizes, longest: int, num_best: int, num_splits: int, num_rows: int = NUM_ROWS
+) -> DraftMemory:
     """Count the memory of texts of up to `longest` positions, in each slot and once; none if no text is scanned."""
     if longest < SHORTEST_SCANNED:
         return NO_DRAFTS
@@ -84,7 +87,7 @@ def scan_memory(sizes: ModelSizes, longest: int, num_best: int, num_splits: int)
     texts = TextSizes(num_layers, 1, sizes.num_kv_heads, sizes.head_dim, chunks, num_best, NUM_PINNED)
     capacity = capacity_for(min(MOST_ENTRIES, longest))
     slot_bytes = _bytes_of(ScannedTexts.empty(texts, NOWHERE).tensors()) + capacity * sizes.bytes_per_position
-    scratch = ScanScratch.empty(texts, sizes.num_heads, num_splits, NOWHERE)
+    scratch = ScanScratch.empty(texts, sizes.num_heads, num_splits, NOWHERE, num_rows)
     return DraftMemory(_bytes_of(scratch.tensors()), slot_bytes)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,8 +26,7 @@ class RowMasks:
     dead: dict[int, str] = field(default_factory=dict)  # rows that nothing can come behind, and why
 
 
-@dataclass(frozen=True)
-class ConstrainedTree:
+class ConstrainedTree(NamedTuple):
     """The nodes of a proposed tree that may come, and those that were guessed."""
 
     tree: DraftTree

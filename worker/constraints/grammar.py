@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from swiftbatch.jobs.structure import Structure
-from swiftbatch.worker.constraints.definitions import (
+from swiftbatch.worker.constraints.grammar_definitions import (
     StructureError,
     definition_of,
     is_lark,

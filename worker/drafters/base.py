@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
+from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,8 +17,7 @@ from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.drawing.verification import Verification
 
 
-@dataclass(frozen=True)
-class DraftRequest:
+class DraftRequest(NamedTuple):
     """A tree is wanted behind a sequence's end: at most `max_nodes` nodes, none deeper than `max_depth`.
 
     How many pay is the drafter's to say.
@@ -27,6 +27,14 @@ class DraftRequest:
     max_nodes: int
     max_depth: int
     overhead: float = 0.0  # seconds that a step of the engine takes beside forward and drafts, so far
+
+
+class WantedTree(NamedTuple):
+    """A tree that is to be drafted, of a size that the drafter has chosen."""
+
+    sequence: Sequence
+    max_nodes: int
+    max_depth: int
 
 
 @dataclass
@@ -49,6 +57,10 @@ class ReadRows(NamedTuple):
     top_logprobs: np.ndarray  # [num_rows, TOP_K] float32, of the unprocessed logits
 
 
+Verified = tuple[Sequence, Verification]
+"""A sequence, and what a step has made of it."""
+
+
 class Learner:
     """Hears of all that happens to the sequences of one worker.
 
@@ -69,6 +81,11 @@ class Learner:
 
     def update(self, sequence: Sequence, verification: Verification) -> None:
         """Learn from a verified step, after its tokens were committed to the sequence."""
+
+    def update_all(self, verified: Many[Verified]) -> None:
+        """Learn from a verified step of several sequences, as `update` does from one."""
+        for sequence, verification in verified:
+            self.update(sequence, verification)
 
     def stop(self, sequence: Sequence) -> None:
         """Forget a sequence that ended or moved away."""

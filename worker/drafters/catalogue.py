@@ -203,7 +203,7 @@ CHECKPOINT_ENGINES = {
     ),
 }
 """Engines that `auto` drafts with by itself, where a checkpoint has what they need. Benchmarks take them by name."""
-DEFAULT_ENGINE = "auto"
+DEFAULT_ENGINE, PLAIN_ENGINE = "auto", "autoregressive"  # the latter drafts nothing
 
 
 def engine_entry(name: str) -> EngineEntry:

@@ -8,10 +8,11 @@ together bring tokens: sequences whose text repeats itself draft much beside oth
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence as Many
 
 import numpy as np
 
-from swiftbatch.worker.drafters.base import Drafter, DraftRequest
+from swiftbatch.worker.drafters.base import Drafter, DraftRequest, WantedTree
 from swiftbatch.worker.drafters.budget import NODE_CHOICES, PRIOR_ACCEPTANCE, NodeAcceptance
 from swiftbatch.worker.drafters.step_clock import StepClock, together
 from swiftbatch.worker.drawing.sequence import Sequence
@@ -309,17 +310,26 @@ class BudgetedDrafter(RestingDrafter):
     def tree(self, sequence: Sequence, max_nodes: int, max_depth: int) -> DraftTree:
         """Grow a tree of at most `max_nodes` nodes, none deeper than `max_depth`; it may be empty."""
 
+    def trees(self, wanted: Many[WantedTree]) -> list[DraftTree]:
+        """Grow the trees of several sequences, as `tree` does each."""
+        return [self.tree(*each) for each in wanted]
+
     def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
         if self.budget is None:
-            return [self.tree(r.sequence, r.max_nodes, r.max_depth) for r in requests]
+            return self.trees([WantedTree(r.sequence, r.max_nodes, r.max_depth) for r in requests])
         if self.budget.rests(requests):
             self.is_drafting = False
             return [DraftTree() for _ in requests]
         sizes = self.budget.num_nodes(requests)
         self.is_drafting = any(sizes)
-        return [
-            self.tree(r.sequence, n, r.max_depth) if n else DraftTree() for r, n in zip(requests, sizes, strict=True)
-        ]
+        return self.sized_trees(requests, sizes)
+
+    def sized_trees(self, requests: list[DraftRequest], sizes: list[int]) -> list[DraftTree]:
+        """Grow trees of at most these numbers of nodes, one for each request."""
+        given = zip(requests, sizes, strict=True)
+        wanted = [WantedTree(request.sequence, size, request.max_depth) for request, size in given if size]
+        trees = iter(self.trees(wanted) if wanted else ())
+        return [next(trees) if size else DraftTree() for size in sizes]
 
     def rest(self, most: int) -> int:
         return 0 if self.budget is None else self.budget.rest(most)

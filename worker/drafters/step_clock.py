@@ -7,9 +7,10 @@ of drafting beside its rows is known. Where all steps draft, some now and then d
 from __future__ import annotations
 
 import statistics
-import time
 from collections import deque
 from typing import Literal
+
+from swiftbatch.worker.target.stopwatch import seconds_now
 
 StepKind = Literal["plain", "tree", "chain"]
 NUM_KEPT = 15  # steps of each kind, of which the median counts
@@ -68,7 +69,7 @@ class StepClock:
         self.end()
         self._num_alike = self._num_alike + 1 if kind == self._kind else 1
         self._num_drafted = 0 if kind == "plain" else self._num_drafted + 1
-        self._kind, self._open = kind, (time.perf_counter(), expected_seconds)
+        self._kind, self._open = kind, (seconds_now(), expected_seconds)
 
     def pass_by(self, expected_seconds: float, seconds: list[float]) -> None:
         """Take in plain steps behind the one that was begun, of which nobody was asked: what the newest ones took.
@@ -89,7 +90,7 @@ class StepClock:
         """End the step. What took ten times as long as it should was no step alone: it counts as ten times, no more."""
         if self._open is not None and self._kind is not None and self._num_alike > SETTLED:
             begun, expected = self._open
-            self._keep(self._kind, time.perf_counter() - begun, expected)
+            self._keep(self._kind, seconds_now() - begun, expected)
         self._open = None
 
     def doubt(self, kind: StepKind) -> None:

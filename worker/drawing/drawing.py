@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from collections.abc import Sequence as Many
-from dataclasses import replace
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -18,6 +17,7 @@ from swiftbatch.worker.drawing.adjustments import Context, adjusted, only_allowe
 from swiftbatch.worker.drawing.logprobs import path_logprobs
 from swiftbatch.worker.drawing.sampling import TokenSampler, is_drawable, process
 from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drawing.split_rows import together
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.drawing.verification import TOP_K, Walk, walk
 from swiftbatch.worker.kernels.instruction_sets import chosen_variant
@@ -104,7 +104,7 @@ class NativeDrawing:
         masks: Masks = NO_MASKS,
     ) -> list[Walk]:
         walks = native.walk(samplers, trees, logits, masks)
-        return _with_candidates(self, walks, logits) if with_candidates else walks
+        return _with_candidates(self, walks, trees, logits) if with_candidates else walks
 
     def top_candidates(self, logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
         return native.top_candidates(logits)
@@ -163,7 +163,7 @@ class TorchDrawing:
             walk(tree, rows, sampler.behind_the_sequence().draw, is_drawable, masked_by(words))
             for sampler, tree, rows, words in zip(samplers, trees, logits, masks or [None] * len(trees), strict=True)
         ]
-        return _with_candidates(self, walks, logits) if with_candidates else walks
+        return _with_candidates(self, walks, trees, logits) if with_candidates else walks
 
     def top_candidates(self, logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
         top = torch.topk(logits, TOP_K)
@@ -217,8 +217,16 @@ def masked_by(words: np.ndarray | None) -> Callable[[torch.Tensor, int], torch.T
     return lambda logits, row: logits if words is None else only_allowed(logits, words[row])
 
 
-def _with_candidates(drawing: Drawing, walks: list[Walk], logits: Many[torch.Tensor]) -> list[Walk]:
-    return [replace(walk, candidates=drawing.top_candidates(rows)) for walk, rows in zip(walks, logits, strict=True)]
+def _with_candidates(
+    drawing: Drawing, walks: list[Walk], trees: Many[DraftTree], logits: Many[torch.Tensor]
+) -> list[Walk]:
+    ids, logprobs = drawing.top_candidates(together(logits))
+    found, start = list[Walk](), 0
+    for walked, tree in zip(walks, trees, strict=True):
+        end = start + 1 + len(tree)
+        found.append(walked._replace(candidates=(ids[start:end], logprobs[start:end])))
+        start = end
+    return found
 
 
 def create_drawing(vocab_size: int, device: torch.device) -> Drawing:

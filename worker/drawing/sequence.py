@@ -62,6 +62,15 @@ class Sequence:
         """Prompt and output so far, a view `[length] int64`."""
         return self._buffer[: self._length]
 
+    @property
+    def last_token_id(self) -> int:
+        """The newest token."""
+        return int(self._buffer[self._length - 1])
+
+    def token_id(self, position: int) -> int:
+        """The token at a position below the length."""
+        return int(self._buffer[position])
+
     def ahead(self, num_tokens: int) -> np.ndarray:
         """The room for the next tokens, a view `[num_tokens] int64` behind `token_ids`; extending makes them count."""
         return self._buffer[self._length : self._length + num_tokens]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence as Many
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,14 +19,13 @@ Candidates = tuple[np.ndarray, np.ndarray]
 """Ids `[num_rows, TOP_K] int64` and log-probabilities `[num_rows, TOP_K] float32` of the best tokens of rows."""
 
 
-@dataclass(frozen=True)
-class Verification:
+class Verification(NamedTuple):
     """Outcome of verifying one draft tree. Row 0 is the root (last committed token), row i + 1 is node i."""
 
     tree: DraftTree
     path: list[int]  # accepted nodes, root side first
     committed_ids: list[int]  # accepted tokens, then the bonus token; cut short where the sequence ends
-    row_token_ids: np.ndarray  # [num_rows] int64
+    row_token_ids: Many[int]  # [num_rows]
     top_ids: np.ndarray | None  # [num_rows, TOP_K] int64, the target's best candidates after each row
     top_logprobs: np.ndarray | None  # [num_rows, TOP_K] float32, of the unprocessed logits
     hidden: torch.Tensor | None = None  # [1 + num_accepted, hidden] final states of the root and the accepted path
@@ -53,8 +53,7 @@ class Verification:
         return len(self.path)
 
 
-@dataclass(frozen=True)
-class Walk:
+class Walk(NamedTuple):
     """The outcome of one walk down a draft tree."""
 
     path: list[int]  # accepted nodes, root side first

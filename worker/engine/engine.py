@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from swiftbatch.jobs.run.option_values import LogprobsMode
@@ -19,8 +18,8 @@ from swiftbatch.worker.engine.prefixes import KeptPrefixes, Sharing
 from swiftbatch.worker.engine.reading import Reader, Rider
 from swiftbatch.worker.engine.slot import Slot
 from swiftbatch.worker.engine.stopping import ERROR, StopRule, rewind_distance
-from swiftbatch.worker.target.target import RowOutputs, TargetModel
-from swiftbatch.worker.target.tiles import max_tree_depth, tree_rows
+from swiftbatch.worker.target.target import StepOutputs, TargetModel
+from swiftbatch.worker.target.tiles import max_tree_depth, rows_of_trees
 from swiftbatch.worker.texts.output_text import OutputText
 
 
@@ -145,55 +144,55 @@ class Engine:
 
     def _verify(
         self, ready: list[Slot], trees: list[ConstrainedTree], riders: list[Rider]
-    ) -> tuple[list[RowOutputs], list[Walk]]:
+    ) -> tuple[StepOutputs, list[Walk]]:
         """Run all rows and draw from those of trees: the drawn tokens are what a step waits for."""
         with timed(self.counters.step_seconds, "verify"):
-            pairs = zip(ready, trees, strict=True)
-            rows = [tree_rows(slot.cache, int(slot.sequence.token_ids[-1]), each.tree) for slot, each in pairs]
+            proposed = [each.tree for each in trees]
+            rows = rows_of_trees(
+                [slot.cache for slot in ready], [slot.sequence.last_token_id for slot in ready], proposed
+            )
             outputs = self.target.verify(rows + [part for rider in riders for part in rider.rows])
             outputs, read = outputs[: len(ready)], outputs[len(ready) :]
-            samplers, logits = [slot.sampler for slot in ready], [rows.logits for rows in outputs]
+            samplers = [slot.sampler for slot in ready]
             masks = [None if each.masks is None else each.masks.words for each in trees]
-            walks = self._drawing.walks(
-                samplers, [each.tree for each in trees], logits, self.drafter.wants_candidates, masks
-            )
+            walks = self._drawing.walks(samplers, proposed, outputs.logits, self.drafter.wants_candidates, masks)
             self._reader.take(riders, read)
         return outputs, [each.in_front_of_the_dead(walk) for each, walk in zip(trees, walks, strict=True)]
 
     def _commit(
-        self, ready: list[Slot], trees: list[ConstrainedTree], outputs: list[RowOutputs], walks: list[Walk]
+        self, ready: list[Slot], trees: list[ConstrainedTree], outputs: StepOutputs, walks: list[Walk]
     ) -> list[tuple[Sequence, Verification]]:
         results = []
-        with timed(self.counters.step_seconds, "commit"):
-            for slot, tree, rows, walk in zip(ready, trees, outputs, walks, strict=True):
+        with timed(self.counters.step_seconds, "commit"), self.target.moving_together():
+            for number, (slot, tree, walk) in enumerate(zip(ready, trees, walks, strict=True)):
                 try:
-                    results.append((slot.sequence, self._taken(slot, tree, rows, slot.up_to_its_end(walk))))
+                    walked = slot.up_to_its_end(walk)
+                    results.append((slot.sequence, self._taken(slot, tree, outputs, number, walked)))
                 except (NotFiniteError, ConstraintError) as error:  # this sequence's fault alone
                     slot.sequence.finish_reason, slot.sequence.error = ERROR, str(error)
                     slot.sequence.error_code = NOT_FINITE if isinstance(error, NotFiniteError) else NOTHING_LEFT
         return results
 
-    def _taken(self, slot: Slot, given: ConstrainedTree, outputs: RowOutputs, walk: Walk) -> Verification:
-        """Commit the accepted path and the bonus token.
+    def _taken(self, slot: Slot, given: ConstrainedTree, outputs: StepOutputs, number: int, walk: Walk) -> Verification:
+        """Commit the accepted path and the bonus token of sequence `number` of a step.
 
         Raises NotFiniteError where one could not be drawn, and ConstraintError where none may come.
         """
         sequence, tree = slot.sequence, given.tree
         if walk.failed_row is not None:
             given.check_alive(walk.failed_row, len(sequence) + len(walk.drawn))
-            check_finite(outputs.logits[walk.failed_row], len(sequence) + len(walk.drawn))
-        root_id = int(sequence.token_ids[-1])
+            check_finite(outputs.logits[number][walk.failed_row], len(sequence) + len(walk.drawn))
         if sequence.logprobs is not None:
             mode, mask = self._logprobs_mode, given.masks.words if given.masks else None
-            found = self._drawing.logprobs(slot.sampler, tree, outputs.logits, walk, mode, mask)
+            found = self._drawing.logprobs(slot.sampler, tree, outputs.logits[number], walk, mode, mask)
             sequence.logprobs.extend(found)
+        row_token_ids = [sequence.last_token_id, *tree.token_ids]
         slot.cache.commit(walk.path)
         sequence.extend(walk.drawn)
         self.counters.num_generation_tokens += len(walk.drawn)
         self.counters.count_draft(len(tree), len(walk.path))
-        row_token_ids = np.array([root_id, *tree.token_ids])
         top_ids, top_logprobs = walk.candidates or (None, None)
-        hidden = rows_of_path(outputs.hidden, walk.path) if self.drafter.needs_hidden else None
+        hidden = rows_of_path(outputs.hidden[number], walk.path) if self.drafter.needs_hidden else None
         kind = self.drafter.draft_kind if len(tree) else "none"
         self.counters.num_tokens_by_draft[kind] += len(walk.drawn)
         return Verification(
@@ -211,8 +210,7 @@ class Engine:
 
     def _update(self, results: list[tuple[Sequence, Verification]]) -> None:
         with timed(self.counters.step_seconds, "commit"):
-            for sequence, verification in results:
-                self.drafter.update(sequence, verification)
+            self.drafter.update_all(results)
         self.counters.num_steps += 1
         self._count_cached()
 

@@ -20,7 +20,7 @@ from swiftbatch.worker.drawing.drawing import Drawing
 from swiftbatch.worker.engine.prefixes import Sharing
 from swiftbatch.worker.engine.slot import Slot
 from swiftbatch.worker.target.forwards import MOST_READ
-from swiftbatch.worker.target.target import RowOutputs, TargetModel
+from swiftbatch.worker.target.target import StepOutputs, TargetModel
 from swiftbatch.worker.target.tiles import SequenceRows, known_rows
 
 READ_SECONDS = 0.2  # per sequence and step
@@ -75,33 +75,33 @@ class Reader:
             if not (num_free and slot.num_unread) or self._sharing.waits(slot):
                 continue
             self._counters.num_copied_tokens += self._sharing.take_over(slot)  # who it waited for may have ended now
-            if num_read := min(num_free, slot.num_unread):
+            if num_read := slot.cache.num_readable(min(num_free, slot.num_unread)):
                 start = slot.cache.length
                 token_ids = slot.sequence.token_ids[start : start + num_read].tolist()
                 riders.append(Rider(slot, known_rows(slot.cache, token_ids), num_read))
                 num_free -= num_read
         return riders
 
-    def take(self, riders: list[Rider], outputs: list[RowOutputs]) -> None:
+    def take(self, riders: list[Rider], outputs: StepOutputs) -> None:
         """Keep what a forward has written of riders, `outputs` for each of their parts; drafters learn of it."""
         if riders and self._drafter.needs_top_k:
             self._drafter.learn(self._read_rows(riders, outputs))
-        given = iter(outputs)
+        given = iter(outputs.hidden)
         for rider in riders:
-            parts = [next(given).hidden for _ in rider.rows]
+            parts = [next(given) for _ in rider.rows]
             if self._drafter.needs_hidden:
                 self._drafter.read(rider.slot.sequence, rider.slot.cache.length, torch.cat(parts))
             rider.slot.cache.advance(rider.num_rows)
             self._counters.num_read_tokens += rider.num_rows
 
-    def _read_rows(self, riders: list[Rider], outputs: list[RowOutputs]) -> ReadRows:
-        logits = torch.cat([rows.logits for rows in outputs])
+    def _read_rows(self, riders: list[Rider], outputs: StepOutputs) -> ReadRows:
         ids, previous = [], []
         for rider in riders:
             positions = np.arange(rider.slot.cache.length, rider.slot.cache.length + rider.num_rows)
             ids.append(rider.slot.sequence.token_ids[positions])
             previous.append(rider.slot.sequence.token_ids[np.maximum(positions - 1, 0)])
-        return ReadRows(np.concatenate(previous), np.concatenate(ids), *self._drawing.top_candidates(logits))
+        candidates = self._drawing.top_candidates(outputs.logits.together)
+        return ReadRows(np.concatenate(previous), np.concatenate(ids), *candidates)
 
     def _read_slot(self, slot: Slot) -> None:
         """Run tiles of known tokens for a bounded time, so that one long prompt does not hold up the others."""

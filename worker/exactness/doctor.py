@@ -12,7 +12,7 @@ from swiftbatch.jobs.run.option_values import KVDtype
 from swiftbatch.jobs.run.run_records import Exactness
 from swiftbatch.worker.caches.memory.memory_plan import SlotsWanted
 from swiftbatch.worker.config import Computation
-from swiftbatch.worker.exactness.probe import MAX_LENGTH, NUM_CACHES, probe_rows
+from swiftbatch.worker.exactness.probe import MAX_LENGTH, num_caches, probe_rows
 from swiftbatch.worker.exactness.transformers_agreement import Agreement, compare
 from swiftbatch.worker.exactness.verdicts import keep_verdict, verdict_key
 from swiftbatch.worker.kernels.choice import DEFAULT_KERNELS
@@ -92,7 +92,7 @@ def diagnose(config: Computation, num_rows: int = NUM_PROBED_ROWS) -> Diagnosis:
     """
     torch.set_num_threads(config.num_threads)
     files = locate_model(config.model)
-    slots = SlotsWanted(MAX_LENGTH, num_slots=NUM_CACHES)
+    slots = SlotsWanted(MAX_LENGTH, num_slots=num_caches(config.num_rows))
     computed = (config.dtype, config.device, None, slots, config.cuda_kernels, config.kv_dtype)
     target = TargetModel.load(files, *computed)
     result = probe_rows(target, num_rows)

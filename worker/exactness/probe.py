@@ -9,16 +9,21 @@ import torch
 
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
-from swiftbatch.worker.kernels.sizes import TILE_ROWS
+from swiftbatch.worker.kernels.sizes import NUM_ROWS, TILE_ROWS
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.tiles import max_tree_depth, tree_rows
 
-NUM_SEQUENCES = 3  # contexts that share the forwards
+NUM_SEQUENCES = 3  # contexts that share the forwards, up to the fewest rows that these have on a GPU
 CONTEXT_GROWTH = 40  # tokens by which each context grows between two trees, at most
 CONTEXT_LIMIT = 1500  # tokens after which a context starts anew
 MOST_NODES = 23  # of a tree
 NUM_CACHES = 2 * NUM_SEQUENCES
 MAX_LENGTH = CONTEXT_LIMIT + 2 * TILE_ROWS  # of each cache
+
+
+def num_caches(num_rows: int) -> int:
+    """The caches that a probe of forwards of so many rows takes: two for each context, whose trees fill a forward."""
+    return NUM_CACHES * max(1, num_rows // NUM_ROWS)
 
 
 @dataclass(frozen=True)
@@ -82,12 +87,13 @@ class _Context:
 def probe_rows(
     target: TargetModel, num_rows: int, seed: int = 0, first_length: int = 0, most_nodes: int = MOST_NODES
 ) -> ProbeResult:
-    """Verify random trees of `NUM_SEQUENCES` sequences at once and compare `num_rows` rows with plain decoding.
+    """Verify random trees of several sequences at once and compare `num_rows` rows with plain decoding.
 
     Contexts begin with `first_length` tokens and grow.
     """
     rng = random.Random(seed)
-    contexts = [_Context(target, rng) for _ in range(NUM_SEQUENCES)]
+    num_sequences = num_caches(target.forwards.rows_per_forward) // 2
+    contexts = [_Context(target, rng) for _ in range(num_sequences)]
     for context in contexts:
         context.read(first_length)
     compared = differing = 0

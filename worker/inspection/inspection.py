@@ -9,12 +9,12 @@ from typing import Any
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.frozen import Frozen
-from swiftbatch.worker.caches.memory.memory_plan import GPUMemory, one_slot
+from swiftbatch.worker.caches.memory.memory_plan import GPUMemory, splits_of
 from swiftbatch.worker.caches.memory.model_sizes import ModelSizes, sizes_of_stored
+from swiftbatch.worker.caches.memory.row_choice import most_together
 from swiftbatch.worker.caches.room import ITEM_SIZES, bytes_per_position, held_of, state_bytes_of
 from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.inspection.sources import Source, source_of
-from swiftbatch.worker.kernels.sizes import MOST_SLOTS
 from swiftbatch.worker.model.compute_path import path_on
 from swiftbatch.worker.model.config_faults import config_fault, keys_fault
 from swiftbatch.worker.model.config_values import shown
@@ -32,7 +32,7 @@ from swiftbatch.worker.model.thought_markers import KNOWN
 DTYPE = "bfloat16"  # that bytes and slots are told for
 GPU_BYTES = 84_000_000_000  # what programs see of 80 GiB, on the safe side
 CONTEXT_BYTES = 600_000_000  # CUDA's own, before anything is allocated: not measured yet
-NUM_SPLITS = {"A100 80 GB": 54, "H100 80 GB": 66}  # half as many as multiprocessors: two rounds with 8 KV heads
+GPUS = {"A100 80 GB": 108, "H100 80 GB": 132}  # multiprocessors
 SLOT_LENGTHS = (8_192, 32_768, 100_000)  # positions of a job
 
 
@@ -55,8 +55,7 @@ class Inspection(Frozen):
     quantization: str | None  # the format of weights that are not plain
     num_bytes: int | None  # of all stored tensors
     max_positions: int | None
-    bytes_per_position: int | None  # in caches of a CPU
-    gpu_bytes_per_position: int | None
+    bytes_per_position: int | None  # in caches
     num_whole_positions: int | None  # newest ones that take all of these bytes on a CPU; None where all do
     bytes_per_old_position: int | None  # of those further back
     state_bytes: int  # of a job, whatever its length: of layers that have a state
@@ -103,7 +102,6 @@ def inspect_model(model: str) -> Inspection:
         num_bytes=_num_bytes(source),
         max_positions=config["max_position_embeddings"] if has_numbers else None,
         bytes_per_position=num_bytes,
-        gpu_bytes_per_position=bytes_per_position(config, DTYPE, device="cuda") if refusal is None else None,
         num_whole_positions=held.num_whole if held else None,
         bytes_per_old_position=round(held.share * num_bytes) if held and num_bytes else None,
         state_bytes=state_bytes_of(shape, ITEM_SIZES[DTYPE]) if shape else 0,
@@ -152,11 +150,10 @@ def _num_bytes(source: Source) -> int | None:
 
 def _slots(sizes: ModelSizes, most_positions: int) -> dict[str, dict[int, int]]:
     found: dict[str, dict[int, int]] = {}
-    for name, num_splits in NUM_SPLITS.items():
-        gpu = GPUMemory(GPU_BYTES - CONTEXT_BYTES, num_splits)
+    for name, num_multiprocessors in GPUS.items():
+        gpu = GPUMemory(GPU_BYTES - CONTEXT_BYTES, splits_of(num_multiprocessors, sizes))
         lengths = [length for length in SLOT_LENGTHS if length <= most_positions]
-        fitting = {length: one_slot(sizes, gpu, length).num_fitting for length in lengths}
-        found[name] = {length: min(MOST_SLOTS, number) for length, number in fitting.items()}
+        found[name] = {length: most_together(sizes, gpu, length) for length in lengths}
     return found
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.run.option_values import AttentionName, LinearName
+from swiftbatch.worker.kernels.sizes import NUM_ROWS
 
 FLASH_PACKAGE = "flash-attn"
 CUBLAS_WORKSPACES = ":4096:8"  # their sizes; what cuBLAS chooses follows from them, so they never change
@@ -19,17 +20,23 @@ class CudaKernels:
 
     attention: AttentionName = "triton"  # to what lies before a draft tree
     linear: LinearName = "cublas"  # for weights that are not packed
+    num_rows: int = NUM_ROWS  # of a forward, one of `ROW_CHOICES`
 
     @property
     def words(self) -> str:
         """The name that verdicts are kept under. It has libraries' versions, since other ones may round otherwise."""
         attention = f"flash {flash_version() or 'absent'}" if self.attention == "flash" else self.attention
-        return f"{attention} prefixes, {self.linear} products, triton {triton_version()}"
+        return f"{attention} prefixes, {self.linear} products, triton {triton_version()}{self.rows_suffix}"
+
+    @property
+    def rows_suffix(self) -> str:
+        """The end of a name of numerics: none for the fewest rows, which all runs had before there was a choice."""
+        return "" if self.num_rows == NUM_ROWS else f", {self.num_rows} rows"
 
     @property
     def options(self) -> str:
-        """The options of a command that are not at their defaults."""
-        named = {field.name: getattr(self, field.name) for field in fields(self)}
+        """The options of a command that are not at their defaults; rows are no choice of a user's."""
+        named = {name: getattr(self, name) for name in ("attention", "linear")}
         return " ".join(f"--{name} {value}" for name, value in named.items() if value != getattr(CudaKernels, name))
 
     def for_weights(self, is_packed: bool) -> CudaKernels:
@@ -40,6 +47,11 @@ class CudaKernels:
         """Raise ModelError where kernels were chosen that nothing here runs; `why` says what does."""
         if self.options:
             raise ModelError(f"{self.options}: a choice of kernels on a GPU, but {why}; leave it away")
+
+    def refuse_rows(self, why: str) -> None:
+        """Raise ModelError where more rows were asked for, which nothing here has."""
+        if self.num_rows != NUM_ROWS:
+            raise ModelError(f"--rows {self.num_rows}: a choice of kernels on a GPU, but {why}; leave it away")
 
     def refuse_unfit(self, dtype: str, head_dim: int | None = None) -> None:
         """Raise ModelError where flash-attn was chosen and cannot attend: `dtype` as in `bfloat16`."""

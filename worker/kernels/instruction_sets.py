@@ -62,8 +62,8 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {  # what comes back, what goes i
     "griffin_free": (None, [POINTER]),
     "griffin_fuse": (None, [POINTER, POINTER, INT, POINTER, POINTER, POINTER]),
     "griffin_head": (None, [POINTER, POINTER, INT, POINTER, POINTER, POINTER]),
-    "recycling_grow": (LONG, [POINTER, POINTER, *[LONG] * 5, POINTER, POINTER]),
-    "recycling_write": (INT, [*[POINTER] * 4, LONG, POINTER, POINTER, LONG, POINTER]),
+    "recycling_grow": (None, [POINTER, POINTER, LONG, POINTER, POINTER, POINTER]),
+    "recycling_write": (LONG, [*[POINTER] * 7, LONG, POINTER]),
 }
 
 

@@ -8,7 +8,9 @@ BLOCK = 64  # positions between two boundaries of attention
 TILE_ROWS = 32  # rows of a forward by `transformers`' layers, and of the C kernels' panels
 MIN_ROWS = 2  # a single row would take another kernel (matrix times vector) in some shapes, with other bits
 FEWEST_COLUMNS = 64  # of torch's bf16 products whose rows have their own bits however few they are: measured
-NUM_ROWS = 64  # rows of every forward on a GPU, padding included
+NUM_ROWS = 64  # rows of every forward on a GPU, padding included, where a run does not have more
+ROW_CHOICES = (NUM_ROWS, 128, 256)  # whole tiles of every kernel
+LEAST_BLOCK_ROWS = 32  # of a forward, for each block that a split has at least
 MOST_SLOTS = 32  # twice as many bring a fifth more tokens up to here (docs/speed.md), and each job takes longer
 RING_LAYERS = 2  # layers of offloaded caches that are on a GPU at a time: one is used while the next comes
 LANES = 16  # numbers that the kernels multiply at once: widths are multiples of it
@@ -41,6 +43,23 @@ class LatentSizes:
     def query_dim(self) -> int:
         """Numbers of a head's query."""
         return self.still_dim + self.turned_dim
+
+
+def most_slots(num_rows: int) -> int:
+    """The most jobs at a time on a GPU whose forwards have so many rows, one for each job at least where they are many.
+
+    With the fewest rows, as many as on a CPU.
+    """
+    return MOST_SLOTS if num_rows == NUM_ROWS else num_rows
+
+
+def least_blocks(num_rows: int) -> int:
+    """Blocks that a split of a prefix has at least, where forwards have so many rows.
+
+    Among many jobs, splits of one block would write and read more than they save. With the fewest rows it is one, as in
+    all runs before there was a choice.
+    """
+    return 1 if num_rows == NUM_ROWS else num_rows // LEAST_BLOCK_ROWS
 
 
 def fills_blocks(group: int, depth: int) -> bool:

@@ -22,7 +22,6 @@ from swiftbatch.worker.model.latent_forms import LatentConfig, read_latent
 from swiftbatch.worker.model.layer_angles import num_turned_of, other_layers, other_rotary, own_rotary
 from swiftbatch.worker.model.layer_windows import Windows
 from swiftbatch.worker.model.mixer_forms import MixerConfig, read_mixers
-from swiftbatch.worker.model.recurrent_sizes import RECURRENT, layer_types
 from swiftbatch.worker.model.text_view import EMBEDDING, HEAD, HEAD_BIAS
 from swiftbatch.worker.model.unsupported_keys import what_is_not_understood
 
@@ -132,13 +131,11 @@ class OtherDecoderError(ValueError):
 
 
 def refuse_layers_on(device_type: str, config: Mapping[str, Any]) -> None:
-    """Raise OtherDecoderError for layers that the kernels of a device do not have: with states, or latent vectors."""
+    """Raise OtherDecoderError for layers that the kernels of a device do not have: with states."""
     form = KINDS.get(str(config.get("model_type")))
-    if form is not None and form.latent is not None and device_type != "cpu":
-        raise OtherDecoderError("its keys and values are made of latent vectors, which our kernels run on CPUs alone")
-    has_states = form is not None and form.mixer is not None and bool(set(layer_types(config) or ()) & RECURRENT)
-    if has_states and device_type != "cpu":
-        raise OtherDecoderError("its layers have states, which our kernels run on CPUs alone")
+    has_parts = form is not None and form.mixer is not None and form.mixer.part_scales is not None
+    if has_parts and device_type != "cpu":
+        raise OtherDecoderError("its layers have states beside attention, which our kernels run on CPUs alone")
 
 
 def has_experts(form: Form, config: Mapping[str, Any]) -> bool:

@@ -16,6 +16,7 @@ from swiftbatch.worker.engine.stopping import rewind_distance
 from swiftbatch.worker.session.running_job import RunningJob
 
 MAX_SEGMENT_BYTES = 1 << 26  # what one segment may take of the memory
+REPLAYED_SHARE = 1 / 16  # of an old job's positions, which are read again at most where its worker was lost
 
 
 class Checkpointing:
@@ -25,8 +26,9 @@ class Checkpointing:
         self._config = config
         self._drafter = engine.drafter
         most = MAX_SEGMENT_BYTES // engine.target.cache_shape.bytes_per_position()
-        segment_positions = max(1, min(config.checkpoint_tokens, most))
-        self._writer = CheckpointWriter(checkpoints, segment_positions, engine.counters.count_checkpoint, logs)
+        if engine.target.cache_shape.windows:  # there it waits for them
+            most = min(config.checkpoint_tokens, most)
+        self._writer = CheckpointWriter(checkpoints, max(1, most), engine.counters.count_checkpoint, logs)
 
     def open(self, job: RunningJob) -> None:
         """Begin with a job, whose new manifests go on from the segments that its resume found whole.
@@ -63,7 +65,9 @@ class Checkpointing:
                     if job.is_log_due(0.0, 1):
                         self._put_tokens(job)
         for job in jobs:
-            if config.checkpoint == "state" and self._num_new_positions(job) >= config.checkpoint_tokens:
+            if config.checkpoint == "state" and self._num_new_positions(job) >= state_interval(
+                job, config.checkpoint_tokens
+            ):
                 self._put_state(job)
             kept_end = job.cache.length - rewind_distance(job.sequence)  # a rewind drops the segment that it falls into
             job.cache.end_reads(self._writer.num_written_positions(job.job_id, kept_end))
@@ -136,3 +140,11 @@ class Checkpointing:
         num_new = job.cache.boundary - self._writer.num_positions_of_states(job.job_id)
         shape = job.cache.shape
         return num_new > 0 and (is_released or num_new * shape.bytes_per_position() >= shape.checkpointed_state_bytes())
+
+
+def state_interval(job: RunningJob, num_tokens: int) -> int:
+    """New positions of a job that make a state due, `num_tokens` at least: the more the older the job is.
+
+    Each state costs requests. A cache that forgets keeps what is still to be written, and room is left for no more.
+    """
+    return num_tokens if job.cache.shape.windows else max(num_tokens, int(REPLAYED_SHARE * job.cache.length))

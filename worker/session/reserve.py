@@ -20,19 +20,19 @@ class CacheRoom(NamedTuple):
         """Tell whether a job may be expected to fit beside others for a while; alone it always does."""
         if self.num_pages is None or not jobs:
             return True
-        record, num_tokens = assignment.record, assignment.num_reported_tokens
+        job, num_tokens = assignment.sent, assignment.num_reported_tokens
         growths = [self._growth_of(job) for job in jobs]
-        growths.append(self._growth(record.num_prompt_tokens, num_tokens, assignment.num_expected_tokens))
+        growths.append(self._growth(job.num_prompt_tokens, num_tokens, assignment))
         return most_pages(growths, self.sizes.page, self.sizes.held) <= self.num_pages
 
     def _growth_of(self, job: RunningJob) -> Growth:
         sequence = job.sequence
-        num_expected = job.assignment.num_expected_tokens
-        return self._growth(sequence.num_prompt_tokens, sequence.num_generated_tokens, num_expected)
+        return self._growth(sequence.num_prompt_tokens, sequence.num_generated_tokens, job.assignment)
 
-    def _growth(self, num_prompt_tokens: int, num_tokens: int, num_expected: int) -> Growth:
-        num_before = num_prompt_tokens + self.sizes.num_beside
-        return Growth(num_before + num_tokens, num_before + max(num_tokens, num_expected))
+    def _growth(self, num_prompt_tokens: int, num_tokens: int, assignment: Assignment) -> Growth:
+        num_before, num_expected = num_prompt_tokens + self.sizes.num_beside, assignment.num_expected_tokens
+        end = num_before + max(num_tokens, num_expected)
+        return Growth(num_before + num_tokens, end, assignment.num_shared_tokens)
 
 
 class Reserve:
@@ -51,7 +51,7 @@ class Reserve:
         for job_id in orders.cancelled:
             self._waiting.pop(job_id, None)
         recalled = [job_id for job_id in orders.recalled if self._waiting.pop(job_id, None)]
-        self._waiting |= {assignment.record.job_id: assignment for assignment in orders.reserve}
+        self._waiting |= {assignment.job_id: assignment for assignment in orders.reserve}
         return recalled
 
     def keep_to(self, num_jobs: int) -> None:
@@ -66,7 +66,7 @@ class Reserve:
         if self._num_slots is not None and len(jobs) >= max(1, self._num_slots):
             return None
         found = next((each for each in self._waiting.values() if room.has_room(jobs, each)), None)
-        return self._waiting.pop(found.record.job_id) if found else None
+        return self._waiting.pop(found.job_id) if found else None
 
     def give_up(self) -> list[str]:
         """Hand all back."""

@@ -13,8 +13,8 @@ from itertools import count
 from secrets import token_hex
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
+from swiftbatch.jobs.run.checked_reading import NUM_READERS
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.jobs.run.run_files import NUM_READERS
 from swiftbatch.jobs.run.segment_format import SealedResult
 from swiftbatch.worker.session.work import JobProgress
 

@@ -48,7 +48,7 @@ class RunningJob:
 
     @property
     def job_id(self) -> str:
-        return self.assignment.record.job_id
+        return self.assignment.job_id
 
     @property
     def progress(self) -> JobProgress:
@@ -139,10 +139,7 @@ class JobSizes:
     def _held(self, job: RunningJob) -> int:
         """The positions that take as much; those of a shared prompt are all held, for others."""
         num_positions = len(job.sequence)
-        if self.held is None:
-            return num_positions
-        num_shared = min(num_positions, job.assignment.num_shared_tokens)
-        return num_shared + self.held.of(num_positions - num_shared)
+        return num_positions if self.held is None else self.held.of(num_positions, job.assignment.num_shared_tokens)
 
 
 def without_room(jobs: Collection[RunningJob], num_pages: int | None, sizes: JobSizes = JobSizes()) -> list[RunningJob]:

@@ -141,7 +141,7 @@ class WorkerSession:
         """Begin with jobs of the reserve where others have left, and take one step with all."""
         self._make_room()
         while (assignment := self._reserve.next(self._running.values(), self._room())) is not None:
-            self._slice.begun.append(assignment.record.job_id)
+            self._slice.begun.append(assignment.job_id)
             self._take_in(assignment)
         if self._running:
             self._slice.count_step(len(self._running))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
-from swiftbatch.jobs.job import JobRecord
+from swiftbatch.jobs.job import JobRecord, SentJob
 from swiftbatch.metrics.worker_counters import EngineCounters
 
 
@@ -12,13 +13,22 @@ from swiftbatch.metrics.worker_counters import EngineCounters
 class Assignment:
     """One attempt at one job; the attempt's files carry its number, which no other attempt has."""
 
-    record: JobRecord
+    sent: SentJob
     attempt: int
     num_attempts: int = 1  # that the job has had with this one: people count so
     num_reported_tokens: int = 0  # what the last attempt had reported when it was lost
     num_shared_tokens: int = 0  # first ones of its prompt that other jobs have as well, so far as the driver can tell
     seniority: int = 0  # the lower one was given to a worker sooner, in its first attempt
     num_expected_tokens: int = 0  # that it may end with, so far as the driver can tell
+
+    @property
+    def job_id(self) -> str:
+        return self.sent.job_id
+
+    @cached_property
+    def record(self) -> JobRecord:
+        """The whole of the job, which the worker reads."""
+        return self.sent.read()
 
 
 @dataclass(frozen=True)

@@ -20,19 +20,23 @@ class ExpertCounts:
     """The experts that so many rows of a forward met, in all layers together: running means by numbers of rows."""
 
     def __init__(self) -> None:
-        self.newest = 0  # of the newest forward
+        self._newest = 0.0
         self.num_steps = 0  # that tell something
         self._means = np.zeros(TILE_ROWS + 1)
         self._numbers = np.zeros(TILE_ROWS + 1, dtype=int)
 
-    def observe(self, num_rows: int, num_experts: int) -> None:
-        """Learn from a forward; those of more rows than are measured tell nothing."""
-        self.newest = num_experts
+    def observe(self, num_rows: int, num_experts: float, num_forwards: int = 1) -> None:
+        """Learn from forwards that met so many, on an average; those of more rows than are measured tell nothing."""
+        self._newest = num_experts
         if num_rows <= TILE_ROWS:
-            self._numbers[num_rows] += 1
-            rate = max(LEARNING_RATE, 1 / self._numbers[num_rows])
+            self._numbers[num_rows] += num_forwards
+            rate = max(min(1.0, LEARNING_RATE * num_forwards), num_forwards / self._numbers[num_rows])
             self._means[num_rows] += rate * (num_experts - self._means[num_rows])
-            self.num_steps += 1
+            self.num_steps += num_forwards
+
+    def newest(self) -> float:
+        """The experts that the newest forward met."""
+        return self._newest
 
     def forget(self) -> None:
         """Forget all that was learned: what probes met is nobody's text."""

@@ -55,6 +55,13 @@ def hardware_of(device_type: str) -> str:
     )
 
 
+def gpu_here() -> tuple[int, int]:
+    """The major version of this machine's GPU's compute capability, and the bytes of its memory that are free."""
+    import torch
+
+    return torch.cuda.get_device_capability(0)[0], torch.cuda.mem_get_info(0)[0]
+
+
 def driver_version(path: Path = DRIVER) -> str:
     """The NVIDIA driver's version, as in `570.86.15`; `unknown` where the kernel does not tell."""
     try:

@@ -51,7 +51,7 @@ def partial_rows(cache: PartialCache, token_id: int, position: int, tree: DraftT
     """Rows of a token at an absolute position and of the tree below it, whose depth is at most `BLOCK - 1`."""
     first_entry = cache.num_entries
     boundary = -(-first_entry // BLOCK) * BLOCK
-    entries, lengths = tails(first_entry, first_entry, tree)
+    entries, lengths = tails([first_entry], [first_entry], [tree])
     positions = [cache.first_angle + position + length - 1 for length in lengths]
     biases = _biases(cache, boundary)
     token_ids, scanned = [token_id, *tree.token_ids], cache.scanned

@@ -17,7 +17,7 @@ from swiftbatch.worker.kernels.sizes import BLOCK, TILE_ROWS
 from swiftbatch.worker.target.cuda.clock import clock_of
 from swiftbatch.worker.target.expert_counts import ExpertCounts, ExpertSpread
 from swiftbatch.worker.target.target import TargetModel
-from swiftbatch.worker.target.tiles import SequenceRows, tree_rows
+from swiftbatch.worker.target.tiles import SequenceRows, known_rows, tree_rows
 
 ROW_COUNTS = (1, 2, 4, 8, 16, 32)
 PROBE_LENGTHS = (BLOCK, 8192, 49_152)
@@ -45,6 +45,7 @@ class StepCosts:
     rows_per_forward: int = 1
     has_experts: bool = False
     spread: ExpertSpread | None = None  # by which real steps correct it
+    full_seconds: float | None = None  # of a whole forward of `rows_per_forward` rows that meet experts of their own
 
     def as_routed(self) -> StepCosts:
         """The costs of rows that meet as many experts as those of real steps did; the same ones until these tell.
@@ -92,6 +93,8 @@ class StepCosts:
 
     def _row_seconds(self, num_rows: int) -> float:
         most = ROW_COUNTS[-1]
+        if self.full_seconds is not None and num_rows > most:
+            return max(0.0, self.full_seconds - self._empty[most]) / (self.rows_per_forward - most)
         few = min(num_rows, most // 2)
         return (self._empty[most] - self._empty[few]) / (most - few)
 
@@ -182,20 +185,33 @@ def measure_step_costs(target: TargetModel) -> StepCosts:
     rising = np.minimum.accumulate(seconds[:, ::-1], axis=1)[:, ::-1]
     counts = target.forwards.expert_counts
     spread = None if counts is None else _measure_spread(target, cache, counts)
-    return StepCosts(lengths, rising, target.forwards.rows_per_forward, target.forwards.has_experts, spread)
+    known = (target.forwards.rows_per_forward, target.forwards.has_experts, spread, _full_seconds(target, cache))
+    return StepCosts(lengths, rising, *known)
+
+
+def _full_seconds(target: TargetModel, cache: FullKVCache) -> float | None:
+    """Time a whole forward at the beginning of a cache; None where that is no longer than what all rows share."""
+    num_rows, arena = target.forwards.rows_per_forward, target.forwards.arena
+    if not target.forwards.has_experts or arena is None or arena.longest_job < num_rows:
+        return None
+    cache.roll_back(0)
+    rows = known_rows(cache, _probe_tokens(num_rows, target.vocab_size))
+    [seconds] = _least_seconds(target, [functools.partial(target.verify, rows)])
+    return seconds
 
 
 def _measure_spread(target: TargetModel, cache: FullKVCache, counts: ExpertCounts) -> ExpertSpread:
     """Time rows that meet the same experts beside those that meet their own, and count these."""
     cache.roll_back(0)
     cache.advance(BLOCK)
+    counts.forget()
     seconds, met = np.zeros((2, len(ROW_COUNTS))), np.zeros((2, len(ROW_COUNTS)))
     for which, stride in enumerate((0, PROBE_STRIDE)):
         rows = [_probe_rows(cache, number, target.vocab_size, stride) for number in ROW_COUNTS]
         seconds[which] = _least_seconds(target, [functools.partial(target.verify, [each]) for each in rows])
         for column, each in enumerate(rows):
             target.verify([each])
-            met[which, column] = counts.newest
+            met[which, column] = counts.newest()
     counts.forget()
     alike, apart = np.maximum.accumulate(seconds, axis=1)
     return ExpertSpread(ROW_COUNTS, np.maximum(0, apart - alike), met[0], met[1], counts)
@@ -213,8 +229,12 @@ def _least_seconds(target: TargetModel, forwards: Sequence[Callable[[], object]]
 
 def _probe_rows(cache: FullKVCache, number: int, vocab_size: int, stride: int = PROBE_STRIDE) -> SequenceRows:
     """Rows whose tokens lie far apart. So they meet as many experts as rows may: what these cost counts in full."""
-    token_ids = [stride * each % vocab_size for each in range(number)]
+    token_ids = _probe_tokens(number, vocab_size, stride)
     return tree_rows(cache, token_ids[0], DraftTree.chain(token_ids[1:]))
+
+
+def _probe_tokens(number: int, vocab_size: int, stride: int = PROBE_STRIDE) -> list[int]:
+    return [stride * each % vocab_size for each in range(number)]
 
 
 def seconds_of(target: TargetModel, forward: Callable[[], object]) -> float:

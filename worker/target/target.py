@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
@@ -16,6 +18,7 @@ from swiftbatch.worker.caches.memory.pages import PoolSize
 from swiftbatch.worker.caches.offloaded import OffloadedKVCache
 from swiftbatch.worker.caches.recurrent import new_cache_of
 from swiftbatch.worker.caches.room import MEMORY, HeldPositions, KVRoom, place_of_caches
+from swiftbatch.worker.drawing.split_rows import SplitRows
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.kernels.choice import DEFAULT_KERNELS, CudaKernels
 from swiftbatch.worker.model.files import ModelFiles
@@ -37,6 +40,28 @@ class RowOutputs:
 
     hidden: torch.Tensor  # [num_rows, hidden] final hidden states
     logits: torch.Tensor  # [num_rows, vocab] float32
+
+
+class StepOutputs(Many[RowOutputs]):
+    """The results of a forward for each of several sequences."""
+
+    def __init__(self, hidden: SplitRows, logits: SplitRows) -> None:
+        self.hidden, self.logits = hidden, logits
+
+    def __len__(self) -> int:
+        return len(self.logits)
+
+    @overload
+    def __getitem__(self, index: int) -> RowOutputs: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> StepOutputs: ...
+
+    def __getitem__(self, index: int | slice) -> RowOutputs | StepOutputs:
+        """The results of one sequence, or of consecutive ones."""
+        if isinstance(index, int):
+            return RowOutputs(self.hidden[index], self.logits[index])
+        return StepOutputs(self.hidden[index], self.logits[index])
 
 
 class TargetModel:
@@ -162,8 +187,16 @@ class TargetModel:
         free = KVRoom(place, num_bytes).free_bytes() if place else torch.cuda.mem_get_info(self.device)[0]
         return int(free // num_bytes)
 
+    def moving_together(self) -> contextlib.AbstractContextManager[None]:
+        """Within it rows of accepted nodes may wait, and move at its end, those of all sequences at once.
+
+        Nobody looks at caches meanwhile.
+        """
+        arena = self.forwards.arena
+        return contextlib.nullcontext() if arena is None or arena.move_rows is None else arena.move_rows.together()
+
     @torch.inference_mode()
-    def verify(self, groups: list[SequenceRows]) -> list[RowOutputs]:
+    def verify(self, groups: list[SequenceRows]) -> StepOutputs:
         """Run the rows of several sequences, row-exactly; returns each one's outputs."""
         return _of_each(groups, *self.forwards.run(groups))
 
@@ -173,7 +206,7 @@ class TargetModel:
         return self.forwards.read(cache, token_ids)
 
     @torch.inference_mode()
-    def check(self, groups: list[PartialRows]) -> list[RowOutputs]:
+    def check(self, groups: list[PartialRows]) -> StepOutputs:
         """Run rows behind partial caches: good guesses of what `verify` would say, in no way exact."""
         return _of_each(groups, *self.forwards.check(groups))
 
@@ -196,9 +229,9 @@ def _what_runs(device: torch.device) -> str:
     return "the device is a CPU" if device.type == "cpu" else "transformers' layers run here"
 
 
-def _of_each(groups: list[Any], hidden: torch.Tensor, logits: torch.Tensor) -> list[RowOutputs]:
+def _of_each(groups: list[Any], hidden: torch.Tensor, logits: torch.Tensor) -> StepOutputs:
     sizes = [len(group) for group in groups]
-    return [RowOutputs(*outputs) for outputs in zip(hidden.split(sizes), logits.split(sizes), strict=True)]
+    return StepOutputs(SplitRows(hidden, sizes), SplitRows(logits, sizes))
 
 
 def check_model(target: TargetModel) -> None:

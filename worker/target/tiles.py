@@ -8,6 +8,7 @@ from that boundary on are gathered for each row in position order, in a window o
 from __future__ import annotations
 
 from collections.abc import Iterator
+from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -18,10 +19,16 @@ from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 from swiftbatch.worker.kernels.sizes import BLOCK, FEWEST_COLUMNS, MIN_ROWS, TILE_ROWS
 
+PLACES = np.arange(BLOCK)  # in a tail
 
-@dataclass(frozen=True)
+
+@dataclass(slots=True)
 class SequenceRows:
-    """Consecutive rows of one sequence, all within one block of positions."""
+    """Consecutive rows of one sequence, all within one block of positions. Nobody changes them.
+
+    They are made by the hundred in front of a forward that waits for them, so nothing guards that: it would take as
+    long as to make them.
+    """
 
     cache: FullKVCache
     token_ids: list[int]  # [num_rows]
@@ -57,33 +64,48 @@ def max_tree_depth(root_position: int) -> int:
 
 def tree_rows(cache: FullKVCache, root_id: int, tree: DraftTree) -> SequenceRows:
     """Rows that verify `tree` below the last committed token, which itself is not in the cache yet."""
-    root = cache.length
-    boundary = root // BLOCK * BLOCK
-    entries, lengths = tails(boundary, root, tree)
-    first = cache.first_angle + boundary
-    positions = [first + length - 1 for length in lengths]
-    return SequenceRows(cache, [root_id, *tree.token_ids], positions, root, boundary, entries, lengths)
+    return rows_of_trees([cache], [root_id], [tree])[0]
 
 
-def tails(start: int, root: int, tree: DraftTree) -> tuple[np.ndarray, list[int]]:
-    """Entries `[num_rows, BLOCK]` from `start` up to each row of a tree, its root at entry `root`; how many are real.
+def rows_of_trees(caches: Many[FullKVCache], root_ids: Many[int], trees: Many[DraftTree]) -> list[SequenceRows]:
+    """Rows as `tree_rows` makes them, for several sequences at once."""
+    roots = [cache.length for cache in caches]
+    starts = [root // BLOCK * BLOCK for root in roots]
+    entries, lengths = tails(starts, roots, trees)
+    made, row = list[SequenceRows](), 0
+    for cache, root_id, tree, root, start in zip(caches, root_ids, trees, roots, starts, strict=True):
+        end = row + 1 + len(tree.token_ids)
+        own, before = lengths[row:end], cache.first_angle + start - 1
+        positions = [before + length for length in own]
+        made.append(SequenceRows(cache, [root_id, *tree.token_ids], positions, root, start, entries[row:end], own))
+        row = end
+    return made
 
-    Nodes stand behind the root, in their order. A row sees its ancestors alone; what is not real repeats `start`.
+
+def tails(starts: Many[int], roots: Many[int], trees: Many[DraftTree]) -> tuple[np.ndarray, list[int]]:
+    """Entries `[num_rows, BLOCK]` from each `start` up to each row of a tree; how many are real.
+
+    A tree's root is at entry `root`, and nodes stand behind it, in their order. A row sees its ancestors alone; what is
+    not real repeats `start`.
     """
-    num_before = root - start + 1  # up to the root
-    entries = np.full((len(tree) + 1, BLOCK), start, dtype=np.int64)
-    entries[:, :num_before] = np.arange(start, root + 1)
-    depths = [0]
-    for node, parent in enumerate(tree.parents):
-        parent_row = 0 if parent == ROOT else parent + 1
-        depth = depths[parent_row] + 1
-        if depth > 1:
-            entries[node + 1, num_before : num_before + depth - 1] = entries[
-                parent_row, num_before : num_before + depth - 1
-            ]
-        entries[node + 1, num_before + depth - 1] = root + 1 + node
-        depths.append(depth)
-    return entries, [num_before + depth for depth in depths]
+    firsts, lengths = list[int](), list[int]()
+    places, nodes = list[int](), list[int]()  # where nodes' entries go, and these
+    for start, root, tree in zip(starts, roots, trees, strict=True):
+        before, row = root - start + 1, len(lengths)  # tail of the root; its row
+        firsts += [start] * (1 + len(tree.parents))
+        lengths.append(before)
+        paths = {ROOT: list[int]()}
+        for node, parent in enumerate(tree.parents):
+            paths[node] = path = [*paths[parent], root + 1 + node]
+            lengths.append(before + len(path))
+            place = (row + 1 + node) * BLOCK + before
+            places += range(place, place + len(path))
+            nodes += path
+    num_before = np.repeat(np.array(roots) + 1 - starts, [1 + len(tree.parents) for tree in trees])[:, None]
+    entries: np.ndarray = np.array(firsts)[:, None] + np.where(num_before > PLACES, PLACES, 0)
+    if places:
+        entries.reshape(-1)[places] = nodes
+    return entries, lengths
 
 
 def chain_rows(cache: FullKVCache, token_ids: list[int]) -> SequenceRows:
@@ -100,8 +122,7 @@ def known_rows(cache: FullKVCache, token_ids: list[int]) -> list[SequenceRows]:
         stop = min(end, boundary + BLOCK)
         positions = list(range(start, stop))
         lengths = [position - boundary + 1 for position in positions]
-        places = np.arange(BLOCK)
-        entries = boundary + np.where(places < np.array(lengths)[:, None], places, 0)  # as `tails` has them
+        entries = boundary + np.where(np.array(lengths)[:, None] > PLACES, PLACES, 0)  # as `tails` has them
         ids = token_ids[start - cache.length : stop - cache.length]
         angles = [cache.first_angle + position for position in positions]
         groups.append(SequenceRows(cache, ids, angles, start, boundary, entries, lengths))

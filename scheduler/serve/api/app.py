@@ -20,10 +20,10 @@ from swiftbatch.metrics import discovery
 from swiftbatch.metrics.exporter import ServerCollector, registry_of
 from swiftbatch.metrics.server_counters import ServerCounters
 from swiftbatch.scheduler.serve.api import batch_routes, file_routes, watching_routes
-from swiftbatch.scheduler.serve.api.access import Served, service_of
 from swiftbatch.scheduler.serve.api.batch_routes import PAGE
 from swiftbatch.scheduler.serve.api.bounds import BodyLimit, Crowd
 from swiftbatch.scheduler.serve.api.connection import Shutdown
+from swiftbatch.scheduler.serve.api.dependencies import Served, service_of
 from swiftbatch.scheduler.serve.api.gate import Gate
 from swiftbatch.scheduler.serve.api.objects import Object, batch_object, error_response, page_object
 from swiftbatch.scheduler.serve.api.watching_routes import progress_object

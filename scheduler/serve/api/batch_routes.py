@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Query
 
-from swiftbatch.scheduler.serve.api.access import Owner, Served
+from swiftbatch.scheduler.serve.api.dependencies import Owner, Served
 from swiftbatch.scheduler.serve.api.objects import Object, batch_object, page_object
 from swiftbatch.scheduler.serve.new_batch import NewBatch
 

@@ -11,7 +11,7 @@ from fastapi.responses import StreamingResponse
 from starlette.concurrency import iterate_in_threadpool
 from starlette.datastructures import FormData, UploadFile
 
-from swiftbatch.scheduler.serve.api.access import Owner, Served
+from swiftbatch.scheduler.serve.api.dependencies import Owner, Served
 from swiftbatch.scheduler.serve.api.objects import Object, file_object, page_object
 from swiftbatch.scheduler.serve.batch_records import FileRecord
 from swiftbatch.scheduler.serve.listed_records import Order

@@ -11,14 +11,14 @@ from contextlib import suppress
 from fastapi import APIRouter
 from fastapi.responses import HTMLResponse, StreamingResponse
 
+from swiftbatch.jobs.run.checked_reading import RunError
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.jobs.run.run_files import RunError
 from swiftbatch.jobs.run.run_records import Progress
 from swiftbatch.metrics.report.facts import gather
 from swiftbatch.metrics.report.page import render
 from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
 from swiftbatch.scheduler.driver.takeover import claims
-from swiftbatch.scheduler.serve.api.access import Owner, Served
+from swiftbatch.scheduler.serve.api.dependencies import Owner, Served
 from swiftbatch.scheduler.serve.api.objects import Object, batch_object
 from swiftbatch.scheduler.serve.batch_status import Status, is_submitted
 from swiftbatch.scheduler.serve.batches import Batch

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Literal
 
 from swiftbatch.jobs.frozen import Frozen
-from swiftbatch.jobs.run.run_files import RunError, pretty, read_model
+from swiftbatch.jobs.run.checked_reading import RunError, pretty, read_model
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.serve.batch_records import is_batch_id
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+from swiftbatch.jobs.run.checked_reading import NUM_READERS
 from swiftbatch.jobs.run.job_index import JobName
 from swiftbatch.jobs.run.line_parts import num_completion_tokens
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.jobs.run.run_files import NUM_READERS
 from swiftbatch.jobs.run.run_records import Progress
 from swiftbatch.scheduler.driver.backlog import CANCELLED
 from swiftbatch.scheduler.runs.cancellation import EXPIRED

@@ -17,7 +17,7 @@ from starlette.datastructures import FormData, UploadFile
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.scheduler.serve.api import batch_routes, file_routes
-from swiftbatch.scheduler.serve.api.access import Served
+from swiftbatch.scheduler.serve.api.dependencies import Served
 from swiftbatch.scheduler.serve.api.watching_routes import report_response
 from swiftbatch.scheduler.serve.batch_records import Delivery, delivered_file_id
 from swiftbatch.scheduler.serve.page.batch_pages import batch_page, list_page

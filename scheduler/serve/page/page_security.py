@@ -15,7 +15,7 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
 from swiftbatch.jobs.errors import UserError
-from swiftbatch.scheduler.serve.api.access import service_of
+from swiftbatch.scheduler.serve.api.dependencies import service_of
 from swiftbatch.scheduler.serve.page.rendering import page_response
 from swiftbatch.scheduler.serve.page.sessions import LoginNeededError, keep_session
 

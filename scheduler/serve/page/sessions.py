@@ -18,7 +18,7 @@ from typing import Annotated
 from fastapi import Depends, Request, Response
 from starlette.datastructures import FormData
 
-from swiftbatch.scheduler.serve.api.access import Owner, Served
+from swiftbatch.scheduler.serve.api.dependencies import Owner, Served
 from swiftbatch.scheduler.serve.keyring import Keyring
 from swiftbatch.scheduler.serve.refusals import RefusedError
 

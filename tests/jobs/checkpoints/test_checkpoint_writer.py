@@ -89,15 +89,14 @@ def test_all_that_was_put_is_written_and_told(
     assert all(num_bytes > 0 and seconds > 0 for _, num_bytes, seconds in told)
 
 
-def test_each_segment_has_its_manifest_before_the_next_and_the_drafter_comes_last(
+def test_each_segment_has_its_manifest_before_the_next_and_the_last_one_shares_it_with_the_drafter(
     store: GatedStore, writer: CheckpointWriter
 ) -> None:
     writer.open(JOB, 1, "suffix", Cache())
     put(writer, 14)
     store.open_gate()
     assert writer.flush(60)
-    names = ["tokens.bin", "kv-0-10.arrow", "manifest.json", "kv-10-14.arrow", "manifest.json"]
-    names += ["drafter-14.arrow", "manifest.json"]
+    names = ["tokens.bin", "kv-0-10.arrow", "manifest.json", "kv-10-14.arrow", "drafter-14.arrow", "manifest.json"]
     assert store.written == [f"{JOB}/0001/{name}" for name in names]
 
 

@@ -24,9 +24,9 @@ pytestmark = pytest.mark.long
 SCRIPT = Path(__file__).parent / "commit_steps.py"
 
 
-@pytest.fixture(scope="module", params=[3, pytest.param(1, marks=pytest.mark.slow)], ids="at each {}".format)
+@pytest.fixture(scope="module", params=[5, pytest.param(1, marks=pytest.mark.slow)], ids="at each {}".format)
 def killed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """The run folders of processes that were killed before one of their operations on files each: each, or each third.
+    """The run folders of processes that were killed before one of their operations on files each: each, or each fifth.
 
     To write a file takes four of them, so that of all files together every one is met in either case.
     """

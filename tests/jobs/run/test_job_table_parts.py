@@ -11,8 +11,8 @@ from pyarrow import parquet
 
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.run import job_table, job_table_parts
+from swiftbatch.jobs.run.checked_reading import RunError
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.jobs.run.run_files import RunError
 from tests.jobs.run.run_parts import MANIFEST, make_record
 
 NAMES = [f"job-{number}" for number in range(7)]
@@ -51,7 +51,7 @@ def test_each_job_is_read_alone_in_any_order(run: Run) -> None:
     wanted = [7, 0, 3, 5]  # rows
     bodies = run.job_bodies(np.sort(index.places[wanted]))
     for row in wanted:
-        assert bodies.record(index.entry(row)).job == records[row].job
+        assert bodies.sent(index.entry(row)).read().job == records[row].job
 
 
 def test_the_longest_job_is_known_without_a_look_at_jobs(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

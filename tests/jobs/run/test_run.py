@@ -43,6 +43,7 @@ RUN_JSON = """{
   "device": "cpu",
   "attention": "triton",
   "linear": "cublas",
+  "num_rows": 64,
   "num_threads": 1,
   "seed": 7,
   "max_tokens": null,

@@ -13,8 +13,8 @@ import pytest
 from pyarrow import parquet
 
 from swiftbatch.jobs.run import output
+from swiftbatch.jobs.run.checked_reading import NUM_READ_AHEAD
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.jobs.run.run_files import NUM_READ_AHEAD
 from swiftbatch.jobs.storage.local_folder import LocalFolder
 from swiftbatch.jobs.storage.store import Store, StoreError
 from tests.jobs.run.run_parts import MANIFEST, make_record, write_result

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import dataset
 
+from swiftbatch.jobs.run.checked_reading import RunError
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.jobs.run.run_files import RunError
 from swiftbatch.jobs.run.segment_format import SEGMENTS
 from swiftbatch.jobs.shards.settings import ShardSettings, ask_for_shards
 from swiftbatch.jobs.shards.shard_file import arrow_schema

@@ -9,6 +9,7 @@ import pytest
 
 from swiftbatch.jobs.storage.store import Store, StoreError
 from swiftbatch.scheduler.driver.attempts import FOLDER, Attempts
+from swiftbatch.scheduler.driver.unfinished_job import Strikes
 from tests.scheduler.driver.dispatch_parts import with_driver
 
 SECONDS = 60  # until a test gives up
@@ -57,6 +58,25 @@ def test_attempts_that_leave_no_file_are_counted_over_drivers(store: Store) -> N
     kept(second)
     assert store.list(FOLDER) == ["0002.json"]
     assert Attempts.read(store, 3).count("kills") == 3
+
+
+def test_strikes_are_kept_over_drivers_until_a_job_finishes(store: Store) -> None:
+    first = Attempts.read(store, 1)
+    for job_id in ("kills", "other"):
+        first.begin(job_id)
+    kept(first)
+    assert b"strikes" not in (store.read(f"{FOLDER}/0001.json") or b"")  # an older version reads on
+    first.note_strikes("kills", Strikes(2, 30))
+    first.note_strikes("other", Strikes(1, 0))
+    kept(first)
+    second = Attempts.read(store, 2)
+    assert [second.strikes(job_id) for job_id in ("kills", "other", "third")] == [(2, 30), (1, 0), None]
+    second.note_strikes("kills", None)
+    second.finish("other")
+    kept(second)
+    third = Attempts.read(store, 3)
+    assert third.strikes("kills") is third.strikes("other") is None
+    assert third.count("kills") == 1
 
 
 def test_nothing_is_kept_of_a_run_whose_jobs_have_all_finished(store: Store) -> None:

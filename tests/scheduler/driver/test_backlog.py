@@ -9,16 +9,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
+from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore, TokenLog
+from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.run.output_line import error_line, success_line
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.segment_format import SEGMENTS
 from swiftbatch.jobs.storage.local_folder import LocalFolder
 from swiftbatch.scheduler.driver.attempts import Attempts
-from swiftbatch.scheduler.driver.backlog import count_jobs, load_queue, write_cancelled
+from swiftbatch.scheduler.driver.backlog import count_jobs, load_queue, put_logs_in_place, write_cancelled
+from swiftbatch.scheduler.driver.settlement import Settlement
 from tests.jobs.checkpoints.checkpoint_parts import claim
 from tests.jobs.run.run_parts import MANIFEST, PROGRESS, make_record, write_result
+from tests.scheduler.driver.driver_parts import make_context
 
 
 @pytest.fixture
@@ -112,3 +115,31 @@ def test_a_fresh_run_is_taken_up_without_a_look_at_each_job(run: Run, monkeypatc
     seen.clear()
     assert load_queue(run, 5).num_unfinished == 5
     assert [path for path in seen if "results/" in path] == [f"{SEGMENTS}/{a.job_id}.seg"]
+
+
+def test_attempts_that_were_lost_without_progress_count_over_drivers(run: Run) -> None:
+    kills, moves, *_ = [record.job_id for record in run.jobs()]
+    first = Attempts.read(run.store, 1)
+    queue = load_queue(run, 3, first)
+    settlement = Settlement(make_context(run, None, queue, tries=first))  # type: ignore[arg-type]
+    for job_id in (kills, moves) * 2:
+        first.begin(job_id)
+        settlement.put_back(job_id, "worker_died", "gone")
+    first.end()
+    log_tokens(run, run.jobs()[1], 5)
+    queue = load_queue(run, 3, Attempts.read(run.store, 2))
+    assert queue.strikes(kills).num == 2
+    assert not queue.lose(kills, 0.0), "it had two attempts with the first driver, and has had the third"
+    assert queue.strikes(moves).num == 0
+    assert queue.lose(moves, 0.0)
+
+
+def test_checkpoints_that_a_finished_job_has_left_go_unless_it_may_be_extended(run: Run) -> None:
+    left, extendable, running, *_ = run.jobs()
+    for record in (left, extendable, running):
+        log_tokens(run, record, 3)
+    finish(run, left, 4)
+    finish(run, extendable, 4)
+    KeptLogs.of(run).write(extendable.job_id, TokenLog(np.zeros(4, np.uint32)))
+    put_logs_in_place(run)
+    assert run.store.list("checkpoints") == sorted([extendable.job_id, running.job_id])

@@ -225,7 +225,7 @@ def test_the_embedded_ray_has_no_process_that_nobody_asks(cluster: Cluster) -> N
 
     started = set(ray._private.worker._global_node.all_processes)
     assert {"gcs_server", "raylet"} <= started
-    assert not started & {"monitor", "log_monitor"}
+    assert not started & {"monitor", "log_monitor", "dashboard"}
 
 
 @pytest.mark.slow

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from swiftbatch.jobs.run.job_index import JobEntry
-from swiftbatch.jobs.shared_prompts import NOT_SHARED
+from swiftbatch.jobs.shared_prompts import NOT_SHARED, SharedPrompt
 from swiftbatch.scheduler.driver.job_queue import FIRST_ORDER, JobQueue
 from tests.scheduler.driver.queue_parts import untouched
 
@@ -97,16 +99,23 @@ def test_jobs_are_expected_to_become_as_long_as_those_that_have_ended() -> None:
     for number in range(200):
         queue.add(entry(f"j{number}", 6400, number))
     assert take(queue, "w1", 0.0) == "j0"
-    assert queue.growths("w1") == [(10, 6410)]
+    assert queue.growths("w1") == [(10, 6410, 0)]
     for _ in range(150):
         done = queue.take("w2", 0.0)
         assert done is not None
         queue.finish(done.job_id, 640)
-    [(now, end)] = queue.growths("w1")
+    [(now, end, _)] = queue.growths("w1")
     assert now == 10
     assert 600 < end < 1000
     queue.progress("j0", 3000)  # longer than any that has ended
-    assert queue.growths("w1") == [(3010, 6410)]
+    assert queue.growths("w1") == [(3010, 6410, 0)]
+
+
+def test_the_tokens_that_others_have_too_are_told_of_a_job_that_grows() -> None:
+    queue = JobQueue(max_attempts=5)
+    queue.add(entry("a", 90), prompt=SharedPrompt(1, 64))
+    take(queue, "w1", 0.0)
+    assert queue.growths("w1") == [(10, 100, 64)]
 
 
 def test_a_lost_job_waits_longer_each_time_and_has_its_attempts() -> None:
@@ -314,3 +323,41 @@ def test_no_job_that_may_have_to_run_alone_waits_in_a_reserve() -> None:
     queue.add(entry("more", 10))
     assert reserve(queue, "w3") is None  # nobody beside it
     assert reserve(queue, "w2") == "more"
+
+
+def test_what_is_known_of_a_worker_s_jobs_is_what_a_look_at_each_would_tell() -> None:
+    """It is kept up to date in all that happens to jobs."""
+    rng, queue, now = random.Random(2), JobQueue(max_attempts=50), 0.0
+    for number in range(300):
+        queue.add(entry(f"j{number}", rng.randint(20, 900), number))
+    workers = ["w1", "w2", "w3"]
+    for _ in range(1500):
+        now, worker = now + 100.0, rng.choice(workers)
+        held = [each.job_id for each in queue.held_by(worker)]
+        reserved = [each.job_id for each in queue.reserve_of(worker)]
+        job_id = rng.choice([*held, *reserved, "j0"])
+        if job_id in held:
+            num_tokens = queue.num_reported_tokens(job_id) + rng.randint(0, 9)
+            match rng.randint(0, 4):
+                case 0:
+                    queue.release(job_id)
+                case 1:
+                    queue.lose(job_id, now)
+                case number:
+                    (queue.progress, queue.end, queue.finish)[number - 2](job_id, num_tokens)
+        elif job_id in reserved:
+            rng.choice([queue.begin, queue.release])(job_id)
+        for give in rng.choices([queue.take, queue.reserve], k=rng.randint(0, 2)):
+            give(worker, now)
+        told = [(queue.growths(name), queue.mean_length(name), queue.num_left(name)) for name in workers]
+        queue._outlooks.clear()
+        entries = [[*queue.held_by(name), *queue.reserve_of(name)] for name in workers]
+        num_left = [sum(e.max_tokens - queue.num_reported_tokens(e.job_id) for e in own) for own in entries]
+        for name, (growths, mean_length, left), own_left in zip(workers, told, num_left, strict=True):
+            assert sorted(growths) == sorted(queue.growths(name))
+            assert [growth.left for growth in growths] == [growth.left for growth in queue.growths(name)]
+            assert mean_length == pytest.approx(queue.mean_length(name))
+            assert left == own_left
+    num_living = len([e for e, _ in queue.running() if not queue._known(e.job_id).has_ended]) + queue.num_reserved
+    assert queue._living.num_jobs.sum() == num_living
+    assert queue._living.num_jobs.min() >= 0

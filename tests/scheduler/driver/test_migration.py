@@ -41,7 +41,7 @@ def test_a_job_that_is_nearly_done_stays_where_it_is(
     tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dispatch, "MIN_MOVE_SECONDS", 1000.0)  # however slow the machine is
-    monkeypatch.setattr(balance, "SLACK", 1000.0)
+    monkeypatch.setattr(balance, "MIN_RELIEF_SECONDS", 1000.0)
     run, counters = make_run(tmp_path / "run", {"long-1": 300, "long-2": 290, "a": 50, "b": 40}), DriverCounters()
     assert make_driver(run, cluster, RecordingDisplay(), slots=2, counters=counters).run() == "finished"
     assert counters.num_preemptions == {}

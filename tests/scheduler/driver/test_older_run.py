@@ -50,7 +50,7 @@ def test_each_job_of_older_tables_is_handed_out_as_it_was_written(run: Run) -> N
     queue = load_queue(run, 5)
     bodies = run.job_bodies(queue.places())
     while (entry := queue.take("w1", 0.0)) is not None:
-        assert bodies.record(entry).job == records[entry.job_id].job
+        assert bodies.sent(entry).read().job == records[entry.job_id].job
         assert entry.max_tokens == records[entry.job_id].job.sampling.max_tokens
     run.add_jobs(list(records.values()))
     assert len(run.store.list("jobs")) == 2  # none was new

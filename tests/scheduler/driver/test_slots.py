@@ -112,6 +112,8 @@ def test_what_layers_with_windows_forget_is_room_for_more_jobs() -> None:
     one.info = replace(one.info, held_positions=HeldPositions(500, 0.25))
     assert slots(None, one).has_room(one, [LONG], LONG)
     assert not slots(None, one).has_room(one, [LONG] * 2, LONG)
+    alike = LONG._replace(num_shared=1800)
+    assert not slots(None, one).has_room(one, [alike], alike), "they hold a prompt that others have as well"
 
 
 def test_states_take_room_beside_the_positions_of_each_job() -> None:

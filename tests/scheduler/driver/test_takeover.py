@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from swiftbatch.jobs.run.checked_reading import read_model
 from swiftbatch.jobs.run.run import Progress, Run
-from swiftbatch.jobs.run.run_files import read_model
 from swiftbatch.jobs.run.run_records import DriverClaim
 from swiftbatch.metrics.driver_counters import DriverCounters
 from swiftbatch.scheduler.cluster.cluster import Cluster

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from swiftbatch.jobs.run.run_files import pretty, read_model
+from swiftbatch.jobs.run.checked_reading import pretty, read_model
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.runs.folder_hold import FolderHeldError, FolderHold, Holder, file_of, hold
 from tests.scheduler.commands.nightly_parts import held_elsewhere

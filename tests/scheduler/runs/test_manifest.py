@@ -8,12 +8,15 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from swiftbatch.jobs.errors import ModelError
+from swiftbatch.jobs.run.job_index import JobIndex
 from swiftbatch.jobs.run.run import Run, RunError
 from swiftbatch.jobs.run.run_records import Exactness
-from swiftbatch.scheduler.runs.manifest import computation_of, kept_or_new_manifest, with_model
+from swiftbatch.scheduler.runs import manifest as manifests
+from swiftbatch.scheduler.runs.manifest import computation_of, kept_or_new_manifest, with_model, with_rows
 from swiftbatch.scheduler.runs.settings import Settings
 from swiftbatch.worker.config import Computation
 from swiftbatch.worker.exactness.doctor import diagnose
@@ -24,6 +27,7 @@ from swiftbatch.worker.kernels.instruction_sets import OVERRIDE, chosen_numerics
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.target.hardware import hardware_of, has_cuda
 from tests import ROOT
+from tests.worker.caches.memory.test_plan import LLAMA
 from tests.worker.kernels.kernel_parts import VARIANTS, needs_kernels
 
 PROGRAM = """
@@ -67,6 +71,50 @@ def test_keys_and_values_in_8_bits_are_refused_for_flash_attn_before_there_is_a_
     settings = Settings(said={"kv_dtype": "fp8", "device": "cuda", "attention": "flash"}, address="ray://somewhere:1")
     with pytest.raises(ModelError, match=r"--kv-dtype fp8: flash-attn .*; use --attention triton, or leave it away"):
         kept_or_new_manifest(str(tmp_path / "run"), settings)
+
+
+CLUSTER = Settings(said={"device": "cuda"}, address="head:6379")
+
+
+def jobs_of(number: int, length: int) -> JobIndex:
+    columns = {"num_prompt_tokens": np.full(number, length // 2), "max_tokens": np.full(number, length)}
+    return JobIndex(columns, np.arange(number))
+
+
+def test_a_new_run_has_the_rows_that_its_jobs_use_and_goes_on_with_them(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manifests, "read_sizes", lambda *_: LLAMA)
+    uri, files = str(tmp_path / "run"), locate_model(str(tiny_model))
+    new = kept_or_new_manifest(uri, replace(CLUSTER, said={"device": "cuda", "model": str(tiny_model)}))
+    found = [
+        with_rows(new, files, jobs_of(number, 6000), settings).num_rows
+        for number, settings in (
+            (200, CLUSTER),
+            (5, CLUSTER),
+            (200, replace(CLUSTER, num_workers=40)),
+            (200, replace(CLUSTER, num_slots=8)),
+        )
+    ]
+    assert found == [128, 64, 64, 64]  # 128: the GPUs of a cluster are not known here
+    monkeypatch.setattr(manifests, "has_cuda", lambda: True)
+    monkeypatch.setattr(manifests, "gpu_here", lambda: (9, 80 * 10**9))
+    wide = with_rows(new, files, jobs_of(200, 6000), replace(CLUSTER, address=None))
+    assert wide.num_rows == 256
+    Run.create_or_open(uri, wide)
+    assert computation_of(kept_or_new_manifest(uri, CLUSTER), CLUSTER).cuda_kernels.num_rows == 256
+    asked = replace(CLUSTER, said={"num_rows": 128})
+    with pytest.raises(RunError, match=r"was made with num_rows 256, found 128; leave the option away"):
+        kept_or_new_manifest(uri, asked)
+    assert with_rows(new.model_copy(update={"num_rows": 128}), files, jobs_of(5, 100), asked).num_rows == 128
+
+
+def test_on_a_cpu_forwards_have_the_rows_that_they_need(tmp_path: Path) -> None:
+    said = {"device": "cpu"}
+    manifest = kept_or_new_manifest(str(tmp_path / "run"), Settings(said=said))
+    assert with_rows(manifest, locate_model("embedded"), jobs_of(200, 100), Settings(said=said)).num_rows == 64
+    with pytest.raises(ModelError, match="--rows 128: a choice of kernels on a GPU, but the device is a CPU; leave it"):
+        kept_or_new_manifest(str(tmp_path / "run"), Settings(said=said | {"num_rows": 128}))
 
 
 def test_a_verdict_is_known_to_runs_with_the_chosen_kernels_of_a_gpu_alone(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from swiftbatch.worker.caches.full import CacheShape
 from swiftbatch.worker.caches.offloaded import OffloadedKVCache
 from swiftbatch.worker.caches.room import KVRoomError
 from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.target.stopwatch import seconds_now
 from tests.worker.bench.bench_parts import words
 
 
@@ -55,6 +58,26 @@ def test_every_cell_has_all_engines_with_the_same_tokens(tiny_model: Path, text:
         assert all(rate > 0 for rate in record.tokens_per_second.values())
         assert record.has_same_tokens
     assert json.loads(path.read_text())["results"] == [record.model_dump() for record in records]
+
+
+def test_processor_time_counts_for_the_figures_and_for_the_choice_and_for_nothing_behind_them(
+    tiny_model: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_read = itertools.count(1)
+    monkeypatch.setattr(time, "thread_time", lambda: float(next(num_read)))  # a second between any two readings
+    cell = {"positions": (30,), "slot_counts": (1,), "temperatures": (1.0,), "num_threads": 1}
+    (record,) = run_auto_bench(make_options(tiny_model, text, **cell, processor_time=True))
+    num_tokens = 2 * 20
+    assert record.tokens_per_second["autoregressive"] == num_tokens / 3  # two jobs, and the change between them
+    assert record.tokens_per_second["auto"] < num_tokens / 20  # it reads the clock at its steps, too
+    before = next(num_read)
+    assert seconds_now() != before + 1
+    assert next(num_read) == before + 1
+
+
+def test_processor_time_of_several_threads_is_refused(tiny_model: Path, text: Path) -> None:
+    with pytest.raises(ValidationError, match="use it with --threads 1, on a CPU"):
+        make_options(tiny_model, text, num_threads=2, processor_time=True)
 
 
 def test_short_jobs_follow_each_other_and_repetitions_have_other_seeds(

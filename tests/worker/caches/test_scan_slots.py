@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,17 +13,21 @@ from swiftbatch.jobs.run.option_values import AttentionName
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.caches.arena import ArenaKVCache, KVArena
 from swiftbatch.worker.caches.full import CacheShape
-from swiftbatch.worker.caches.memory.memory_plan import NO_DRAFTS, GPUMemory, SlotsWanted
-from swiftbatch.worker.caches.memory.model_sizes import ModelSizes
+from swiftbatch.worker.caches.memory.memory_plan import NO_DRAFTS, DraftMemory, GPUMemory, SlotsWanted, one_slot
+from swiftbatch.worker.caches.memory.model_sizes import ModelSizes, read_sizes
+from swiftbatch.worker.caches.memory.page_plan import plan_pages
 from swiftbatch.worker.caches.partial import NUM_PINNED
 from swiftbatch.worker.caches.scan_cache import SHORTEST_SCANNED, ScanKVCache, ScannedKeys
 from swiftbatch.worker.caches.scan_slots import scan_memory
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.kernels.cuda.scan.scanned_texts import ScannedTexts, ScanScratch
 from swiftbatch.worker.kernels.scan_coding import SCAN_CHUNK
-from swiftbatch.worker.target.cuda.cuda_loading import with_rounds
+from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.target.cuda.cuda_loading import MOST_SCANNED, with_rounds
 from swiftbatch.worker.target.cuda.partial_arena import PartialArena, arena_for
+from swiftbatch.worker.target.target import TargetModel
 from tests.worker.kernels.kernel_parts import needs_kernels
+from tests.worker.model.kind_parts import save_tiny, tiny_config
 
 SHAPE = CacheShape(num_layers=2, num_kv_heads=2, head_dim=16, dtype=torch.float32, device=torch.device("cpu"))
 SIZES = ModelSizes(1000, SHAPE.bytes_per_position(), 4, 2, 16, 64, 128, 300, 4)
@@ -99,6 +104,22 @@ def test_slots_take_what_was_planned_for_them(arena: PartialArena) -> None:
     assert planned.part_bytes == sum(each.nbytes for each in scratch.tensors())
 
 
+def test_among_many_jobs_those_that_fit_at_their_longest_have_room_for_their_texts() -> None:
+    """So that the others have pages: rounds are for few long jobs."""
+    gpu = GPUMemory(10**9, 5)
+    wanted = SlotsWanted(LONGEST, scanned_best=NUM_BEST)
+    few, many = (with_rounds(NO_DRAFTS, wanted, SIZES, each) for each in (gpu, gpu.with_rows(256)))
+    assert (few.num_scanned, many.num_scanned, many.slot_bytes) == (None, MOST_SCANNED, 0)
+    scan = scan_memory(SIZES, 3008, NUM_BEST, 1, 256)
+    assert many.part_bytes == scan.part_bytes + MOST_SCANNED * scan.slot_bytes
+    plan = plan_pages(SIZES, gpu.with_rows(256), LONGEST, None, many)
+    assert (plan.num_slots, plan.num_drafted) == (256, MOST_SCANNED)
+    wide = gpu.with_rows(256)
+    one = one_slot(SIZES, wide, LONGEST, DraftMemory(scan.part_bytes, scan.slot_bytes))
+    tight = dataclasses.replace(wide, free_bytes=wide.free_bytes - one.left_bytes + 3 * one.bytes_per_slot)
+    assert with_rounds(NO_DRAFTS, wanted, SIZES, tight).num_scanned == 3
+
+
 @pytest.mark.parametrize(("attention", "own"), [("triton", 0), ("flash", 1)])
 def test_a_plan_counts_scans_only_where_texts_are_scanned(attention: AttentionName, own: int) -> None:
     gpu = GPUMemory(10**9, 5, attention)
@@ -109,3 +130,13 @@ def test_a_plan_counts_scans_only_where_texts_are_scanned(attention: AttentionNa
     assert with_rounds(NO_DRAFTS, dataclasses.replace(wanted, host_bytes=10**9), SIZES, gpu) == planned
     for other in (SlotsWanted(LONGEST), SlotsWanted(SHORTEST_SCANNED - 100, scanned_best=NUM_BEST)):
         assert with_rounds(NO_DRAFTS, other, SIZES, gpu) == NO_DRAFTS
+    assert with_rounds(NO_DRAFTS, wanted, dataclasses.replace(SIZES, is_scannable=False), gpu) == NO_DRAFTS
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gemma3_text", "gpt_oss", "deepseek_v3"])
+def test_a_plan_knows_which_models_are_scanned(kind: str, tmp_path: Path) -> None:
+    save_tiny(tiny_config(kind, has_wide_heads=True), tmp_path)
+    files = locate_model(str(tmp_path))
+    sizes = read_sizes(files, "float32")
+    assert sizes is not None
+    assert sizes.is_scannable == (not TargetModel.load(files, "float32", "cpu").forwards.has_windows)

@@ -69,7 +69,7 @@ def _acceptance(gain: float) -> np.ndarray:
 def _rate(gain: float, seed: int, monkeypatch: pytest.MonkeyPatch) -> float:
     """Return the rate beside plain decoding's on the same machine at the same moments."""
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(step_clock, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr(step_clock, "seconds_now", lambda: clock.now)
     budget, generator, acceptance = SharedBudget(cast(Any, _Costs())), np.random.default_rng(seed), _acceptance(gain)
     plain_seconds = speed = 0.0
     for job in range(NUM_JOBS):

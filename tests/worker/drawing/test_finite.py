@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +119,7 @@ class Always(Drafter):
         self.start, self.stop, self.update, self.learn = inner.start, inner.stop, inner.update, inner.learn  # type: ignore[method-assign]
 
     def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
-        inner = self._inner.propose([replace(r, max_nodes=max(0, r.max_nodes - 2)) for r in requests])
+        inner = self._inner.propose([r._replace(max_nodes=max(0, r.max_nodes - 2)) for r in requests])
         return [self._extended(tree, r.max_depth) for tree, r in zip(inner, requests, strict=True)]
 
     def _extended(self, tree: DraftTree, max_depth: int) -> DraftTree:

@@ -20,7 +20,7 @@ from swiftbatch.worker.caches.memory.model_sizes import read_sizes
 from swiftbatch.worker.inspection.inspection import (
     CONTEXT_BYTES,
     GPU_BYTES,
-    NUM_SPLITS,
+    GPUS,
     SLOT_LENGTHS,
     _slots,
     inspect_model,
@@ -51,12 +51,10 @@ def test_the_embedded_model_is_shown_as_it_is() -> None:
     assert "griffin" in found.engines
 
 
-def test_latent_vectors_are_counted_on_a_cpu_and_keys_and_values_of_all_heads_on_a_gpu(tmp_path: Path) -> None:
+def test_latent_vectors_are_counted_in_place_of_keys_and_values(tmp_path: Path) -> None:
     write_experts(WITH_LATENTS["GLM 4.7 Flash"], tmp_path)
-    found = inspect_model(str(tmp_path))
-    assert (found.bytes_per_position, found.gpu_bytes_per_position) == (2 * 2 * (64 + 32), 2 * 2 * 2 * 20 * 64)
-    lines = CliRunner().invoke(main, ["inspect", str(tmp_path)]).output
-    assert "384 bytes per position in bfloat16 on a CPU, as latent vectors; 10,240 on a GPU" in lines
+    assert inspect_model(str(tmp_path)).bytes_per_position == 2 * 2 * (64 + 32)
+    assert "384 bytes per position in bfloat16\n" in CliRunner().invoke(main, ["inspect", str(tmp_path)]).output
 
 
 def test_what_layers_with_windows_hold_of_old_positions_is_shown(tmp_path: Path) -> None:
@@ -106,9 +104,9 @@ def test_every_kind_that_the_kernels_do_not_take_has_its_reason() -> None:
 def test_slots_are_those_that_a_worker_plans() -> None:
     sizes = MODELS["Llama 3.1 8B"]
     found = _slots(sizes, 131_072)
-    for name, num_splits in NUM_SPLITS.items():
-        gpu = gpu_memory(2 * num_splits, GPU_BYTES - CONTEXT_BYTES)
-        assert found[name] == {n: min(32, one_slot(sizes, gpu, n).num_fitting) for n in SLOT_LENGTHS}
+    for name, num_multiprocessors in GPUS.items():
+        gpu = gpu_memory(num_multiprocessors, GPU_BYTES - CONTEXT_BYTES)
+        assert found[name] == {n: one_slot(sizes, gpu, n).num_fitting for n in SLOT_LENGTHS}
     assert _slots(sizes, 10_000)["H100 80 GB"].keys() == {8_192}
 
 

@@ -8,7 +8,9 @@ Draws, walks and candidates of random rows likewise, and causal attention with i
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+import functools
 import random
 import sys
 from collections.abc import Iterable
@@ -53,6 +55,12 @@ LENGTHS: tuple[int, ...] = (0, 1, 63, 64, 65, 250, 256, 300, 2047, 2049, 4100)
 CAUSAL_LENGTHS = (1, 2, 63, 64, 65, 129, 300, 700)
 GRIFFINS = ((0, 0), (1, 0), (2, 0), (1, 48), (2, 80))  # parts of the input, and the width of the expansion
 SPOILED = (-(2**31), -1, 0, 1, 63, 64, 65, 2**20, 2**31 - 1, 2**40)
+
+
+@functools.cache
+def sanitized() -> ctypes.CDLL:
+    """Open the library once: each look whether it is whole reads it from the disk."""
+    return open_library(Path(sys.argv[1]))
 
 
 def random_rows(numbers: random.Random, shape: Shape) -> SequenceRows | PartialRows:
@@ -100,12 +108,12 @@ def fuzz(shape: Shape, weights: DecoderWeights, numbers: random.Random, num_roun
     heads = [numbers.randrange(1, 9), 1, 1]
     rows = random_rows(numbers, shape)
     tensors = [torch.randn(len(rows), num * shape.num_kv_heads, shape.head_dim).to(shape.dtype) for num in heads]
-    native_attention(Team(open_library(Path(sys.argv[1])), 2), [rows], 1, *tensors, 0.1)
+    native_attention(Team(sanitized(), 2), [rows], 1, *tensors, 0.1)
 
 
 def fuzz_griffin(shape: Shape, numbers: random.Random, num_rounds: int, forms: Iterable[tuple[int, int]]) -> None:
     for num_parts, expansion in forms:
-        team = Team(open_library(Path(sys.argv[1])), 2)
+        team = Team(sanitized(), 2)
         draft = NativeGriffin(random_griffin(shape, num_parts, expansion), team)
         for _ in range((num_rounds + 1) // 2):
             groups = [random_rows(numbers, shape) for _ in range(numbers.randrange(1, 4))]
@@ -149,11 +157,11 @@ def fuzz_causal(numbers: random.Random, num_rounds: int) -> None:
 if __name__ == "__main__":
     rounds = int(sys.argv[2])
     LENGTHS = LENGTHS if rounds > 1 else LENGTHS[:8]  # long texts take most of the time
-    scan_cache.load_library = lambda _: open_library(Path(sys.argv[1]))  # type: ignore[attr-defined]
-    causal.load_library = native.load_library = sampling_calls.load_library = lambda _: open_library(Path(sys.argv[1]))  # type: ignore[assignment]
+    scan_cache.load_library = lambda _: sanitized()  # type: ignore[attr-defined]
+    causal.load_library = native.load_library = sampling_calls.load_library = lambda _: sanitized()  # type: ignore[assignment]
     sampling_calls.chosen_variant = lambda: "sanitized"
-    # a single round has plain and packed weights in turns, and as many shapes of draft models as these have forms
-    for number, each in enumerate(SHAPES):
+    # a single round has every second shape, plain and packed weights in turns, and each form of draft models once
+    for number, each in enumerate(SHAPES if rounds > 1 else SHAPES[::2]):
         made = (random_weights, packed_weights)
         for make in made if rounds > 1 else [made[number % 2]]:
             fuzz(each, make(each), random.Random(str(each)), rounds)
@@ -162,7 +170,7 @@ if __name__ == "__main__":
         fuzz(each, random_weights(each), random.Random(str(each)), rounds)
     for size in (1, 7, 8, 64, 65, 1000):
         fuzz_sampling(size, random.Random(size), rounds)
-    if (isa := open_library(Path(sys.argv[1])).kernels_variant().decode()) in causal.FAST_VARIANTS:
+    if (isa := sanitized().kernels_variant().decode()) in causal.FAST_VARIANTS:
         causal.chosen_variant = lambda: isa
         fuzz_causal(random.Random(isa), rounds)
     print("nothing found")

@@ -38,6 +38,9 @@ ROUTINGS = {
     "sigmoid in groups": Routing(
         24, 5, Score.SIGMOID, scale=2.5, least_sum=1e-20, num_groups=6, num_chosen_groups=2, rounds_logits=False
     ),
+    "softmax in groups, by the best of each": Routing(
+        24, 4, Score.SOFTMAX, is_normalised=False, num_groups=6, num_chosen_groups=3, num_best_of_group=1
+    ),
     "sigmoid, no rounding": Routing(24, 1, Score.SIGMOID, rounds_logits=False, rounds_weights=False),
     "softmax of the chosen": Routing(7, 3, Score.SOFTMAX_OF_CHOSEN, is_normalised=False),
     "sigmoid of the chosen": Routing(20, 4, Score.SIGMOID_OF_CHOSEN),
@@ -72,6 +75,7 @@ def told(weights: DecoderWeights, variant: str, states: Tensor) -> Tensor:
     return out - states
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dtype", [BF16, FLOAT32], ids=["bf16", "float32"])
 @pytest.mark.parametrize("name", ROUTINGS)

@@ -139,6 +139,7 @@ def test_tiles_give_the_bits_of_the_matrix_of_numbers(emulated: Path, code: Code
         check_all(team, random_packed(code, (COLUMNS, depth), group_size, offsets=True))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[1], SHAPES[4], *PACKED_EXPERTS], ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_decoder_with_packed_layers_has_the_bits_of_its_twin(variant: str, shape: Shape) -> None:
@@ -188,6 +189,7 @@ def test_scales_are_kept_in_as_few_bytes_as_hold_them(scale_dtype: torch.dtype) 
     assert rows.num_bytes == 16 * 32 * CODE_BITS["uint4"] // 8 + 2 * 2 * 16 * scale_dtype.itemsize
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(("code", "group_size", "offsets"), KINDS[:-2])
 def test_a_packed_embedding_has_the_rows_of_its_numbers(

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.drafters.base import WantedTree
 from swiftbatch.worker.drafters.recycling import token_recycling
-from swiftbatch.worker.drafters.recycling.native_recycler import MOST_NODES, NativeRecycling
+from swiftbatch.worker.drafters.recycling.native_recycler import MOST_NODES, NativeRecycling, TextCandidates
 from swiftbatch.worker.drafters.recycling.recycling_tables import RecyclingTables
 from swiftbatch.worker.drafters.recycling.token_recycling import (
     NativeRecycler,
@@ -59,7 +60,7 @@ def with_writes(make: Callable[[RecyclingTables], Recycler], num_writes: int, vo
     """A recycler that has learned what all others learn."""
     numbers, made = np.random.default_rng(1), make(RecyclingTables(vocab_size))
     for _ in range(num_writes):
-        made.write(*random_write(numbers, int(numbers.integers(0, 33)), vocab_size))
+        made.write([TextCandidates(*random_write(numbers, int(numbers.integers(0, 33)), vocab_size))])
     return made
 
 
@@ -69,6 +70,10 @@ def python(tables: RecyclingTables, with_noise: bool = True) -> Recycler:
 
 def native(variant: str, with_noise: bool = True) -> Callable[[RecyclingTables], Recycler]:
     return lambda tables: NativeRecycler(tables, with_noise, variant)
+
+
+def tree_of(recycler: Recycler, text: Sequence, max_nodes: int, max_depth: int) -> DraftTree:
+    return recycler.trees([WantedTree(text, max_nodes, max_depth)])[0]
 
 
 def sequence(params: SamplingParams, *token_ids: int, vocab_size: int = VOCAB) -> Sequence:
@@ -96,8 +101,8 @@ def test_trees_are_those_of_the_reference(variant: str, name: str, learned: Recy
     sizes = set()
     for text in sequences(PARAMS[name]):
         for max_nodes, max_depth in ((16, 20), (MOST_NODES, 6), (1, 1), (40, 2), (0, 5), (5, 0), (-1, -1)):
-            tree = found.tree(text, max_nodes, max_depth)
-            assert tree == learned.tree(text, max_nodes, max_depth)
+            tree = tree_of(found, text, max_nodes, max_depth)
+            assert tree == tree_of(learned, text, max_nodes, max_depth)
             sizes.add(len(tree))
     assert {0, 1} <= sizes
     assert max(sizes) >= 4  # where the noise counts for nothing, all trees are chains
@@ -108,7 +113,7 @@ def test_a_tree_without_noise_is_that_of_the_reference(variant: str) -> None:
     expected = with_writes(lambda tables: python(tables, with_noise=False), 30)
     found = with_writes(native(variant, with_noise=False), 30)
     for text in sequences(PARAMS["min-p"]):
-        assert found.tree(text, 16, 20) == expected.tree(text, 16, 20)
+        assert tree_of(found, text, 16, 20) == tree_of(expected, text, 16, 20)
 
 
 @pytest.mark.parametrize("vocab_size", [VOCAB, LARGE_VOCAB])
@@ -136,8 +141,8 @@ def test_the_ends_of_a_large_vocabulary_are_drafted_from() -> None:
     trees = []
     for make in (python, *(native(variant) for variant in VARIANTS)):
         made = make(RecyclingTables(LARGE_VOCAB))
-        made.write(np.array([last, 0]), ids, logprobs, np.array([0]), np.array([last]))
-        trees.append(made.tree(sequence(SAMPLED, last, last, vocab_size=LARGE_VOCAB), 12, 3))
+        made.write([TextCandidates(np.array([last, 0]), ids, logprobs, np.array([0]), np.array([last]))])
+        trees.append(tree_of(made, sequence(SAMPLED, last, last, vocab_size=LARGE_VOCAB), 12, 3))
     assert trees == trees[:1] * len(trees)
     assert {0, last} <= set(trees[0].token_ids)
 
@@ -153,12 +158,12 @@ def test_pairs_that_share_a_row_take_it_over(variant: str) -> None:
     for order in ([0, 1, 2, 3], [3, 0], [1, 1], [2]):
         rows = np.arange(len(order))
         for _, each in recyclers:
-            each.write(tokens[order], ids[order], logprobs[order], rows, previous[order])
+            each.write([TextCandidates(tokens[order], ids[order], logprobs[order], rows, previous[order])])
         expected, found = (arrays_of(tables)[2:] for tables, _ in recyclers)
         assert np.array_equal(found[0], expected[0])
         for pair in zip(previous, tokens, strict=True):
             text = sequence(PARAMS["greedy"], *pair, vocab_size=LARGE_VOCAB)
-            assert recyclers[1][1].tree(text, 9, 1) == recyclers[0][1].tree(text, 9, 1)
+            assert tree_of(recyclers[1][1], text, 9, 1) == tree_of(recyclers[0][1], text, 9, 1)
         row = pairs._index(5)
         assert found[0][row] == keys[order[-1]]
         np.testing.assert_allclose(found[2][row], expected[2][row], atol=1e-6, rtol=1e-6)
@@ -171,8 +176,8 @@ def test_candidates_that_are_as_likely_come_in_the_order_of_the_reference(varian
     trees = []
     for make in (python, native(variant)):
         made = make(RecyclingTables(VOCAB))
-        made.write(token_ids, ids, logprobs, token_ids[:0], token_ids[:0])
-        trees.append(made.tree(sequence(PARAMS["greedy"], 1, 2), 50, 3))
+        made.write([TextCandidates(token_ids, ids, logprobs, token_ids[:0], token_ids[:0])])
+        trees.append(tree_of(made, sequence(PARAMS["greedy"], 1, 2), 50, 3))
     assert trees[0] == trees[1]
     assert max(trees[0].depths()) == 2
 
@@ -183,14 +188,31 @@ def test_rows_of_nothing_stay_unknown(variant: str) -> None:
     tables = RecyclingTables(VOCAB)
     found = NativeRecycler(tables, True, variant)
     text = sequence(SAMPLED, 3, 4)
-    assert found.tree(text, 8, 8) == DraftTree()
+    assert tree_of(found, text, 8, 8) == DraftTree()
     tokens, rows = np.array([4]), np.array([0])
     for unlikely in (-1e4, -np.inf):
-        found.write(tokens, np.arange(TOP_K)[None], np.full((1, TOP_K), unlikely), rows, np.array([3]))
-        assert found.tree(text, 8, 8) == DraftTree()
-    found.write(tokens, np.arange(TOP_K)[None], np.log(np.full((1, TOP_K), 0.1)), rows, np.array([3]))
-    assert sorted(found.tree(text, 8, 1).token_ids) == list(range(TOP_K))
+        found.write(
+            [TextCandidates(tokens, np.arange(TOP_K)[None], np.full((1, TOP_K), unlikely), rows, np.array([3]))]
+        )
+        assert tree_of(found, text, 8, 8) == DraftTree()
+    found.write([TextCandidates(tokens, np.arange(TOP_K)[None], np.log(np.full((1, TOP_K), 0.1)), rows, np.array([3]))])
+    assert sorted(tree_of(found, text, 8, 1).token_ids) == list(range(TOP_K))
     assert tables.tokens.row(4)[0] == list(range(TOP_K))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_texts_of_a_step_are_taken_in_and_drafted_for_as_if_each_came_alone(variant: str) -> None:
+    numbers = np.random.default_rng(8)
+    steps = [[TextCandidates(*random_write(numbers, size)) for size in (5, 0, 1, 32)] for _ in range(9)]
+    together, alone = (RecyclingTables(VOCAB) for _ in range(2))
+    recyclers = [NativeRecycler(tables, True, variant) for tables in (together, alone)]
+    for step in steps:
+        recyclers[0].write(step)
+        for text in step:
+            recyclers[1].write([text])
+    assert all(np.array_equal(a, b) for a, b in zip(arrays_of(together), arrays_of(alone), strict=True))
+    wanted = [WantedTree(text, 7 * number % 40, 1 + number) for number, text in enumerate(sequences(SAMPLED))]
+    assert recyclers[0].trees(wanted) == [tree_of(recyclers[1], *each) for each in wanted]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -202,8 +224,8 @@ def test_damaged_numbers_make_poor_trees_and_nothing_worse(variant: str) -> None
             matrix.ids[:] = numbers.integers(0, VOCAB, matrix.ids.shape)
             matrix.logprobs[:] = numbers.choice([-1.0, 0.0, 1e30, np.nan, np.inf, -np.inf, -1e30], matrix.ids.shape)
         tables.pairs.keys[:] = numbers.integers(-(2**62), 2**62, len(tables.pairs.keys))
-        found.write(*random_write(numbers, 32))
-        tree = found.tree(sequence(SAMPLED, *numbers.integers(0, VOCAB, 9).tolist()), 60, 9)
+        found.write([TextCandidates(*random_write(numbers, 32))])
+        tree = tree_of(found, sequence(SAMPLED, *numbers.integers(0, VOCAB, 9).tolist()), 60, 9)
         assert all(0 <= token_id < VOCAB for token_id in tree.token_ids)
         assert all(ROOT <= parent < node for node, parent in enumerate(tree.parents))
 
@@ -211,7 +233,7 @@ def test_damaged_numbers_make_poor_trees_and_nothing_worse(variant: str) -> None
 def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
     tables = RecyclingTables(VOCAB)
     found = NativeRecycler(tables, True, VARIANTS[0])
-    found.write(*random_write(np.random.default_rng(6), 20))
+    found.write([TextCandidates(*random_write(np.random.default_rng(6), 20))])
     before = [array.copy() for array in arrays_of(tables)]
     good = (*random_write(np.random.default_rng(7), 4)[:3], np.array([1, 3]), np.array([8, 9]))
     for place, bad in (
@@ -222,9 +244,9 @@ def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
         *((4, bad) for bad in (np.array([8]), np.array([8, VOCAB]), np.array([-8, 1]))),
     ):
         with pytest.raises(ValueError, match=r"expected|outside"):
-            found.write(*good[:place], bad, *good[place + 1 :])
+            found.write([TextCandidates(*good[:place], bad, *good[place + 1 :])])
     with pytest.raises(ValueError, match=r"ends with 3, 300; expected tokens below 300"):
-        found.tree(sequence(SAMPLED, 3, VOCAB), 8, 8)
+        tree_of(found, sequence(SAMPLED, 3, VOCAB), 8, 8)
     assert all(np.array_equal(a, b, equal_nan=True) for a, b in zip(arrays_of(tables), before, strict=True))
 
 

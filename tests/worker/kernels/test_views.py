@@ -116,6 +116,7 @@ def test_a_row_among_others_has_the_bits_that_it_has_alone(
         first += len(tree) + 1
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("window", [1, 63, 65, 200, 257, 2049])
 def test_every_row_of_a_block_sees_its_own_window_whatever_the_others_see(variant: str, window: int) -> None:

@@ -184,8 +184,8 @@ def asks_for(target: TargetModel) -> str:
 
 def where_it_runs(kind: str) -> tuple[str, str]:
     """The code that computes a kind as it is published, on a CPU and on a GPU."""
-    if kind in HYBRID_KINDS or (kind in DENSE_KINDS and DENSE_KINDS[kind].latent is not None):
-        return "kernels", "transformers"
+    if (form := HYBRID_KINDS.get(kind)) is not None and form.mixer is not None:
+        return "kernels", "kernels" if form.mixer.part_scales is None else "transformers"
     if kind in DENSE_KINDS and kind not in RECURRENT_KINDS:
         return "kernels", "kernels"
     config = text_view(tiny_config(kind, has_wide_heads=True).to_dict())
@@ -250,19 +250,18 @@ tokens (MTP) are no part of the model: `auto` [drafts with them](engines.md#the-
 
 ## Latent attention
 
-The heads of DeepSeek V2 and V3, Kimi K2 and GLM-4.7-Flash make their keys and values of one vector per position. On a
-CPU, caches and checkpoints of our kernels hold that vector and the turned part of the keys, which all heads share:
-54 KB per position of GLM-4.7-Flash, where keys and values of all heads would take 963 KB. A query goes through its
-head's keys to the vector's dimensions, and what it finds there through the head's values. On a GPU the layers of
-transformers run, with keys and values of all heads. `auto` drafts with trees for these models, without chains that scan
-keys, and `--kv-dtype` is refused.
+The heads of DeepSeek V2 and V3, Kimi K2 and GLM-4.7-Flash make their keys and values of one vector per position. The
+caches and checkpoints of our kernels hold that vector and the turned part of the keys, which all heads share: 54 KB per
+position of GLM-4.7-Flash, where keys and values of all heads would take 963 KB. A query goes through its head's keys to
+the vector's dimensions, and what it finds there through the head's values. `auto` drafts with trees for these models,
+without chains that scan keys, and `--kv-dtype` is refused.
 
 ## Layers with states
 
 Gated delta nets (Qwen3-Next, Qwen3.5), Mamba-2 (Bamba, Falcon-H1, Granite 4 h, Nemotron-H) and short convolutions
 (LFM2) have one state per job in place of keys and values per position. Their rows are exact under drafts and in
-batches, too. On a CPU our kernels run all of these models; on a GPU torch does all of it. A Granite 4 without Mamba-2
-layers runs in our kernels on both. Engines with trained parts are refused for models with states.
+batches, too. Our kernels run all of these models on a CPU, and [on a GPU](gpu.md#layers-with-states) all but Falcon-H1,
+whose layers attend beside their states. Engines with trained parts are refused for models with states.
 
 A job keeps its state in float32 at the end of its text and at a boundary of 64 positions one or two blocks back, with
 what each position since then has done to it. `swiftbatch inspect` says what that takes at most, with the largest draft

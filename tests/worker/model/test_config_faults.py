@@ -145,6 +145,7 @@ def test_no_published_config_is_refused_for_its_numbers(name: str) -> None:
     assert told(PUBLISHED[name]) is None
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_whatever_a_number_is_replaced_by_it_is_taken_or_refused_in_a_line(name: str) -> None:
     for place in places(PUBLISHED[name]):

@@ -100,6 +100,7 @@ def test_what_is_computed_number_by_number_is_rounded_to_bf16_where_transformers
     assert (found - theirs.float()).abs().max() <= 1e-6
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", FORMS)
 def test_bf16_is_as_near_to_float64_as_in_transformers(kind: str, folders: dict[str, Path]) -> None:
     target = loaded(folders[kind], "bfloat16")

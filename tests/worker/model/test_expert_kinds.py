@@ -126,9 +126,9 @@ def test_experts_are_multiplied_in_our_kernels_on_both_devices(name: str) -> Non
     assert [path_on(device, text_view(WITH_EXPERTS[name])).name for device in ("cpu", "cuda")] == ["kernels"] * 2
 
 
-def test_latent_vectors_are_kept_on_a_cpu_alone_and_take_what_is_counted(folders: dict[str, Path]) -> None:
+def test_latent_vectors_are_kept_on_both_devices_and_take_what_is_counted(folders: dict[str, Path]) -> None:
     for name, config in WITH_LATENTS.items():
-        assert [path_on(device, text_view(config)).name for device in ("cpu", "cuda")] == ["kernels", "transformers"]
+        assert [path_on(device, text_view(config)).name for device in ("cpu", "cuda")] == ["kernels"] * 2
         counted = bytes_per_position(text_view(config), "bfloat16")
         assert counted == loaded(folders[name], "bfloat16").cache_shape.bytes_per_position() == 2 * 2 * (64 + 32)
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
-from swiftbatch.jobs.job import Job, JobRecord
+from swiftbatch.jobs.job import Job, JobRecord, SentJob
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.scheduler.driver.backlog import put_logs_in_place
@@ -69,7 +69,7 @@ def claimed(run: Run, job: JobRecord, num_reported_tokens: int = 0) -> Assignmen
     place = (run.store.uri, job.job_id)
     found = CheckpointStore.of(run).attempts(job.job_id)
     _newest[place] = attempt = max([*found, _newest.get(place, 0)]) + 1
-    return Assignment(job, attempt, attempt, num_reported_tokens)
+    return Assignment(SentJob.of(job), attempt, attempt, num_reported_tokens)
 
 
 def to_the_end(worker: WorkerSession, *assignments: Assignment) -> WorkReport:

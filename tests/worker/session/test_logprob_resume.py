@@ -54,7 +54,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> d
 @pytest.mark.parametrize(
     ("engine", "loads", "stride"),
     [
-        ("token-recycling", True, 3),
+        ("token-recycling", True, 5),
         pytest.param("token-recycling", True, 1, marks=pytest.mark.slow),
         pytest.param("suffix", False, 1, marks=pytest.mark.slow),
     ],

@@ -22,12 +22,14 @@ def assignment(name: str, num_tokens: int = 10) -> Assignment:
 def running(num_tokens: int, num_expected: int) -> Any:
     """A job with so many tokens of an expected number."""
     sequence = SimpleNamespace(num_prompt_tokens=5, num_generated_tokens=num_tokens)
-    return SimpleNamespace(sequence=sequence, assignment=SimpleNamespace(num_expected_tokens=num_expected))
+    return SimpleNamespace(
+        sequence=sequence, assignment=SimpleNamespace(num_expected_tokens=num_expected, num_shared_tokens=0)
+    )
 
 
 def next_of(reserve: Reserve, jobs: list[Any], room: CacheRoom = NO_ROOM_MATTERS) -> str | None:
     found = reserve.next(jobs, room)
-    return found.record.job_id if found else None
+    return found.job_id if found else None
 
 
 def test_jobs_begin_in_order_and_never_more_than_there_are_slots() -> None:

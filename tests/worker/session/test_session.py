@@ -14,10 +14,11 @@ import pytest
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.checkpoints.packed_logs import PackedLogs
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.jobs.job import JobRecord
+from swiftbatch.jobs.job import JobRecord, SentJob
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.jobs.storage.store import Store, StoreError
+from swiftbatch.worker.session import checkpointing
 from swiftbatch.worker.session.work import Assignment, Orders
 from tests.jobs.checkpoints.checkpoint_parts import claim
 from tests.worker.session.session_parts import (
@@ -190,7 +191,7 @@ def test_a_job_whose_attempts_had_other_numerics_is_marked(run: Run, tiny_model:
     claim(CheckpointStore.of(made_with(run, tiny_model)), job.job_id, "w9", "cuda, another machine")
     worker = session(run, tiny_model)
     attempt = claim(CheckpointStore.of(run), job.job_id, "w0", worker.numerics)
-    to_the_end(worker, Assignment(job, attempt, attempt))
+    to_the_end(worker, Assignment(SentJob.of(job), attempt, attempt))
     assert body(run, job)["metrics"]["exactness"] == "exact up to ties"
 
 
@@ -230,3 +231,17 @@ def test_a_long_job_costs_a_write_an_interval_beside_its_states(
     num_written = asked.count(("write", "workers"))
     assert set(asked) == {("write", "workers"), ("delete", "workers")}
     assert 1 <= num_written <= 3 * 3  # every 32 tokens of whichever is first, for all three
+
+
+def test_states_come_the_more_seldom_the_older_a_job_is(
+    run: Run, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpointing, "REPLAYED_SHARE", 0.25)
+    job, least = record("fox", 300), 16
+    worker = session(run, tiny_model, checkpoint_tokens=least)
+    until(worker, job, 250, claimed(run, job))
+    assert worker._checkpointing._writer.flush(60)
+    [manifest] = CheckpointStore.of(run).read_manifests(job.job_id)
+    sizes = [entry.end - entry.start for entry in manifest.segments]
+    assert all(size >= max(least, entry.end // 4) for size, entry in zip(sizes, manifest.segments, strict=True))
+    assert sizes[-1] > 2 * least

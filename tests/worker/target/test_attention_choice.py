@@ -35,6 +35,7 @@ def num_in_kernels(target: TargetModel) -> int:
     return sum(attend is not attend_in_torch for attend in target.forwards._attends)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", EACH_KIND)
 def test_every_kind_says_what_transformers_says_with_kernels_in_all_layers_without_chunks(kind: str) -> None:
     target = tiny_target(kind, window=40, variant=VARIANT)

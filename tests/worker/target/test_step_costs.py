@@ -79,6 +79,35 @@ def test_a_row_beside_others_is_free_up_to_64_of_all_sequences(costs: StepCosts)
     assert costs.forward_seconds(17, 0, 4) == pytest.approx(2 * FORWARD)
 
 
+@pytest.mark.parametrize(("num_sequences", "num_nodes"), [(8, 31), (64, 3), (128, 1), (200, 0)])
+def test_sequences_share_as_many_rows_as_the_run_s_forwards_have(
+    costs: StepCosts, num_sequences: int, num_nodes: int
+) -> None:
+    wide = replace(costs, rows_per_forward=256)
+    assert wide.shared_seconds(1) == wide.shared_seconds(256) == pytest.approx(FORWARD)
+    assert wide.shared_seconds(257) == pytest.approx(2 * FORWARD)
+    assert NodeBudget(wide).best(0, num_sequences, 0.0).num_nodes == num_nodes
+
+
+def test_a_whole_forward_of_rows_with_experts_is_timed_and_not_guessed(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts beyond those that 32 rows meet are few: 128 rows do not take four times as long."""
+    target = cuda_target(locate_model(str(tiny_model)), torch.float32, num_slots=1, longest_job=200, num_rows=128)
+    monkeypatch.setattr(target.forwards, "has_experts", True)
+
+    class Clock:
+        def seconds(self, call: functools.partial[object]) -> float:
+            num_rows = sum(len(rows) for rows in call.args[0])
+            return FORWARD + 1e-4 * min(num_rows, 40)
+
+    monkeypatch.setattr(step_costs, "clock_of", lambda device: Clock())
+    costs = measure_step_costs(target)
+    assert costs.full_seconds == costs.shared_seconds(128) == pytest.approx(FORWARD + 40e-4)
+    assert costs.shared_seconds(32) == pytest.approx(FORWARD + 32e-4)
+    assert costs.row_prices(100)[0] == pytest.approx(8e-4 / 96)
+
+
 def test_attention_to_each_sequence_s_own_cache_comes_on_top(costs: StepCosts) -> None:
     own = costs.own_seconds(np.array([1, 16, 32]), np.array([0, 1984]))
     assert own[0] == pytest.approx(0, abs=1e-9)

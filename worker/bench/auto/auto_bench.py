@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Annotated
 
 import numpy as np
-from pydantic import AfterValidator, Field, field_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.auto.auto_figures import BASELINE, CHOOSER, TWIN, AutoRecord
@@ -28,6 +29,7 @@ from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.target.step_costs import Costs, step_costs_of
+from swiftbatch.worker.target.stopwatch import by_processor
 from swiftbatch.worker.target.target import TargetModel
 
 MOST_SEQUENCES = 32
@@ -71,6 +73,7 @@ class AutoBenchOptions(BenchOptions):
     seed: int = Field(ge=0)
     text: Path
     kv_offload: Path | None = None  # folder of caches outside the device
+    processor_time: bool = False  # in place of the time that passes, also for what `auto` goes by
 
     @field_validator("engines")
     @classmethod
@@ -79,6 +82,12 @@ class AutoBenchOptions(BenchOptions):
         if unknown or len(set(engines)) < len(engines):
             raise ValueError(f"got {', '.join(engines)}; expected some of: {', '.join(ENGINES)}, each once")
         return engines
+
+    @model_validator(mode="after")
+    def _counts_all_work(self) -> AutoBenchOptions:
+        if self.processor_time and (self.num_threads > 1 or self.device == "cuda"):
+            raise ValueError("processor time is that of one thread; use it with --threads 1, on a CPU")
+        return self
 
     @property
     def contestants(self) -> tuple[str, ...]:
@@ -94,9 +103,10 @@ def run_auto_bench(options: AutoBenchOptions, report: Callable[[str], None] = la
     target = options.load(files, slots, options.kv_offload)
     text = text_tokens(options.text, files, highest)
     records: list[AutoRecord] = []
-    for record in _Grid(target, options, text).records(report):
-        records.append(record)
-        options.write({"results": [each.model_dump() for each in records]}, target)
+    with by_processor() if options.processor_time else contextlib.nullcontext():
+        for record in _Grid(target, options, text).records(report):
+            records.append(record)
+            options.write({"results": [each.model_dump() for each in records]}, target)
     return records
 
 

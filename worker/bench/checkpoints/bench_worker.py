@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore, ResumeRecord
-from swiftbatch.jobs.job import Job, JobRecord
+from swiftbatch.jobs.job import Job, JobRecord, SentJob
 from swiftbatch.jobs.run.run import Run, RunManifest
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.bench_engine import BenchError
@@ -67,7 +67,7 @@ class BenchWorker:
         self._session = WorkerSession(config, str(folder), "bench")
         self._checkpoints = CheckpointStore.of(run)
         attempt = max(self._checkpoints.attempts(JOB_ID), default=0) + 1
-        self._orders = Orders((Assignment(record, attempt, num_attempts=attempt),))
+        self._orders = Orders((Assignment(SentJob.of(record), attempt, num_attempts=attempt),))
         self.num_tokens = 0
 
     @property

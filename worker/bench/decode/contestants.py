@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,6 +14,7 @@ from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.drafters.base import Drafter
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.model.causal_lm import load_causal_lm
+from swiftbatch.worker.target.stopwatch import seconds_now
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.texts.output_text import OutputText
 
@@ -67,14 +67,14 @@ class EngineContestant:
         As a worker does: what an engine needs to leave a job and to begin one is part of every job.
         """
         self._num_tokens_before = self.num_tokens
-        started = time.perf_counter()
+        started = seconds_now()
         for sequence in self._sequences:
             self._engine.stop(sequence)
         self._own = [own.emptied() for own in self._own]
         for sequence, own in zip(sequences, self._own, strict=True):
             self._engine.start(sequence, own.cache)
         self._sequences = sequences
-        self.timing.seconds += time.perf_counter() - started
+        self.timing.seconds += seconds_now() - started
 
     @property
     def num_tokens(self) -> int:
@@ -90,12 +90,12 @@ class EngineContestant:
             own.put_back()
         num_steps = self.counters.num_steps
         _wait(self._target.device)
-        started = time.perf_counter()
+        started = seconds_now()
         while min(sequence.num_generated_tokens for sequence in self._sequences) < num_tokens:
             if not self._engine.step():
                 raise BenchError(f"{self.name}: the text ended early; use another seed")
         _wait(self._target.device)
-        self.timing.add(time.perf_counter() - started, self.counters.num_steps - num_steps)
+        self.timing.add(seconds_now() - started, self.counters.num_steps - num_steps)
         for own in self._own:
             own.take_away()
 
@@ -130,14 +130,14 @@ class TransformersContestant:
     def generate_to(self, num_tokens: int) -> None:
         num_steps = max(num_tokens - len(self._generated), 0)
         _wait(self._device)
-        started = time.perf_counter()
+        started = seconds_now()
         for _ in range(num_steps):
             inputs = torch.tensor([[self._last]], device=self._device)
             logits = self._model(input_ids=inputs, past_key_values=self._cache, use_cache=True).logits
             self._last = int(logits[0, -1].argmax())
             self._generated.append(self._last)
         _wait(self._device)
-        seconds = time.perf_counter() - started
+        seconds = seconds_now() - started
         self.timing.add(seconds, num_steps)
         self.counters.num_steps += num_steps
         self.counters.step_seconds["verify"] += seconds

@@ -78,7 +78,9 @@ def _fitting(parts: Parts, options: GPUBenchOptions) -> dict[int, list[int]]:
     """For every number of slots the lengths that have room. Raises BenchError where two caches have none."""
     sizes = read_sizes(parts.files, options.dtype)
     assert sizes is not None
-    gpu = GPUMemory(free_bytes(parts.device) + sizes.weight_bytes, parts.num_splits, parts.kernels.attention)
+    kernels = parts.kernels
+    free = free_bytes(parts.device) + sizes.weight_bytes
+    gpu = GPUMemory(free, parts.num_splits, kernels.attention, kernels.num_rows)
     behind = max(options.num_tokens, options.num_read, max(options.row_counts))
     lengths = [length for length in options.lengths if length + behind <= parts.files.max_positions]
     counts = sorted({1, NUM_CACHES, *options.slot_counts})

@@ -9,14 +9,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
-from swiftbatch.worker.caches.memory.memory_plan import DraftMemory, GPUMemory, MemoryPlan, one_slot
+from swiftbatch.worker.caches.memory.memory_plan import NO_DRAFTS, DraftMemory, GPUMemory, one_slot, splits_of
 from swiftbatch.worker.caches.memory.model_sizes import ExpertSizes, ModelSizes
 from swiftbatch.worker.caches.memory.packed_sizes import PackedPart
+from swiftbatch.worker.caches.memory.row_choice import most_together
 from swiftbatch.worker.caches.room import GB
 from swiftbatch.worker.caches.summary import summary_positions
 from swiftbatch.worker.drafters.catalogue import ENGINES
-from swiftbatch.worker.inspection.inspection import CONTEXT_BYTES, GPU_BYTES, SLOT_LENGTHS
-from swiftbatch.worker.kernels.sizes import MOST_SLOTS
+from swiftbatch.worker.inspection.inspection import CONTEXT_BYTES, GPU_BYTES, GPUS, SLOT_LENGTHS
+from swiftbatch.worker.kernels.sizes import LatentSizes
 
 DENSE = {  # models whose weights are published in 8 or 4 bits; sizes follow from their configs
     "Llama 3.1 8B": ModelSizes(8_030_261_248, 131_072, 32, 8, 128, 4096, 14336, 128_256, 2),
@@ -28,14 +29,20 @@ CHOSEN = {  # with all routers, their biases and sinks
     "gpt-oss-20b": ExpertSizes(32, 4, 2880, 24 * (32 * 2881 + 64)),
     "gpt-oss-120b": ExpertSizes(128, 4, 2880, 36 * (128 * 2881 + 64)),
     "Qwen3 30B A3B": ExpertSizes(128, 8, 768, 48 * 128 * 2048),
+    "GLM 4.7 Flash": ExpertSizes(64, 4, 1536, 46 * 64 * 2049),
 }
+LATENT = LatentSizes(rank=512, query_rank=768, still_dim=192, turned_dim=64, value_dim=256)  # of GLM 4.7 Flash
 EXPERTS = {  # with what of their weights is packed: all experts, and where FP8 is published all products
     "gpt-oss-20b": (ModelSizes(20_914_757_184, 49_152, 64, 8, 64, 2880, 2880, 201_088, 2), MXFP4, 19_110_297_600),
     "gpt-oss-120b": (ModelSizes(116_829_156_672, 73_728, 64, 8, 64, 2880, 2880, 201_088, 2), MXFP4, 114_661_785_600),
     "Qwen3 30B A3B": (ModelSizes(30_532_122_624, 98_304, 32, 4, 128, 2048, 6144, 151_936, 2), FP8, 29_896_998_912),
+    "GLM 4.7 Flash": (
+        ModelSizes(29_943_393_920, 54_144, 20, 1, 576, 2048, 10240, 154_880, 2, latent=LATENT),
+        FP8,
+        29_087_105_024,
+    ),
 }
 
-GPUS = {"A100 80 GB": 108, "H100 80 GB": 132}  # multiprocessors
 MODELS = {
     "Llama 3.1 8B": ModelSizes(8_030_261_248, 131_072, 32, 8, 128, 4096, 14336, 128_256, 2),
     "Qwen2.5 32B": ModelSizes(32_763_876_352, 262_144, 40, 8, 128, 5120, 27648, 152_064, 2),
@@ -44,9 +51,9 @@ LENGTHS = (32_768, 100_000)
 HEADERS = ("model", "GPU", "positions", "weights", "a slot", "work space", "slots", "with drafts a slot", "slots then")
 
 
-def gpu_memory(num_multiprocessors: int, free_bytes: int) -> GPUMemory:
-    """A GPU with half as many splits as multiprocessors: two rounds of two programs on each, with 8 KV heads."""
-    return GPUMemory(free_bytes, num_splits=num_multiprocessors // 2)
+def gpu_memory(num_multiprocessors: int, free_bytes: int, sizes: ModelSizes = MODELS["Llama 3.1 8B"]) -> GPUMemory:
+    """A GPU with the splits that a model of these sizes has there."""
+    return GPUMemory(free_bytes, splits_of(num_multiprocessors, sizes))
 
 
 def sizing_table() -> str:
@@ -57,19 +64,23 @@ def sizing_table() -> str:
 
 def _rows() -> Iterator[list[str]]:
     for (model, sizes), (name, num_multiprocessors), length in product(MODELS.items(), GPUS.items(), LENGTHS):
-        gpu = gpu_memory(num_multiprocessors, GPU_BYTES - CONTEXT_BYTES)
+        gpu = gpu_memory(num_multiprocessors, GPU_BYTES - CONTEXT_BYTES, sizes)
         draft_bytes = summary_positions(ENGINES["tokenswift"].partial_budget, length) * sizes.bytes_per_position
         plain = one_slot(sizes, gpu, length)
-        drafting = one_slot(sizes, gpu, length, DraftMemory(slot_bytes=draft_bytes))
         figures = [plain.weight_bytes, plain.slot_bytes, plain.work_bytes]
-        slots = [_slots(plain), f"{(plain.slot_bytes + draft_bytes) / GB:.1f}", _slots(drafting)]
+        drafts = DraftMemory(slot_bytes=draft_bytes)
+        slots = [
+            _slots(sizes, gpu, length),
+            f"{(plain.slot_bytes + draft_bytes) / GB:.1f}",
+            _slots(sizes, gpu, length, drafts),
+        ]
         yield [model, name, f"{length:,}", *(f"{each / GB:.1f}" for each in figures), *slots]
 
 
 def packed_table() -> str:
     """Markdown: what the weights of a model take in each form, in GB, and how many slots of each length fit then.
 
-    Behind those with keys and values in bfloat16 are those in 8 bits.
+    Behind those with keys and values in bfloat16 are those in 8 bits; latent vectors have no such codes.
     """
     slots = [f"slots of {length:,}{words}" for words in ("", ", keys in fp8") for length in SLOT_LENGTHS]
     headers = ("weights of", "form", "GB", "GPU", *slots)
@@ -79,14 +90,15 @@ def packed_table() -> str:
 
 def _packed_rows() -> Iterator[list[str]]:
     for (model, form, sizes), (name, number) in product(packed_models(), GPUS.items()):
-        gpu = gpu_memory(number, GPU_BYTES - CONTEXT_BYTES)
-        kept = (sizes, replace(sizes, kv_dtype="fp8"))
-        slots = [_slots(one_slot(each, gpu, length)) for each in kept for length in SLOT_LENGTHS]
+        gpu = gpu_memory(number, GPU_BYTES - CONTEXT_BYTES, sizes)
+        kept = (sizes, replace(sizes, kv_dtype="fp8")) if sizes.latent is None else (sizes,)
+        slots = [_slots(each, gpu, length) for each in kept for length in SLOT_LENGTHS]
+        slots += ["-"] * (2 * len(SLOT_LENGTHS) - len(slots))
         yield [model, form, f"{sizes.weight_bytes / GB:.1f}", name, *slots]
 
 
-def _slots(plan: MemoryPlan) -> str:
-    return str(min(MOST_SLOTS, plan.num_fitting)) if plan.num_fitting else "none"
+def _slots(sizes: ModelSizes, gpu: GPUMemory, length: int, drafts: DraftMemory = NO_DRAFTS) -> str:
+    return str(most_together(sizes, gpu, length, drafts) or "none")
 
 
 def packed_models() -> Iterator[tuple[str, str, ModelSizes]]:

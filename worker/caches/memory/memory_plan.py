@@ -9,15 +9,35 @@ from typing import TYPE_CHECKING
 from swiftbatch.jobs.run.option_values import AttentionName
 from swiftbatch.worker.caches.memory.pages import GPU_PAGE
 from swiftbatch.worker.caches.room import GB, MAX_TREE_NODES, KVRoomError
-from swiftbatch.worker.kernels.sizes import MOST_SLOTS, NUM_ROWS
+from swiftbatch.worker.kernels.sizes import MOST_SLOTS, NUM_ROWS, most_slots
 
 if TYPE_CHECKING:
     from swiftbatch.worker.caches.memory.model_sizes import ModelSizes
+    from swiftbatch.worker.model.recurrent_sizes import RecurrentShape
 
 CAPACITY_BLOCK = 64  # a slot is whole blocks of the attention kernels
 LOGIT_BYTES = 60  # decoded (4), drawn from (4), scores (8), tempered, sorted (8), order (8), what sorting takes (28)
+FLOAT_BYTES = 4
 DECODED_BYTES = 4  # bytes of a logit that is not drawn from in place
+DRAW_SLOT_BYTES = 12  # of a token for each job: counted twice, and its bias
 GRAPH_RESERVE = 400_000_000  # graphs, cuBLAS workspaces, what draws keep of slots, rounding: not measured yet
+
+
+PROGRAMS_PER_MULTIPROCESSOR = 4  # attention's programs: two waves of two, as their shared memory allows
+LATENT_TILE_HEADS = 64  # heads of a row that a program of latent attention has, whose memory is all of a multiprocessor
+
+
+def splits_of(num_multiprocessors: int, sizes: ModelSizes, num_rows: int = NUM_ROWS) -> int:
+    """Parts that prefixes are attended to in: a constant of device, model and rows, so bits depend on all of them.
+
+    The more rows a forward has, the more jobs share the device, and the fewer parts each needs: partial sums of all
+    rows stay as large.
+    """
+    if sizes.latent is None:
+        num_splits = PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors // sizes.num_kv_heads
+    else:
+        num_splits = num_multiprocessors // -(-sizes.num_heads // LATENT_TILE_HEADS)
+    return max(1, num_splits * NUM_ROWS // num_rows)
 
 
 def slot_capacity(max_length: int) -> int:
@@ -39,17 +59,23 @@ class GPUMemory:
     free_bytes: int  # free once the GPU's context is there
     num_splits: int  # into which the attention kernels cut a prefix: a constant of the device
     attention: AttentionName = "triton"
+    num_rows: int = NUM_ROWS  # of a forward
+
+    def with_rows(self, num_rows: int) -> GPUMemory:
+        """The same GPU with forwards of so many rows, whose prefixes are cut into as many times fewer splits."""
+        num_splits = max(1, self.num_splits * self.num_rows // num_rows)
+        return replace(self, num_splits=num_splits, num_rows=num_rows)
 
     def scratch_bytes(self, sizes: ModelSizes) -> int:
         """Partial sums of attention: outputs and their log-sum-exp of every split, row and head, in float32."""
-        return NUM_ROWS * self._bytes_per_row(sizes)
+        return self.num_rows * self._bytes_per_row(sizes)
 
     def slot_scratch_bytes(self, sizes: ModelSizes) -> int:
         """Count the bytes that each slot adds to the partial sums of attention."""
         return PADDED_ROWS[self.attention](sizes.num_heads // sizes.num_kv_heads) * self._bytes_per_row(sizes)
 
     def _bytes_per_row(self, sizes: ModelSizes) -> int:
-        return self.num_splits * sizes.num_heads * (sizes.head_dim + 1) * 4
+        return self.num_splits * sizes.num_heads * (sizes.value_dim + 1) * 4
 
 
 @dataclass(frozen=True)
@@ -58,6 +84,7 @@ class DraftMemory:
 
     part_bytes: int = 0  # its trained parts
     slot_bytes: int = 0  # what it keeps for a slot
+    num_scanned: int | None = None  # jobs whose texts have room to be scanned, among `part_bytes`; None: all
 
 
 NO_DRAFTS = DraftMemory()
@@ -106,6 +133,11 @@ class MemoryPlan:
     @property
     def used_bytes(self) -> int:
         return self._fixed_bytes + self.num_slots * self.bytes_per_slot
+
+    @property
+    def num_drafted(self) -> int:
+        """Jobs that drafts have room for beside their caches."""
+        return self.num_slots if self.drafts.num_scanned is None else min(self.num_slots, self.drafts.num_scanned)
 
     @property
     def num_fitting(self) -> int:
@@ -161,13 +193,13 @@ def plan_memory(
 ) -> MemoryPlan:
     """Share a GPU out, before the weights are loaded, for jobs of up to `longest_job` positions.
 
-    `num_slots` None means as many as fit, `MOST_SLOTS` at most. Raises KVRoomError where one slot, or the number that
+    `num_slots` None means as many as fit, `most_slots` at most. Raises KVRoomError where one slot, or the number that
     was asked for, does not fit.
     """
     plan = one_slot(sizes, gpu, longest_job, drafts)
     if plan.num_fitting < 1:
         raise none_fits(plan)
-    plan = replace(plan, num_slots=min(MOST_SLOTS, plan.num_fitting) if num_slots is None else num_slots)
+    plan = replace(plan, num_slots=min(most_slots(gpu.num_rows), plan.num_fitting) if num_slots is None else num_slots)
     if plan.num_fitting < plan.num_slots:
         raise too_many_slots(plan, f"with jobs of {longest_job:,} positions that")
     return plan
@@ -185,15 +217,15 @@ def one_slot(sizes: ModelSizes, gpu: GPUMemory, longest_job: int, drafts: DraftM
         slot_bytes=capacity * sizes.kept_bytes_per_position + sizes.state_bytes,
         drafts=drafts,
         scratch_bytes=gpu.scratch_bytes(sizes),
-        row_bytes=_row_bytes(sizes),
+        row_bytes=_row_bytes(sizes, gpu.num_rows) + _draw_bytes(sizes, gpu.num_rows),
         slot_scratch_bytes=gpu.slot_scratch_bytes(sizes),
     )
 
 
-def draft_model_memory(sizes: ModelSizes, length: int) -> DraftMemory:
+def draft_model_memory(sizes: ModelSizes, length: int, num_rows: int = NUM_ROWS) -> DraftMemory:
     """A small model beside the target, with one slot more than that; its tokens are drawn in the target's buffers."""
-    plan = one_slot(sizes, GPUMemory(0, draft_splits(length)), length)
-    once = plan.weight_bytes + plan.scratch_bytes + _row_bytes(sizes, DECODED_BYTES) + plan.slot_bytes
+    plan = one_slot(sizes, GPUMemory(0, draft_splits(length), num_rows=num_rows), length)
+    once = plan.weight_bytes + plan.scratch_bytes + _row_bytes(sizes, num_rows, DECODED_BYTES) + plan.slot_bytes
     return DraftMemory(once, plan.slot_bytes)
 
 
@@ -202,16 +234,33 @@ def draft_splits(length: int) -> int:
     return slot_capacity(length) // CAPACITY_BLOCK
 
 
-def _row_bytes(sizes: ModelSizes, logit_bytes: int = LOGIT_BYTES) -> int:
+def _row_bytes(sizes: ModelSizes, num_rows: int, logit_bytes: int = LOGIT_BYTES) -> int:
     """Static buffers of a forward: state, delta, normed, hidden; stacked, turned and mixed heads; MLP; logits.
 
-    And of experts, what each that a row chose makes of it.
+    And of experts, what each that a row chose makes of it; of layers with a state, what goes in and comes out of it.
     """
     query, key = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
-    widths = 4 * sizes.hidden + (query + 2 * key) + 2 * query + 3 * sizes.intermediate
+    heads = (query + 2 * key) + 2 * query
+    if (latent := sizes.latent) is not None:
+        given = sizes.num_heads * latent.query_dim
+        of_vectors = 2 * latent.query_rank + given if latent.query_rank else given
+        heads = of_vectors + latent.entry_dim + query + sizes.num_heads * (latent.rank + latent.value_dim)
+    widths = 4 * sizes.hidden + heads + 3 * sizes.intermediate
     if sizes.experts is not None:
         widths += sizes.experts.num_chosen * (sizes.experts.width + sizes.hidden)
-    return NUM_ROWS * (widths * sizes.item_size + sizes.vocab * logit_bytes)
+    numbers = 0 if sizes.recurrent is None else _mixed_numbers(sizes.recurrent)
+    return num_rows * (widths * sizes.item_size + FLOAT_BYTES * numbers + sizes.vocab * logit_bytes)
+
+
+def _mixed_numbers(shape: RecurrentShape) -> int:
+    """Numbers of a row in front of a state and behind it, with the weights of its path; none is wider than float32."""
+    values = shape.num_heads * shape.value_dim
+    return 3 * shape.num_channels + 6 * values + 2 * shape.num_heads * (CAPACITY_BLOCK + 2)
+
+
+def _draw_bytes(sizes: ModelSizes, num_rows: int) -> int:
+    """Count what draws keep of each job beyond those that the reserve is for."""
+    return (most_slots(num_rows) - MOST_SLOTS) * sizes.vocab * DRAW_SLOT_BYTES
 
 
 def too_many_slots(plan: MemoryPlan, what: str) -> KVRoomError:

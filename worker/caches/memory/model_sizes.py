@@ -9,13 +9,20 @@ from typing import Any
 
 from swiftbatch.jobs.run.option_values import KVDtype
 from swiftbatch.worker.caches.memory.packed_sizes import PackedPart, num_beside, num_floats, packed_parts
-from swiftbatch.worker.caches.room import ITEM_SIZES, bytes_per_position, state_bytes
-from swiftbatch.worker.kernels.sizes import CUDA_SCALE_BYTES
-from swiftbatch.worker.model.dense_config import OtherDecoderError, read_dense
-from swiftbatch.worker.model.expert_config import ExpertConfig
+from swiftbatch.worker.caches.room import ITEM_SIZES, MAX_TREE_NODES, bytes_per_position
+from swiftbatch.worker.kernels.cuda.states.step_layout import slot_bytes
+from swiftbatch.worker.kernels.sizes import CUDA_SCALE_BYTES, LatentSizes
+from swiftbatch.worker.model.dense_config import (
+    DenseConfig,
+    OtherDecoderError,
+    latent_sizes,
+    read_dense,
+    refuse_layers_on,
+)
 from swiftbatch.worker.model.files import ModelFiles, read_config, stored_layout
 from swiftbatch.worker.model.formats.contract import StoredTensor
 from swiftbatch.worker.model.formats.layout import heads_in
+from swiftbatch.worker.model.recurrent_sizes import RecurrentShape, recurrent_shape
 from swiftbatch.worker.model.text_view import is_of_text
 
 PACKED_DTYPE = "bfloat16"  # the dtype whose kernels multiply packed weights
@@ -48,9 +55,28 @@ class ModelSizes:
     vocab: int
     item_size: int  # bytes of a number
     packed: tuple[PackedPart, ...] = ()  # of the parameters; the others lie there in the dtype
-    state_bytes: int = 0  # of a job, whatever its length: of layers that have a state
+    recurrent: RecurrentShape | None = None  # of layers that have a state
     kv_dtype: KVDtype | None = None  # of the keys and values that full caches keep; None: as all others
     experts: ExpertSizes | None = None  # that our kernels multiply
+    latent: LatentSizes | None = None  # then a cache has one head, whose rows are keys and values at once
+    is_scannable: bool = True  # drafts may scan its keys: rows see all positions as they are
+
+    @property
+    def value_dim(self) -> int:
+        """Numbers of what a head finds in a cache."""
+        return self.head_dim if self.latent is None else self.latent.rank
+
+    @property
+    def num_parts(self) -> int:
+        """Rows of a position and a head in a cache."""
+        return 2 if self.latent is None else 1
+
+    @property
+    def state_bytes(self) -> int:
+        """The bytes of a job whatever its length, as slots have them: of layers that have a state."""
+        if self.recurrent is None:
+            return 0
+        return slot_bytes(self.recurrent, self.recurrent.num_layers, self.item_size, MAX_TREE_NODES + 1)
 
     @property
     def kept_bytes_per_position(self) -> int:
@@ -77,8 +103,10 @@ def read_sizes(files: ModelFiles, dtype: str) -> ModelSizes | None:
 def sizes_of_stored(config: dict[str, Any], heads: Mapping[str, StoredTensor], dtype: str) -> ModelSizes | None:
     """The same of stored tensors. A tied head counts once, as on the device, if it is not packed."""
     number = sum(each.num_numbers for name, each in heads.items() if is_of_text(name, config))
-    experts = _experts_of(config)
-    sizes = sizes_of(config, number + num_beside(heads, config), dtype, packed_parts(heads, config, experts))
+    dense = _run_by_kernels(config)
+    experts = None if dense is None else dense.experts
+    packed = packed_parts(heads, config, experts, None if dense is None else dense.mixer)
+    sizes = sizes_of(config, number + num_beside(heads, config), dtype, packed)
     if sizes is None or experts is None:
         return sizes
     routing = experts.routing
@@ -86,13 +114,19 @@ def sizes_of_stored(config: dict[str, Any], heads: Mapping[str, StoredTensor], d
     return replace(sizes, experts=ExpertSizes(*numbers))
 
 
-def _experts_of(config: dict[str, Any]) -> ExpertConfig | None:
-    """The experts of a model that our kernels for GPUs take."""
+def _run_by_kernels(config: dict[str, Any]) -> DenseConfig | None:
+    """The config of a model that our kernels for GPUs take; None for another."""
     try:
-        dense = read_dense(config)
+        refuse_layers_on("cuda", config)
+        return read_dense(config)
     except OtherDecoderError:
         return None
-    return dense.experts if dense.mixer is None and dense.latent is None else None
+
+
+def _hides(dense: DenseConfig) -> bool:
+    """Tell whether rows of a model do not see all positions as they are: by `Forwards.has_windows`, or by a state."""
+    hides = any(dense.windows) or dense.form.has_sinks or dense.latent is not None or dense.mixer is not None
+    return hides or bool(dense.caps.get("scores"))
 
 
 def sizes_of(config: dict[str, Any], number: int, dtype: str, packed: tuple[PackedPart, ...] = ()) -> ModelSizes | None:
@@ -106,18 +140,23 @@ def sizes_of(config: dict[str, Any], number: int, dtype: str, packed: tuple[Pack
     )
     if num_bytes is None or not (num_heads and hidden and intermediate):
         return None
+    dense = _run_by_kernels(config)
+    latent = latent_sizes("cuda", config)
+    num_kv_heads, head_dim = config.get("num_key_value_heads") or num_heads, config.get("head_dim")
     return ModelSizes(
         num_parameters=number,
         bytes_per_position=num_bytes,
         num_heads=num_heads,
-        num_kv_heads=config.get("num_key_value_heads") or num_heads,
-        head_dim=config.get("head_dim") or hidden // num_heads,
+        num_kv_heads=num_kv_heads if latent is None else 1,
+        head_dim=(head_dim or hidden // num_heads) if latent is None else latent.entry_dim,
         hidden=hidden,
         intermediate=intermediate,
         vocab=config["vocab_size"],
         item_size=ITEM_SIZES[dtype],
         packed=packed if dtype == PACKED_DTYPE else (),
-        state_bytes=state_bytes(config, dtype),
+        recurrent=recurrent_shape(config),
+        latent=latent,
+        is_scannable=dense is None or not _hides(dense),
     )
 
 

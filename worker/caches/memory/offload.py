@@ -35,7 +35,7 @@ def plan_offload(
     num_in_host = int(HOST_SHARE * host_bytes) // (slot_capacity(longest_job) * sizes.kept_bytes_per_position)
     if num_in_host < 1:
         raise KVRoomError(_no_room(sizes, longest_job, MEMORY, HOST_SHARE * host_bytes))
-    layer_bytes = 2 * sizes.num_kv_heads * sizes.head_dim * sizes.item_size
+    layer_bytes = sizes.num_parts * sizes.num_kv_heads * sizes.head_dim * sizes.item_size
     ring = replace(sizes, bytes_per_position=min(sizes.bytes_per_position, RING_LAYERS * layer_bytes))
     if one_slot(ring, gpu, longest_job, drafts).num_fitting < 1:
         raise KVRoomError(_no_room(ring, longest_job, "the GPU, beside weights and work space", gpu.free_bytes))

@@ -13,10 +13,13 @@ from swiftbatch.worker.model.dense_config import SINKS
 from swiftbatch.worker.model.expert_config import ExpertConfig
 from swiftbatch.worker.model.formats.contract import StoredTensor
 from swiftbatch.worker.model.gguf.tensor_types import PACKED, PackedKind
+from swiftbatch.worker.model.mixer_forms import MixerConfig
 from swiftbatch.worker.model.text_view import EMBEDDING, HEAD
 
-PRODUCT = re.compile(r"^model\.layers\.\d+\.(?:self_attn|mlp)\.(\w+)_proj\.weight$")
+PRODUCT = re.compile(r"^(model\.layers\.\d+\.(?:self_attn|mlp)\.)(\w+)_proj(?:_with_mqa)?\.weight$")
 STACKED = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}  # parts, and the product of them
+STACKED |= {"q_a": "qkv", "kv_a": "qkv"}  # to latent vectors
+OF_HEADS = "kv_b"  # from a latent vector to each head's keys and values: never packed
 FACTOR_BYTES = 4  # of a scale or an offset
 
 
@@ -36,23 +39,26 @@ class PackedPart:
 
 
 def packed_parts(
-    heads: Mapping[str, StoredTensor], config: dict[str, Any], experts: ExpertConfig | None = None
+    heads: Mapping[str, StoredTensor],
+    config: dict[str, Any],
+    experts: ExpertConfig | None = None,
+    mixer: MixerConfig | None = None,
 ) -> tuple[PackedPart, ...]:
     """The products of a dense decoder whose parts all have one packed form, as `stacked_weights` keeps them.
 
-    Those of `experts`, where the kernels multiply them, are one for all experts of a layer. Matrices of whose form
-    numbers alone tell count as if they were dequantized.
+    Those of `experts`, where the kernels multiply them, are one for all experts of a layer; those of a `mixer` stand
+    around its state. Matrices of whose form numbers alone tell count as if they were dequantized.
     """
     last = EMBEDDING if config.get("tie_word_embeddings") else HEAD
     products = defaultdict[str, list[StoredTensor]](list)
-    of_experts = [] if experts is None else list(_products_of(experts))
+    named = [] if experts is None else list(_products_of(experts))
+    named += [] if mixer is None else list(_products_of_mixer(mixer))
     for name, head in heads.items():
-        for pattern, product in of_experts:
+        for pattern, product in named:
             if (layer := pattern.match(name)) is not None:
                 products[f"{layer[1]}{product}"].append(head)
-        if (found := PRODUCT.match(name)) is not None:
-            role = found[1]
-            products[name.replace(f".{role}_proj.", f".{STACKED.get(role, role)}_proj.")].append(head)
+        if (found := PRODUCT.match(name)) is not None and found[2] != OF_HEADS:
+            products[f"{found[1]}{STACKED.get(found[2], found[2])}"].append(head)
         elif name == last:
             products[name].append(head)
     return tuple(part for parts in products.values() if (part := _part(parts)) is not None)
@@ -64,7 +70,15 @@ def _products_of(experts: ExpertConfig) -> Iterator[tuple[re.Pattern[str], str]]
     found = {} if names.fused is None else {each: each for each in (names.fused.gate_up, names.fused.down)}
     found |= {name: f"experts.{STACKED.get(role, role)}" for role, name in (names.each or {}).items()}
     found |= {f"{name}.weight": f"shared.{STACKED.get(role, role)}" for role, name in (names.shared or {}).items()}
+    found |= {f"{name}.weight": name for name in names.latent or ()}
     return ((_in_a_layer(name), product) for name, product in found.items())
+
+
+def _products_of_mixer(mixer: MixerConfig) -> Iterator[tuple[re.Pattern[str], str]]:
+    """The same of matrices in front of states and behind them; those of heads are a product of their own."""
+    for name, roles in mixer.names.linears.items():
+        product = "output" if roles == ("output",) else "heads" if roles[0] in ("betas", "steps") else "channels"
+        yield _in_a_layer(f"{mixer.names.part}.{name}.weight"), f"mixer.{product}"
 
 
 def _in_a_layer(name: str) -> re.Pattern[str]:

@@ -21,7 +21,7 @@ from swiftbatch.worker.caches.memory.memory_plan import (
 from swiftbatch.worker.caches.memory.model_sizes import ModelSizes
 from swiftbatch.worker.caches.memory.pages import GPU_PAGE, pages_of
 from swiftbatch.worker.caches.room import MAX_TREE_NODES
-from swiftbatch.worker.kernels.sizes import MOST_SLOTS
+from swiftbatch.worker.kernels.sizes import most_slots
 
 DRAFT_SHARE = 0.25  # of what is left beside the weights, for what drafts keep, where few jobs fit at their longest
 
@@ -44,7 +44,7 @@ def plan_pages(
     if longest.num_fitting < 1:
         raise none_fits(longest)
     pool = replace(alone, slot_bytes=sizes.state_bytes, num_pages=least, page_bytes=page_bytes)
-    plan = replace(pool, num_slots=_slots_that_pay(pool) if num_slots is None else num_slots)
+    plan = replace(pool, num_slots=_slots_that_pay(pool, most_slots(gpu.num_rows)) if num_slots is None else num_slots)
     if plan.used_bytes > plan.free_bytes:
         raise too_many_slots(plan, f"what drafts keep for each, beside the longest job of {longest_job:,} positions,")
     num_beside = (plan.free_bytes - plan.used_bytes) // page_bytes
@@ -56,16 +56,16 @@ def most_of_a_job(longest_job: int) -> int:
     return pages_of(slot_capacity(longest_job) - MAX_TREE_NODES, GPU_PAGE)
 
 
-def _slots_that_pay(pool: MemoryPlan) -> int:
-    """As many as gain, if what drafts keep for each leaves most of the memory to pages.
+def _slots_that_pay(pool: MemoryPlan, most: int) -> int:
+    """As many as gain, `most` of them, if what drafts keep for each leaves most of the memory to pages.
 
     Or as many as leave the pages of all jobs that would fit at their longest.
     """
     if not pool.bytes_per_slot:
-        return MOST_SLOTS
+        return most
     longest = pool.num_pages * pool.page_bytes
     beside_weights = pool.left_bytes + longest
     num_longest = beside_weights // (pool.bytes_per_slot + longest)
     by_share = int(DRAFT_SHARE * beside_weights) // pool.bytes_per_slot
     beside_longest = (beside_weights - num_longest * longest) // pool.bytes_per_slot
-    return min(MOST_SLOTS, pool.num_fitting, max(by_share, beside_longest))
+    return min(most, pool.num_fitting, max(by_share, beside_longest))

@@ -8,16 +8,17 @@ from typing import NamedTuple
 from swiftbatch.worker.caches.room import MAX_TREE_NODES, HeldPositions
 
 PAGE = 64  # positions; a CPU's memory is taken in less
-GPU_PAGE = 1024  # positions of a GPU's: one look-up for each block of keys, and a job wastes half of one
+GPU_PAGE = 256  # positions of a GPU's: of many short jobs each wastes half of one, and one look-up is a block's anyway
 HORIZON = 2048  # tokens that a job has room for when it begins: to leave and to come back costs far less than these
 ROOM_BEHIND = MAX_TREE_NODES + 1  # positions that a step may write behind the committed ones
 
 
 class Growth(NamedTuple):
-    """One job's positions: those that it has, and those that it is expected to have at its end."""
+    """One job's positions: those that it has, those expected at its end, and first ones that others have as well."""
 
     now: int
     end: int
+    num_shared: int = 0
 
     @property
     def left(self) -> int:
@@ -50,6 +51,10 @@ def most_pages(jobs: Iterable[Growth], page: int | None = None, held: HeldPositi
     most, now, by_end = 0, 0, sorted(jobs, key=lambda job: job.left, reverse=True)
     for count, job in enumerate(by_end, start=1):
         now, time = now + job.now, min(job.left, HORIZON)
-        grown = now + count * time if held is None else sum(held.of(each.now + time) for each in by_end[:count])
+        grown = (
+            now + count * time
+            if held is None
+            else sum(held.of(each.now + time, each.num_shared) for each in by_end[:count])
+        )
         most = max(most, grown + count * (ROOM_BEHIND + page - 1))
     return -(-most // page)

@@ -6,12 +6,14 @@ Their bits depend on no instruction set. Other threads run while a call does.
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_double, c_int64, c_uint64, c_void_p
+from collections.abc import Sequence as Many
+from ctypes import c_double, c_int64, c_void_p
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from swiftbatch.worker.drafters.base import WantedTree
 from swiftbatch.worker.drawing.native_calls import address_of
-from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.drawing.verification import TOP_K
 from swiftbatch.worker.kernels.instruction_sets import load_library
@@ -40,10 +42,24 @@ class CRecyclingTables(ctypes.Structure):
     )
 
 
-class CCandidateRanking(ctypes.Structure):
-    """`candidate_ranking` of source/recycling.h."""
+GROWTH = np.dtype(
+    [
+        ("seed", "<u8"),
+        *((name, "<f8") for name in ("noise_scale", "spread", "floor")),
+        *((name, "<i8") for name in ("previous", "token", "length", "max_nodes", "max_depth")),
+    ]
+)
+"""`tree_growth` of source/recycling.h."""
 
-    _fields_ = (("seed", c_uint64), *((name, c_double) for name in ("noise_scale", "spread", "floor")))
+
+class TextCandidates(NamedTuple):
+    """The target's candidates behind rows of one text; where a token comes twice, the last row counts."""
+
+    token_ids: Many[int] | np.ndarray  # [num_rows]
+    top_ids: np.ndarray  # [num_rows, TOP_K] int64
+    top_logprobs: np.ndarray  # [num_rows, TOP_K] float32
+    text_rows: Many[int] | np.ndarray  # [num_text_rows] those that stand in the text
+    previous_ids: Many[int] | np.ndarray  # [num_text_rows] the tokens in front of them there: they count for pairs, too
 
 
 class NativeRecycling:
@@ -75,52 +91,63 @@ class NativeRecycling:
         self._address = ctypes.addressof(self._tables)
         self._library = load_library(variant)
 
-    def grow(
-        self, sequence: Sequence, ranking: tuple[float, float, float], max_nodes: int, max_depth: int
-    ) -> DraftTree:
-        """The best-first tree behind a sequence, of at most `MOST_NODES` nodes.
+    def grow(self, wanted: Many[WantedTree], rankings: Many[tuple[float, float, float]]) -> list[DraftTree]:
+        """The best-first trees behind some sequences, each of at most `MOST_NODES` nodes.
 
-        `ranking`: what noise is multiplied with, the spread of the guesses and the floor below the best of them, as in
+        `rankings`: what noise is multiplied with, the spread of the guesses and the floor below the best of them, as in
         worker/drafters/ranking.py.
         """
-        length, token_ids = len(sequence), sequence.token_ids
-        previous, token = int(token_ids[max(length - 2, 0)]), int(token_ids[-1])
+        growths = np.array(
+            [self._growth(tree, ranking) for tree, ranking in zip(wanted, rankings, strict=True)], dtype=GROWTH
+        )
+        room = np.empty((2, sum(growths["max_nodes"].tolist())), dtype=np.int64)
+        num_nodes = np.empty(len(growths), dtype=np.int64)
+        start = address_of(room) or 0
+        self._library.recycling_grow(
+            *(self._address, address_of(growths), len(growths)), start, start + room.strides[0], address_of(num_nodes)
+        )
+        (token_ids, parents), trees, first = room.tolist(), list[DraftTree](), 0
+        for count, most in zip(num_nodes.tolist(), growths["max_nodes"].tolist(), strict=True):
+            trees.append(DraftTree(token_ids[first : first + count], parents[first : first + count]))
+            first += most
+        return trees
+
+    def _growth(self, wanted: WantedTree, ranking: tuple[float, float, float]) -> tuple[float, ...]:
+        """The fields of `GROWTH`."""
+        sequence, length = wanted.sequence, len(wanted.sequence)
+        previous, token = sequence.token_id(max(length - 2, 0)), sequence.last_token_id
         if not (0 <= previous < self._vocab_size and 0 <= token < self._vocab_size):
             raise ValueError(f"sequence ends with {previous}, {token}; expected tokens below {self._vocab_size}")
-        most = max(0, min(max_nodes, MOST_NODES))
-        room = np.empty((2, most), dtype=np.int64)
-        start, how = address_of(room) or 0, CCandidateRanking(sequence.sampling.seed or 0, *ranking)
-        num_nodes = self._library.recycling_grow(
-            *(self._address, ctypes.addressof(how), previous, token, length),
-            *(most, max_depth, start, start + room.strides[0]),
-        )
-        return DraftTree(*room[:, :num_nodes].tolist())
+        most = max(0, min(wanted.max_nodes, MOST_NODES))
+        return (sequence.sampling.seed or 0, *ranking, previous, token, length, most, wanted.max_depth)
 
-    def write(
-        self,
-        token_ids: np.ndarray,
-        top_ids: np.ndarray,
-        top_logprobs: np.ndarray,
-        text_rows: np.ndarray,
-        previous_ids: np.ndarray,
-    ) -> None:
-        """Take in candidates `[num_rows, TOP_K]` behind tokens `[num_rows]`; where one comes twice, the last counts.
+    def write(self, texts: Many[TextCandidates]) -> None:
+        """Take in what a step, or a reading, tells of each of some texts, one after the other.
 
-        Those of `text_rows` stand behind `previous_ids` in a text. Raises ValueError for arrays that do not fit.
+        Raises ValueError for arrays that do not fit; texts in front of the wrong one may be written.
         """
-        num_rows, num_text_rows = len(token_ids), len(text_rows)
-        tokens = _fitting("tokens", token_ids, (num_rows,), np.int64)
-        ids = _fitting("candidates", top_ids, (num_rows, TOP_K), np.int64)
-        logprobs = _fitting("log-probabilities", top_logprobs, (num_rows, TOP_K), np.float32)
-        rows = _fitting("rows of a text", text_rows, (num_text_rows,), np.int64)
-        previous = _fitting("previous tokens", previous_ids, (num_text_rows,), np.int64)
+        sizes = np.array([(len(text.token_ids), len(text.text_rows)) for text in texts], dtype=np.int64)
+        num_rows, num_text_rows = sizes.reshape(-1, 2).sum(axis=0).tolist()
+        tokens = _fitting("tokens", _joined([text.token_ids for text in texts]), (num_rows,), np.int64)
+        ids = _fitting("candidates", _joined([text.top_ids for text in texts]), (num_rows, TOP_K), np.int64)
+        logprobs = _joined([text.top_logprobs for text in texts])
+        logprobs = _fitting("log-probabilities", logprobs, (num_rows, TOP_K), np.float32)
+        rows = _fitting("rows of a text", _joined([text.text_rows for text in texts]), (num_text_rows,), np.int64)
+        previous = _joined([text.previous_ids for text in texts])
+        previous = _fitting("previous tokens", previous, (num_text_rows,), np.int64)
         places = np.empty(num_text_rows, dtype=np.int64)
-        has_written = self._library.recycling_write(
-            *(self._address, address_of(tokens), address_of(ids), address_of(logprobs), num_rows),
-            *(address_of(rows), address_of(previous), num_text_rows, address_of(places)),
+        arrays = tokens, ids, logprobs, rows, previous, sizes
+        num_written = self._library.recycling_write(
+            self._address, *(address_of(array) for array in arrays), len(texts), address_of(places)
         )
-        if not has_written:
+        if num_written < len(texts):
+            num_rows = len(texts[num_written].token_ids)
             raise ValueError(f"candidates name tokens outside the {self._vocab_size}, or rows outside the {num_rows}")
+
+
+def _joined(parts: Many[Any]) -> np.ndarray:
+    """Arrays of several texts as one; a single one without a copy."""
+    return np.asarray(parts[0]) if len(parts) == 1 else np.concatenate(parts)
 
 
 def _candidate_rows(name: str, ids: np.ndarray, logprobs: np.ndarray) -> CCandidateRows:

@@ -9,14 +9,15 @@ pairs of tokens that stood in a text, which count as much as those of the last t
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Many
 from typing import Protocol
 
 import numpy as np
 
-from swiftbatch.worker.drafters.base import ReadRows
+from swiftbatch.worker.drafters.base import ReadRows, Verified, WantedTree
 from swiftbatch.worker.drafters.best_first import grow_best_first
 from swiftbatch.worker.drafters.ranking import CandidateRanker, ranking_rule
-from swiftbatch.worker.drafters.recycling.native_recycler import NativeRecycling
+from swiftbatch.worker.drafters.recycling.native_recycler import NativeRecycling, TextCandidates
 from swiftbatch.worker.drafters.recycling.recycling_tables import NEW_SHARE, PAIR_SHARE, RecyclingTables
 from swiftbatch.worker.drafters.shared_budget import BudgetedDrafter
 from swiftbatch.worker.drawing.sequence import Sequence
@@ -30,21 +31,11 @@ from swiftbatch.worker.target.target import TargetModel
 class Recycler(Protocol):
     """Grows best-first trees from tables, and writes to them: a native call each where kernels run, else in Python."""
 
-    def tree(self, sequence: Sequence, max_nodes: int, max_depth: int) -> DraftTree:
-        """Grow a tree of at most `max_nodes` nodes, none deeper than `max_depth`."""
+    def trees(self, wanted: Many[WantedTree]) -> list[DraftTree]:
+        """Grow trees."""
 
-    def write(
-        self,
-        token_ids: np.ndarray,
-        top_ids: np.ndarray,
-        top_logprobs: np.ndarray,
-        text_rows: np.ndarray,
-        previous_ids: np.ndarray,
-    ) -> None:
-        """Take in candidates `[num_rows, TOP_K]` behind tokens `[num_rows]`; where one comes twice, the last counts.
-
-        Those of `text_rows` stand behind `previous_ids` in a text: they count for these pairs too.
-        """
+    def write(self, texts: Many[TextCandidates]) -> None:
+        """Take in candidates behind tokens and pairs of tokens, text after text."""
 
 
 class NativeRecycler:
@@ -57,8 +48,9 @@ class NativeRecycler:
         self._with_noise = with_noise
         self.write = self._native.write
 
-    def tree(self, sequence: Sequence, max_nodes: int, max_depth: int) -> DraftTree:
-        return self._native.grow(sequence, ranking_rule(sequence.sampling, self._with_noise), max_nodes, max_depth)
+    def trees(self, wanted: Many[WantedTree]) -> list[DraftTree]:
+        rankings = [ranking_rule(each.sequence.sampling, self._with_noise) for each in wanted]
+        return self._native.grow(wanted, rankings)
 
 
 class PythonRecycler:
@@ -68,7 +60,10 @@ class PythonRecycler:
         self._tables = tables
         self._with_noise = with_noise
 
-    def tree(self, sequence: Sequence, max_nodes: int, max_depth: int) -> DraftTree:
+    def trees(self, wanted: Many[WantedTree]) -> list[DraftTree]:
+        return [self._tree(*each) for each in wanted]
+
+    def _tree(self, sequence: Sequence, max_nodes: int, max_depth: int) -> DraftTree:
         ranker = CandidateRanker(sequence, self._with_noise)
 
         def expand(pair: int, depth: int) -> list[tuple[float, int, int]]:
@@ -77,17 +72,12 @@ class PythonRecycler:
 
         return grow_best_first(self._tables.newest_pair(sequence), expand, max_nodes, max_depth)
 
-    def write(
-        self,
-        token_ids: np.ndarray,
-        top_ids: np.ndarray,
-        top_logprobs: np.ndarray,
-        text_rows: np.ndarray,
-        previous_ids: np.ndarray,
-    ) -> None:
-        self._tables.tokens.write(token_ids, top_ids, top_logprobs)
-        pairs = previous_ids * self._tables.vocab_size + token_ids[text_rows]
-        self._tables.pairs.write(pairs.tolist(), top_ids[text_rows], top_logprobs[text_rows])
+    def write(self, texts: Many[TextCandidates]) -> None:
+        for text in texts:
+            token_ids, text_rows = np.asarray(text.token_ids), np.asarray(text.text_rows, dtype=np.int64)
+            self._tables.tokens.write(token_ids, text.top_ids, text.top_logprobs)
+            pairs = np.asarray(text.previous_ids, dtype=np.int64) * self._tables.vocab_size + token_ids[text_rows]
+            self._tables.pairs.write(pairs.tolist(), text.top_ids[text_rows], text.top_logprobs[text_rows])
 
 
 def create_recycler(tables: RecyclingTables, with_noise: bool) -> Recycler:
@@ -111,30 +101,42 @@ class TokenRecyclingDrafter(BudgetedDrafter):
         return self.is_drafting
 
     def tree(self, sequence: Sequence, max_nodes: int, max_depth: int) -> DraftTree:
-        return self._recycler.tree(sequence, max_nodes, max_depth)
+        return self.trees([WantedTree(sequence, max_nodes, max_depth)])[0]
+
+    def trees(self, wanted: Many[WantedTree]) -> list[DraftTree]:
+        return self._recycler.trees(wanted)
 
     def learn(self, rows: ReadRows) -> None:
         all_rows = np.arange(len(rows.token_ids))
-        self._recycler.write(rows.token_ids, rows.top_ids, rows.top_logprobs, all_rows, rows.previous_ids)
+        text = TextCandidates(rows.token_ids, rows.top_ids, rows.top_logprobs, all_rows, rows.previous_ids)
+        self._recycler.write([text])
 
     def update(self, sequence: Sequence, verification: Verification) -> None:
-        super().update(sequence, verification)
-        if verification.top_ids is not None:  # where no drafts pay, nothing is learned for them
-            self.take(sequence, verification)
+        self.update_all([(sequence, verification)])
 
-    def take(self, sequence: Sequence, verification: Verification) -> None:
-        """Keep the target's candidates at the rows of a verified step, whoever proposed its tree."""
-        text_rows = np.array([0, *(node + 1 for node in verification.path)])  # of tokens that stand in the text now
-        root = len(sequence) - len(verification.committed_ids) - 1
-        previous_ids = sequence.token_ids[[max(root + i - 1, 0) for i in range(len(text_rows))]]
-        candidates = top_candidates_of(verification)
-        self._recycler.write(verification.row_token_ids, *candidates, text_rows, previous_ids)
+    def update_all(self, verified: Many[Verified]) -> None:
+        for each in verified:
+            super().update(*each)
+        self.take([each for each in verified if each[1].top_ids is not None])  # where no drafts pay, there are none
+
+    def take(self, verified: Many[Verified]) -> None:
+        """Keep the target's candidates at the rows of a verified step, whoever proposed its trees."""
+        if verified:
+            self._recycler.write([_candidates_of(*each) for each in verified])
 
     def state(self, sequence: Sequence) -> dict[str, np.ndarray]:
         return self.tables.state()
 
     def restore(self, sequence: Sequence, state: dict[str, np.ndarray]) -> None:
         self.tables.restore(state)
+
+
+def _candidates_of(sequence: Sequence, verification: Verification) -> TextCandidates:
+    path, token_ids, committed = verification.path, verification.row_token_ids, verification.committed_ids
+    text_rows = [0, *(node + 1 for node in path)]  # of tokens that stand in the text now
+    before = sequence.token_id(max(len(sequence) - len(committed) - 2, 0))  # in front of the root
+    previous_ids = [before, token_ids[0], *committed][: len(text_rows)]
+    return TextCandidates(token_ids, *top_candidates_of(verification), text_rows, previous_ids)
 
 
 def top_candidates_of(verification: Verification) -> tuple[np.ndarray, np.ndarray]:

@@ -10,6 +10,8 @@ per second follows from measured costs, from how much of each was accepted, and 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence as Many
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +19,7 @@ import numpy as np
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.caches.scan_cache import SHORTEST_SCANNED, ScanKVCache
-from swiftbatch.worker.drafters.base import DraftCounters, Drafter, DraftRequest, ReadRows
+from swiftbatch.worker.drafters.base import DraftCounters, Drafter, DraftRequest, ReadRows, Verified, WantedTree
 from swiftbatch.worker.drafters.catalogue import ENGINES, MTP, engine_entry
 from swiftbatch.worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
 from swiftbatch.worker.drafters.shared_budget import MUCH_LONGER, RestingDrafter, SharedBudget, lengths_of
@@ -97,10 +99,10 @@ class RecycledProposer(Proposer):
         self._recycling = recycling
 
     def propose(self, chains: list[Chain], limits: list[tuple[int, int]]) -> list[DraftTree]:
-        return [
-            self._recycling.tree(chain.sequence, *limit) if min(limit) > 0 else DraftTree()
-            for chain, limit in zip(chains, limits, strict=True)
-        ]
+        given = zip(chains, limits, strict=True)
+        wanted = [WantedTree(chain.sequence, *limit) for chain, limit in given if min(limit) > 0]
+        trees = iter(self._recycling.trees(wanted) if wanted else ())
+        return [next(trees) if min(limit) > 0 else DraftTree() for limit in limits]
 
 
 class AutoDrafter(RestingDrafter):
@@ -114,6 +116,8 @@ class AutoDrafter(RestingDrafter):
     ) -> None:
         self._recycling, self._budget, self._planner = recycling, budget, planner
         self._chains = TwoLevelDrafter(target, RecycledProposer(recycling), self._planner, ScanKVCache, NUM_BEST)
+        arena = target.forwards.arena
+        self._most_scanned = math.inf if arena is None else arena.num_drafted
         self._rounds: RoundsChoice | None = None  # of the coming steps; None: they have trees
         self._names: list[str] = []  # of the sequences that the plan is for
         self._num_steps = 0  # since then
@@ -167,13 +171,17 @@ class AutoDrafter(RestingDrafter):
         self._recycling.learn(rows)
 
     def update(self, sequence: Sequence, verification: Verification) -> None:
+        self.update_all([(sequence, verification)])
+
+    def update_all(self, verified: Many[Verified]) -> None:
         if not self._is_chain:
-            self._recycling.update(sequence, verification)
+            self._recycling.update_all(verified)
             return
-        self._recycling.take(sequence, verification)
-        self._chains.update(sequence, verification)
-        for round_ in self._chains.rounds_of(sequence):
-            self._budget.learn(sequence, round_.num_nodes, round_.path)
+        self._recycling.take(verified)
+        for sequence, verification in verified:
+            self._chains.update(sequence, verification)
+            for round_ in self._chains.rounds_of(sequence):
+                self._budget.learn(sequence, round_.num_nodes, round_.path)
 
     def stop(self, sequence: Sequence) -> None:
         if self._caches_outside.pop(sequence.sequence_id, None) is None:
@@ -236,8 +244,8 @@ class AutoDrafter(RestingDrafter):
     def _rounds_that_pay(self, requests: list[DraftRequest]) -> RoundsChoice | None:
         """The best rounds, where they bring more than trees, and what they save is more than taking the texts in."""
         lengths = lengths_of(requests)
-        if lengths.max() < SHORTEST_SCANNED:
-            return None  # nothing would be scanned
+        if lengths.max() < SHORTEST_SCANNED or len(requests) > self._most_scanned:
+            return None  # nothing would be scanned, or not all have room for it
         clock = self._budget.clock
         plain = clock.beside("plain", requests[0].overhead)
         beside = clock.beside("chain", otherwise=plain + clock.drafting_seconds)

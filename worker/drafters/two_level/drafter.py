@@ -7,7 +7,6 @@ and compares, so nothing can be biased.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -25,6 +24,7 @@ from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.drawing.verification import Verification
 from swiftbatch.worker.target.forwards import DrawChains
+from swiftbatch.worker.target.stopwatch import seconds_now
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.tiles import tree_rows
 
@@ -156,35 +156,35 @@ class TwoLevelDrafter(Drafter):
 
     def _draw(self, draw_chains: DrawChains, chains: list[Chain], num_rounds: int) -> None:
         """Draw in so many rounds without trees at once."""
-        started = time.perf_counter()
+        started = seconds_now()
         with timed(self.counters.seconds, "check"):
             rows, samplers = [chain.row_ahead() for chain in chains], [chain.sampler for chain in chains]
             drawn = draw_chains(rows, samplers, num_rounds)
-        seconds = (time.perf_counter() - started) / (len(chains) * num_rounds)
+        seconds = (seconds_now() - started) / (len(chains) * num_rounds)
         for chain, tokens in zip(chains, drawn, strict=True):
             chain.extend(tokens, seconds)
 
     def _round(self, chains: list[Chain]) -> None:
         """Propose below every chain's newest token and let the target with the partial caches draw there."""
-        started = time.perf_counter()
+        started = seconds_now()
         limits = [(chain.num_round_nodes, chain.depth_left - 1) for chain in chains]
         with timed(self.counters.seconds, "propose"):
             trees = self._proposer.propose(chains, limits)
         with timed(self.counters.seconds, "check"):
             outputs = self._target.check([chain.rows(tree) for chain, tree in zip(chains, trees, strict=True)])
-            walks = self._drawing.walks([chain.sampler for chain in chains], trees, [rows.logits for rows in outputs])
+            walks = self._drawing.walks([chain.sampler for chain in chains], trees, outputs.logits)
             for chain, walk, rows in zip(chains, walks, outputs, strict=True):
                 chain.advance(walk, rows)
-        seconds = (time.perf_counter() - started) / len(chains)
+        seconds = (seconds_now() - started) / len(chains)
         for chain, tree, walk in zip(chains, trees, walks, strict=True):
             chain.rounds.append(Round(len(tree), walk.path, seconds))
 
     def _close(self, chains: list[Chain]) -> list[DraftTree]:
         """The chains, and below them what the proposer has to say."""
-        started = time.perf_counter()
+        started = seconds_now()
         with timed(self.counters.seconds, "propose"):
             below = self._proposer.propose(chains, [(self._num_below(chain), chain.depth_left) for chain in chains])
-        seconds = (time.perf_counter() - started) / len(chains)
+        seconds = (seconds_now() - started) / len(chains)
         for chain, tree in zip(chains, below, strict=True):
             tracked = self._tracked[chain.sequence.sequence_id]
             tracked.proposed = assemble(chain, tree, self._num_alternatives, seconds)

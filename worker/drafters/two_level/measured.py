@@ -5,18 +5,19 @@ The other way is tried again now and then, the rarer the longer it stays the slo
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
+from collections.abc import Sequence as Many
 
 import numpy as np
 import torch
 
 from swiftbatch.worker.caches.full import FullKVCache
-from swiftbatch.worker.drafters.base import DraftCounters, Drafter, DraftRequest, ReadRows
+from swiftbatch.worker.drafters.base import DraftCounters, Drafter, DraftRequest, ReadRows, Verified
 from swiftbatch.worker.drafters.two_level.repeating import RepeatingDrafter
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.drawing.verification import Verification
+from swiftbatch.worker.target.stopwatch import seconds_now
 
 SETTLING = 4  # steps at the beginning of a turn that tell nothing
 FIRST_TURN, TRIAL = 48, 24  # steps
@@ -52,7 +53,7 @@ class MeasuredDrafter(Drafter):
     needs_top_k = needs_hidden = True
 
     def __init__(
-        self, otherwise: RepeatingDrafter, predicting: Drafter, clock: Callable[[], float] = time.perf_counter
+        self, otherwise: RepeatingDrafter, predicting: Drafter, clock: Callable[[], float] = seconds_now
     ) -> None:
         self.otherwise, self.predicting, self.phases = otherwise, predicting, otherwise.phases
         self._clock = clock
@@ -96,15 +97,20 @@ class MeasuredDrafter(Drafter):
         self.predicting.read(sequence, position, hidden)
 
     def update(self, sequence: Sequence, verification: Verification) -> None:
-        num_new = len(verification.committed_ids)
-        self._num_tokens += num_new
+        self.update_all([(sequence, verification)])
+
+    def update_all(self, verified: Many[Verified]) -> None:
+        self._num_tokens += sum(len(verification.committed_ids) for _, verification in verified)
         if self.is_predicting:
-            self.predicting.update(sequence, verification)
-            self.otherwise.hear(sequence, verification)
+            self.predicting.update_all(verified)
+            for each in verified:
+                self.otherwise.hear(*each)
             return
-        self.otherwise.update(sequence, verification)
-        if verification.hidden is not None:
-            self.predicting.read(sequence, len(sequence) - num_new - 1, verification.hidden)
+        self.otherwise.update_all(verified)
+        for sequence, verification in verified:
+            if verification.hidden is not None:
+                position = len(sequence) - len(verification.committed_ids) - 1
+                self.predicting.read(sequence, position, verification.hidden)
 
     def stop(self, sequence: Sequence) -> None:
         self.otherwise.stop(sequence)

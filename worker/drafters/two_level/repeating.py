@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
+from collections.abc import Sequence as Many
 from itertools import pairwise
 
 import numpy as np
 
 from swiftbatch.worker.caches.full import FullKVCache
-from swiftbatch.worker.drafters.base import DraftCounters, Drafter, DraftRequest, ReadRows
+from swiftbatch.worker.drafters.base import DraftCounters, Drafter, DraftRequest, ReadRows, Verified
 from swiftbatch.worker.drafters.budget import NODE_CHOICES
 from swiftbatch.worker.drafters.lookup.repeated_text import RepeatedText, RepeatShares
 from swiftbatch.worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
@@ -17,6 +17,7 @@ from swiftbatch.worker.drafters.shared_budget import RestingDrafter, SharedBudge
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.drawing.verification import Verification
+from swiftbatch.worker.target.stopwatch import seconds_now
 
 FEW_NODES = (7,)
 PROMISING = 1.3  # tokens a step of a chain that short: a repeat that promises less is not worth planning for
@@ -73,7 +74,7 @@ class RepeatingDrafter(Drafter):
     def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
         if self._rests(requests):
             self._num_rests -= 1
-            self._rested_at.append(time.perf_counter())
+            self._rested_at.append(seconds_now())
             return [DraftTree() for _ in requests]
         self._wake()
         promised = {
@@ -86,7 +87,7 @@ class RepeatingDrafter(Drafter):
             return self._otherwise(requests)
         self._repeated = set(promised)
         self._budget.leave_out_step()
-        trees = [self._tree(request, size) for request, size in zip(requests, sizes, strict=True)]
+        trees = self._trees(requests, sizes)
         self._recycling.is_drafting = any(
             len(tree) and request.sequence.sequence_id not in self._repeated
             for request, tree in zip(requests, trees, strict=True)
@@ -97,15 +98,19 @@ class RepeatingDrafter(Drafter):
         self.otherwise.learn(rows)
 
     def update(self, sequence: Sequence, verification: Verification) -> None:
+        self.update_all([(sequence, verification)])
+
+    def update_all(self, verified: Many[Verified]) -> None:
         if self._rested_at:
             return
-        self._text(sequence).catch_up(sequence)
+        for sequence, _ in verified:
+            self._text(sequence).catch_up(sequence)
         if not self._is_repeating:
-            self.otherwise.update(sequence, verification)
-        elif sequence.sequence_id not in self._repeated:
-            self._recycling.update(sequence, verification)
-        elif verification.top_ids is not None:
-            self._recycling.take(sequence, verification)
+            self.otherwise.update_all(verified)
+            return
+        repeated = [each for each in verified if each[0].sequence_id in self._repeated]
+        self._recycling.update_all([each for each in verified if each[0].sequence_id not in self._repeated])
+        self._recycling.take([each for each in repeated if each[1].top_ids is not None])
 
     def leave_out_step(self) -> None:
         """Let another drafter propose for the coming step, and learn nothing of how long that takes."""
@@ -117,7 +122,7 @@ class RepeatingDrafter(Drafter):
         """Take in the text of a step that was left out, and the target's candidates along it."""
         self._text(sequence).catch_up(sequence)
         if verification.top_ids is not None:
-            self._recycling.take(sequence, verification)
+            self._recycling.take([(sequence, verification)])
 
     def stop(self, sequence: Sequence) -> None:
         self._wake()
@@ -141,7 +146,7 @@ class RepeatingDrafter(Drafter):
         resting = self._resting
         if not resting or [request.sequence for request in requests] != resting:
             return False
-        if not self._num_rests and not self._wake(time.perf_counter()):
+        if not self._num_rests and not self._wake(seconds_now()):
             self._rest(resting)
         return self._num_rests > 0
 
@@ -201,10 +206,13 @@ class RepeatingDrafter(Drafter):
             return None
         return [NODE_CHOICES[choice] for choice in chosen]
 
-    def _tree(self, request: DraftRequest, num_nodes: int) -> DraftTree:
-        sequence, most = request.sequence, min(num_nodes, request.max_nodes)
-        if not most:
-            return DraftTree()
-        if sequence.sequence_id in self._repeated:
-            return DraftTree.chain(self._text(sequence).chain(sequence, min(most, request.max_depth)))
-        return self._recycling.tree(sequence, most, request.max_depth)
+    def _trees(self, requests: list[DraftRequest], sizes: list[int]) -> list[DraftTree]:
+        """Chains of what is repeated, trees for the other sequences."""
+        chains, most = dict[int, DraftTree](), [min(size, r.max_nodes) for size, r in zip(sizes, requests, strict=True)]
+        for number, request in enumerate(requests):
+            sequence = request.sequence
+            if most[number] and sequence.sequence_id in self._repeated:
+                length, most[number] = min(most[number], request.max_depth), 0
+                chains[number] = DraftTree.chain(self._text(sequence).chain(sequence, length))
+        trees = self._recycling.sized_trees(requests, most)
+        return [chains.get(number, tree) for number, tree in enumerate(trees)]

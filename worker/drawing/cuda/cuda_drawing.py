@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -22,12 +21,12 @@ from swiftbatch.worker.drawing.drawing import NO_MASKS, Masks, logprobs_by
 from swiftbatch.worker.drawing.filters.filter_list import needs_filters
 from swiftbatch.worker.drawing.sampling import TokenSampler
 from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drawing.split_rows import together
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 from swiftbatch.worker.drawing.verification import Walk
-from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS
 from swiftbatch.worker.kernels.cuda.graph import Capture, capture
 from swiftbatch.worker.kernels.cuda.upload import Upload
-from swiftbatch.worker.kernels.sizes import MOST_SLOTS
+from swiftbatch.worker.kernels.sizes import NUM_ROWS, most_slots
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 NO_SLOT = 0  # of sequences without penalties and bias, of which nobody reads anything
@@ -97,14 +96,22 @@ class CudaSampler:
 class CudaDrawing:
     """A `Drawing` in Triton's kernels."""
 
-    def __init__(self, vocab_size: int, device: torch.device, capture: Capture = capture) -> None:
+    def __init__(
+        self, vocab_size: int, device: torch.device, capture: Capture = capture, num_rows: int = NUM_ROWS
+    ) -> None:
         self.device = device
         self._vocab_size = vocab_size
-        self._layout = DrawLayout(MOST_SLOTS + 1)
-        self._free = list(range(MOST_SLOTS, NO_SLOT, -1))
+        self._most_slots = most_slots(num_rows)
+        self._layout = DrawLayout(self._most_slots + 1, num_rows)
+        self._free = list(range(self._most_slots, NO_SLOT, -1))
         self._graphs = DrawGraphs(vocab_size, self._layout, device, capture)
         self._table = Upload(self._graphs.table)
         self._counts = weakref.WeakValueDictionary[int, TokenCounts]()  # by sequences, which counts keep alive
+
+    @property
+    def out(self) -> torch.Tensor:
+        """The results of a table of rows on the device, as `DrawGraphs` has them."""
+        return self._graphs.out
 
     def sampler(self, sequence: Sequence) -> CudaSampler:
         """Make a sampler; engine and drafter share the counts. Raises RuntimeError for more than a worker takes.
@@ -116,7 +123,7 @@ class CudaDrawing:
         if known := self._counts.get(id(sequence)):
             return CudaSampler(self, sequence, known)
         if not self._free:
-            raise RuntimeError(f"more than {MOST_SLOTS} sequences with penalties or a bias at a time")
+            raise RuntimeError(f"more than {self._most_slots} sequences with penalties or a bias at a time")
         counts = TokenCounts(sequence, self._free.pop())
         weakref.finalize(counts, self._free.append, counts.slot)
         self._counts[id(sequence)] = counts
@@ -136,13 +143,15 @@ class CudaDrawing:
             return []
         counted = {each.counts.slot: each.counts for each in samplers if each.counts.slot}  # forks share one
         news = {slot: counts.news(self._graphs.slots) for slot, counts in counted.items()}
-        tokens, ids, logprobs = self._drawn(rows, torch.cat(list(logits)), news)
-        walks, start = [], 0
+        tokens, ids, logprobs = self._drawn(rows, together(logits), news)
+        walks, start, drawn = list[Walk](), 0, tokens.tolist()
         for tree in trees:
-            part = slice(start, start + 1 + len(tree))
-            walk = _walk(tree, tokens[part].tolist())
-            walks.append(replace(walk, candidates=(ids[part], logprobs[part])) if with_candidates else walk)
-            start = part.stop
+            end = start + 1 + len(tree)
+            walk = _walk(tree, drawn[start:end])
+            if with_candidates:
+                walk = walk._replace(candidates=(ids[start:end], logprobs[start:end]))
+            walks.append(walk)
+            start = end
         return walks
 
     def top_candidates(self, logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
@@ -169,8 +178,9 @@ class CudaDrawing:
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Tokens `[num_rows]`, candidates and their log-probabilities `[num_rows, TOP_K]`, a table at a time."""
         found: list[DrawnRows] = []
-        for start in range(0, len(rows), NUM_ROWS):
-            part = rows[start : start + NUM_ROWS]
+        num_rows = self._layout.num_rows
+        for start in range(0, len(rows), num_rows):
+            part = rows[start : start + num_rows]
             self._graphs.logits[: len(part)] = logits[start : start + len(part)]
             self._layout.fill(self._table.buffer(), part, news)
             self._table.send()
@@ -184,6 +194,8 @@ class CudaDrawing:
 
 def _walk(tree: DraftTree, tokens: list[int]) -> Walk:
     """Follow the children that carry the drawn tokens, `tokens [num_rows]`, up to a row that none was drawn from."""
+    if len(tokens) == 1 and tokens[0] >= 0:  # so it is in plain decoding
+        return Walk([], tokens)
     children = tree.children()
     path: list[int] = []
     drawn: list[int] = []

@@ -15,11 +15,14 @@ from swiftbatch.worker.drawing.cuda.best_tokens import best_of_blocks, best_of_r
 from swiftbatch.worker.drawing.cuda.buffers import BLOCK, SlotBuffers, expect, expect_logits
 from swiftbatch.worker.drawing.cuda.row_words import NUM_DRAFTED, NUM_WORDS
 from swiftbatch.worker.drawing.cuda.scores import penalise_blocks
+from swiftbatch.worker.drawing.filters.best_kernels import find_cuts_of_best, list_best
 from swiftbatch.worker.drawing.filters.filter_kernels import find_cuts, temper_blocks
 
 NUM_WARPS = 4
 SORTED_BLOCK = 4096  # places of a sorted row that are looked at together
-SORTED_WARPS = 16
+SORTED_WARPS, LISTED_WARPS = 16, 8
+NUM_LISTED = 1024  # best tokens of a row, among which nearly all rows are cut
+UNDECIDED = -2  # in place of a token
 
 
 @dataclass(frozen=True)
@@ -51,13 +54,13 @@ class Draw:
     def __init__(self, buffers: DrawBuffers) -> None:
         """Allocate what lies between the launches. Raises ValueError for buffers that do not fit each other."""
         buffers.check()
-        self._buffers = buffers
+        self.buffers = buffers
         num_rows, vocab_size = buffers.logits.shape
         self._grid = (num_rows, triton.cdiv(vocab_size, BLOCK))
-        self._width = triton.next_power_of_2(self._grid[1])
+        self.width = triton.next_power_of_2(self._grid[1])
         device = buffers.logits.device
         self._scores = torch.empty(num_rows, vocab_size, device=device)
-        self._peaks = torch.empty(2, *self._grid, dtype=torch.int32, device=device)
+        self.peaks = torch.empty(2, *self._grid, dtype=torch.int32, device=device)
         self._best = torch.empty(self._grid, dtype=torch.int64, device=device)
         # [num_rows]: where each row is cut, in the order (score, token); used in a filtered draw alone
         self.cut_scores = torch.empty(num_rows, device=device)
@@ -65,11 +68,12 @@ class Draw:
 
     def launch(self) -> None:
         """Draw all rows."""
-        self._penalise()
-        self._choose(is_cut=False)
+        self.penalise()
+        self.choose(is_cut=False)
 
-    def _penalise(self) -> None:
-        given, vocab_size = self._buffers, self._buffers.logits.shape[1]
+    def penalise(self) -> None:
+        """Find the scores in front of the temperature, and the best of each block."""
+        given, vocab_size = self.buffers, self.buffers.logits.shape[1]
         penalise_blocks[self._grid](
             given.logits,
             given.logits.stride(0),
@@ -82,74 +86,79 @@ class Draw:
             given.slots.masked,
             given.slots.allowed,
             self._scores,
-            self._peaks,
+            self.peaks,
             vocab_size,
             BLOCK=BLOCK,
             num_warps=NUM_WARPS,
         )
 
-    def _choose(self, is_cut: bool) -> None:
-        given, (num_rows, num_blocks) = self._buffers, self._grid
+    def choose(self, is_cut: bool) -> None:
+        """Draw from the scores, from each row's cut on where there are some."""
+        given, (num_rows, num_blocks) = self.buffers, self._grid
         best_of_blocks[self._grid](
             given.rows,
             self._scores,
-            self._peaks,
+            self.peaks,
             self.cut_scores,
             self.cut_tokens,
             self._best,
             given.logits.shape[1],
             BLOCK=BLOCK,
-            WIDTH=self._width,
+            WIDTH=self.width,
             IS_CUT=is_cut,
             num_warps=NUM_WARPS,
         )
         best_of_rows[(num_rows,)](
             given.rows,
-            self._peaks,
+            self.peaks,
             self._best,
             given.tokens,
             given.highest,
             num_blocks,
-            WIDTH=self._width,
+            WIDTH=self.width,
             num_warps=NUM_WARPS,
         )
 
 
 class FilteredDraw(Draw):
-    """Draws behind all filters; rows that want none of them come out as from `Draw`."""
+    """Draws behind all filters, by sorted rows; rows that want none of them come out as from `Draw`."""
 
     def __init__(self, buffers: DrawBuffers) -> None:
         super().__init__(buffers)
-        self._tempered = torch.zeros_like(self._scores)
+        self.tempered = torch.zeros_like(self._scores)
         self._sorted = torch.empty_like(self._scores)
         self._order = torch.empty(self._scores.shape, dtype=torch.int64, device=self._scores.device)
 
     def launch(self) -> None:
         """Draw all rows."""
-        self._penalise()
+        self.penalise()
         self._sort()
         self._find_cuts()
-        self._choose(is_cut=True)
+        self.choose(is_cut=True)
 
     def _sort(self) -> None:
-        rows, vocab_size = self._buffers.rows, self._scores.shape[1]
+        self.temper()
+        torch.sort(self.tempered, stable=True, out=(self._sorted, self._order))
+
+    def temper(self) -> None:
+        """Find the scores that rows are cut by."""
+        rows, vocab_size = self.buffers.rows, self._scores.shape[1]
         temper_blocks[self._grid](
             rows,
             self._scores,
-            self._peaks,
-            self._tempered,
+            self.peaks,
+            self.tempered,
             vocab_size,
             BLOCK=BLOCK,
-            WIDTH=self._width,
+            WIDTH=self.width,
             num_warps=NUM_WARPS,
         )
-        torch.sort(self._tempered, stable=True, out=(self._sorted, self._order))
 
     def _find_cuts(self) -> None:
         num_rows, num_blocks = self._grid
         find_cuts[(num_rows,)](
-            self._buffers.rows,
-            self._peaks,
+            self.buffers.rows,
+            self.peaks,
             self._sorted,
             self._order,
             self.cut_scores,
@@ -158,6 +167,43 @@ class FilteredDraw(Draw):
             num_blocks,
             num_rows,
             BLOCK=SORTED_BLOCK,
-            WIDTH=self._width,
+            WIDTH=self.width,
             num_warps=SORTED_WARPS,
+        )
+
+
+class QuickDraw:
+    """Draws as a `FilteredDraw`, in its buffers, without a sort of the vocabulary: of a row only the best are sorted.
+
+    A row that is cut below these has `UNDECIDED` as its token: the other one has to draw it.
+    """
+
+    def __init__(self, draw: FilteredDraw, num_listed: int = NUM_LISTED) -> None:
+        """Allocate room for the best tokens of each row, fewer than `num_listed` where there are more."""
+        self._draw, self._num_listed = draw, num_listed
+        num_rows, device = len(draw.buffers.rows), draw.buffers.rows.device
+        self._ranks, self._sorted, self._order = (
+            torch.zeros(num_rows, num_listed, dtype=torch.int64, device=device) for _ in range(3)
+        )
+        self._num_best = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        self._undecided = torch.zeros(num_rows, dtype=torch.bool, device=device)
+
+    def launch(self) -> None:
+        """Draw all rows."""
+        self._draw.penalise()
+        self._draw.temper()
+        self._find_cuts()
+        self._draw.choose(is_cut=True)
+        self._draw.buffers.tokens.masked_fill_(self._undecided, UNDECIDED)
+
+    def _find_cuts(self) -> None:
+        draw, rows = self._draw, self._draw.buffers.rows
+        sizes = draw.tempered.shape[1], draw.peaks.shape[2], len(rows)
+        constants = {"BLOCK": SORTED_BLOCK, "WIDTH": draw.width, "MOST": self._num_listed}
+        given = rows, draw.peaks, draw.tempered
+        list_best[(len(rows),)](*given, self._ranks, self._num_best, *sizes, **constants, num_warps=SORTED_WARPS)
+        torch.sort(self._ranks, stable=True, out=(self._sorted, self._order))
+        cuts = draw.cut_scores, draw.cut_tokens, self._undecided
+        find_cuts_of_best[(len(rows),)](
+            *given, self._sorted, self._num_best, *cuts, *sizes, **constants, num_warps=LISTED_WARPS
         )

@@ -1,4 +1,4 @@
-"""The draws of one table of rows as graphs: one where rows have to be sorted for their filters, one for all others."""
+"""The draws of one table of rows as graphs: for rows with filters, and for all others."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from numpy.typing import NDArray
 from swiftbatch.worker.drawing.cuda.buffers import SlotBuffers
 from swiftbatch.worker.drawing.cuda.candidates import CandidateBuffers, TopCandidates
 from swiftbatch.worker.drawing.cuda.counts import update_counts
-from swiftbatch.worker.drawing.cuda.draw import Draw, DrawBuffers, FilteredDraw
+from swiftbatch.worker.drawing.cuda.draw import UNDECIDED, Draw, DrawBuffers, FilteredDraw, QuickDraw
 from swiftbatch.worker.drawing.cuda.draw_rows import DrawLayout
 from swiftbatch.worker.drawing.verification import TOP_K
-from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS
 from swiftbatch.worker.kernels.cuda.graph import Capture, Work
 from swiftbatch.worker.kernels.cuda.upload import Download
 
@@ -25,42 +24,49 @@ WORDS_OUT = 2 + 2 * TOP_K  # of a row: token, highest logit, candidates and thei
 class DrawnRows:
     """The results of a draw for its rows, on the host."""
 
-    tokens: NDArray[np.int32]  # [NUM_ROWS]; -1 where nothing can be drawn
-    top_ids: NDArray[np.int32]  # [NUM_ROWS, TOP_K]
-    top_logprobs: NDArray[np.float32]  # [NUM_ROWS, TOP_K]
+    tokens: NDArray[np.int32]  # [num_rows]; -1 where nothing can be drawn
+    top_ids: NDArray[np.int32]  # [num_rows, TOP_K]
+    top_logprobs: NDArray[np.float32]  # [num_rows, TOP_K]
 
 
 class DrawGraphs:
     """Static buffers and what runs over them. Captured at once: copies of other threads would disturb it later."""
 
     def __init__(self, vocab_size: int, layout: DrawLayout, device: torch.device, capture: Capture) -> None:
-        """Allocate and capture. Inputs go to `logits [NUM_ROWS, vocab] float32` and `table [layout.size] int32`."""
-        self.logits = torch.zeros(NUM_ROWS, vocab_size, device=device)
+        """Allocate and capture. Inputs go to `logits [num_rows, vocab] float32` and `table [layout.size] int32`."""
+        num_rows = self._num_rows = layout.num_rows
+        self.logits = torch.zeros(num_rows, vocab_size, device=device)
         padding = np.zeros(layout.size, dtype=np.int32)
         layout.fill(padding, [], {})
         self.table = torch.from_numpy(padding).to(device)
-        self.slots = SlotBuffers.empty(layout.num_slots, NUM_ROWS, vocab_size, device)
+        self.slots = SlotBuffers.empty(layout.num_slots, num_rows, vocab_size, device)
         rows, ancestors, leaving, self._arriving, self._gone = layout.parts(self.table)
-        out = torch.zeros(NUM_ROWS * WORDS_OUT, dtype=torch.int32, device=device)
-        tokens, highest, ids, logprobs = out.split([NUM_ROWS, NUM_ROWS, NUM_ROWS * TOP_K, NUM_ROWS * TOP_K])
+        self.out = torch.zeros(num_rows * WORDS_OUT, dtype=torch.int32, device=device)
+        tokens, highest, ids, logprobs = self.out.split([num_rows, num_rows, num_rows * TOP_K, num_rows * TOP_K])
         self._buffers = DrawBuffers(
             self.logits, rows, ancestors, self.slots, leaving, tokens, highest.view(torch.float32)
         )
-        top = (ids.view(NUM_ROWS, TOP_K), logprobs.view(torch.float32).view(NUM_ROWS, TOP_K))
+        top = (ids.view(num_rows, TOP_K), logprobs.view(torch.float32).view(num_rows, TOP_K))
         self._candidates = TopCandidates(CandidateBuffers(self.logits, rows, *top))
-        self._download = Download(out)
-        self._plain, self._filtered = (
-            capture(self._work(kind(self._buffers)), device) for kind in (Draw, FilteredDraw)
+        self._download = Download(self.out)
+        plain, filtered = Draw(self._buffers), FilteredDraw(self._buffers)
+        quick = self._work(QuickDraw(filtered))
+        self._plain, self._quick, self._sorted = (
+            capture(work, device) for work in (self._work(plain), quick, filtered.launch)
         )
 
     def replay(self, is_filtered: bool) -> DrawnRows:
         """Draw; waits for the tokens."""
-        (self._filtered if is_filtered else self._plain).replay()
-        out = self._download.wait().copy()
-        ids, logprobs = np.split(out[2 * NUM_ROWS :].reshape(-1, TOP_K), 2)
-        return DrawnRows(out[:NUM_ROWS], ids, logprobs.view(np.float32))
+        (self._quick if is_filtered else self._plain).replay()
+        out = self._download.wait()
+        if is_filtered and (out[: self._num_rows] == UNDECIDED).any():
+            self._sorted.replay()
+            out = self._download.wait()
+        out = out.copy()
+        ids, logprobs = np.split(out[2 * self._num_rows :].reshape(-1, TOP_K), 2)
+        return DrawnRows(out[: self._num_rows], ids, logprobs.view(np.float32))
 
-    def _work(self, draw: Draw) -> Work:
+    def _work(self, draw: Draw | QuickDraw) -> Work:
         def work() -> None:
             update_counts(self.slots.counts, self.slots.output, self._arriving, self._gone)
             draw.launch()

@@ -20,7 +20,7 @@ from swiftbatch.worker.drawing.cuda.buffers import SlotBuffers
 from swiftbatch.worker.drawing.cuda.row_words import NUM_DRAFTED, NUM_MASKED, NUM_WORDS, PADDING, ROW, fill_row
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
-from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS
+from swiftbatch.worker.kernels.sizes import NUM_ROWS
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,7 @@ class DrawLayout:
     """The layout of a draw's inputs in one buffer of int32."""
 
     num_slots: int
+    num_rows: int = NUM_ROWS
 
     @property
     def size(self) -> int:
@@ -92,7 +93,7 @@ class DrawLayout:
         return parts
 
     def fill(self, buffer: NDArray[np.int32], rows: Many[DrawRow | None], news: dict[int, tuple[Any, Any]]) -> None:
-        """Fill a buffer with at most `NUM_ROWS` rows; None is a row that nothing is asked of.
+        """Fill a buffer with at most `num_rows` rows; None is a row that nothing is asked of.
 
         `news` has for slots the tokens that came into and left their windows since.
         """
@@ -117,7 +118,7 @@ class DrawLayout:
 
     def _shapes(self) -> tuple[tuple[int, int], ...]:
         by_slot = (self.num_slots, NUM_DRAFTED)
-        return (NUM_ROWS, NUM_WORDS), (NUM_ROWS, NUM_DRAFTED), by_slot, by_slot, by_slot
+        return (self.num_rows, NUM_WORDS), (self.num_rows, NUM_DRAFTED), by_slot, by_slot, by_slot
 
 
 def leaving_tokens(token_ids: NDArray[np.int64], window: int) -> NDArray[np.int32]:

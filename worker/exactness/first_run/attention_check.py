@@ -14,10 +14,10 @@ from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.exactness.first_run.findings import Finding, Row, differing_bits
 from swiftbatch.worker.exactness.first_run.parts import Parts
 from swiftbatch.worker.exactness.probe import random_tree
-from swiftbatch.worker.kernels.cuda.attend import AttentionShape
-from swiftbatch.worker.kernels.cuda.attentions import ATTENTION_KERNELS
-from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, NUM_ROWS, TableLayout
+from swiftbatch.worker.kernels.cuda.attentions import ATTENTION_KERNELS, new_attention, shape_of
+from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, TableLayout
 from swiftbatch.worker.kernels.cuda.upload import Upload
+from swiftbatch.worker.kernels.sizes import NUM_ROWS
 from swiftbatch.worker.target.tiles import SequenceRows, max_tree_depth, tree_rows
 
 MOST_ERROR = {torch.bfloat16: 0.02, torch.float32: 1e-5}  # of the greatest number of a row
@@ -66,13 +66,19 @@ def _compared(parts: Parts, layer: OneLayer, rng: random.Random, length: int) ->
     """Compare all row and slot counts at one length."""
     differing, tried, error = 0, 0, 0.0
     for num_slots in parts.extent.slot_counts:
-        for num_rows in parts.extent.row_counts:
+        for num_rows in _row_counts(parts):
             if num_rows < num_slots:
                 continue
             placed = layer.placed(rng, length, num_slots, num_rows)
             found, among, worst = _against_alone(layer, placed, rng.randrange(2**31))
             differing, tried, error = differing + found, tried + among, max(error, worst)
     return {"length": length, "tried": tried, "differing": differing, "error": error}
+
+
+def _row_counts(parts: Parts) -> tuple[int, ...]:
+    """The numbers of rows to try; where forwards have more than these, as many as a forward has, too."""
+    counts, most = parts.extent.row_counts, parts.kernels.num_rows
+    return counts if most == NUM_ROWS else (*counts, most)
 
 
 def _against_alone(layer: OneLayer, placed: list[Placed], seed: int) -> tuple[int, int, float]:
@@ -105,17 +111,18 @@ class OneLayer:
         self._parts, sizes = parts, parts.sizes
         self.arena = parts.arena(num_slots, longest, num_layers=1)
         self.arena.buffer.normal_(generator=parts.generator(4))
-        heads_per_kv = sizes.num_heads // sizes.num_kv_heads
-        shape = AttentionShape(sizes.num_kv_heads, heads_per_kv, sizes.head_dim, parts.num_splits, sizes.dtype)
+        num_rows = parts.kernels.num_rows
+        shape = shape_of(sizes, parts.num_splits, num_rows)
         capacity, pages = self.arena.capacity, self.arena.pages
         table = (num_slots, capacity, shape.rows_per_group, capacity, sizes.vocab)
-        self._layout = TableLayout(*table, page=None if pages is None else pages.page)
+        self._layout = TableLayout(*table, page=None if pages is None else pages.page, num_rows=num_rows)
         self._buffer = torch.zeros(self._layout.size, dtype=torch.int32, device=parts.device)
         self._upload = Upload(self._buffer)
         self._table = self._layout.table(self._buffer)
         kernel = ATTENTION_KERNELS[parts.kernels.attention]
-        self._attention = kernel(shape, self._layout, sizes.scale, parts.device)
-        self._mixed = self._rows()
+        self._attention = new_attention(kernel, shape, self._layout, sizes.scale, parts.device)
+        self._value_dim = sizes.head_dim if sizes.latent is None else sizes.latent.rank
+        self._mixed = self._rows(self._value_dim)
         self._caches = [self.arena.new_cache(longest) for _ in range(num_slots)]
         for end in range(BLOCK, longest, BLOCK):
             for cache in self._caches:  # in turn: pages of a slot do not lie side by side
@@ -125,13 +132,13 @@ class OneLayer:
         """Return trees of so many rows in all at most, over some slots of nearly this length."""
         found = []
         for number, cache in enumerate(self._caches[:num_slots]):
-            rows = self._tree(rng, cache, max(0, length - number * SHORTER), num_rows // num_slots)
+            rows = self._tree(rng, cache, max(0, length - number * SHORTER), min(num_rows // num_slots, BLOCK))
             found.append((rows, cache.slot))
         return found
 
     def random_query(self, seed: int) -> Tensor:
-        """Draw a query `[NUM_ROWS, num_heads, head_dim]`."""
-        query = self._rows().float().normal_(generator=self._parts.generator(seed))
+        """Draw a query `[num_rows, num_heads, head_dim]`."""
+        query = self._rows(self._parts.sizes.head_dim).float().normal_(generator=self._parts.generator(seed))
         return query.to(self._parts.dtype)
 
     def attended(self, query: Tensor, placed: list[Placed]) -> Tensor:
@@ -151,11 +158,11 @@ class OneLayer:
 
     def attend(self) -> None:
         """Attend over what was uploaded, in two launches."""
-        keys, values = self.arena.buffer[0].expand(-1, len(self._caches), -1, -1, -1)
-        self._attention.attend(0, keys, values, None, self._table, self._mixed, pages=self.arena.pages)
+        kept = self.arena.buffer[0].expand(-1, len(self._caches), -1, -1, -1)
+        self._attention.attend(0, kept[0], kept[-1], None, self._table, self._mixed, pages=self.arena.pages)
 
     def exact(self, query: Tensor, rows: SequenceRows, row: int) -> Tensor:
-        """One row's `[num_heads, head_dim]` in float64, of `query` as it is."""
+        """One row's `[num_heads, value_dim]` in float64, of `query` as it is."""
         length = rows.tail_lengths[row]
         tail = torch.from_numpy(rows.tail_entries[row][:length].copy()).to(query.device)
         kept = rows.cache.stored_between(0, slice(0, rows.first_entry + len(rows)))
@@ -163,7 +170,7 @@ class OneLayer:
         for kv_head, heads in enumerate(query.double().chunk(self._parts.sizes.num_kv_heads)):
             keys, values = (torch.cat([part[kv_head, : rows.boundary], part[kv_head, tail]]).double() for part in kept)
             weights = torch.softmax(heads @ keys.t() * self._parts.sizes.scale, dim=-1)
-            found.append(weights @ values)
+            found.append(weights @ values[:, : self._value_dim])
         return torch.cat(found)
 
     def _tree(self, rng: random.Random, cache: ArenaKVCache, length: int, num_rows: int) -> SequenceRows:
@@ -172,6 +179,7 @@ class OneLayer:
         tree = random_tree(rng, num_rows - 1, max_tree_depth(length), vocab) if num_rows > 1 else DraftTree()
         return tree_rows(cache, rng.randrange(vocab), tree)
 
-    def _rows(self) -> Tensor:
+    def _rows(self, width: int) -> Tensor:
         sizes = self._parts.sizes
-        return torch.zeros(NUM_ROWS, sizes.num_heads, sizes.head_dim, dtype=sizes.dtype, device=self._parts.device)
+        heads = (self._layout.num_rows, sizes.num_heads, width)
+        return torch.zeros(heads, dtype=sizes.dtype, device=self._parts.device)

@@ -61,6 +61,7 @@ class FirstRun(Frozen):
     model_fingerprint: str
     dtype: str
     num_splits: int  # of attention's prefixes
+    num_rows: int  # of a forward
     attention: AttentionName
     linear: LinearName  # the kernel of products that these checks were passed with
     asked_linear: LinearName
@@ -83,7 +84,8 @@ class FirstRun(Frozen):
                 head += f"; those by {self.asked_linear} failed: use --linear {self.linear}, which is exact"
         else:
             head = f"STOPPED at {self.failed.name}: {self.failed.finding.words}"
-        model = f"model {self.model} ({self.model_fingerprint[:12]}), {self.dtype}, {self.num_splits} splits"
+        sizes = f"{self.num_splits} splits, {self.num_rows} rows"
+        model = f"model {self.model} ({self.model_fingerprint[:12]}), {self.dtype}, {sizes}"
         return "\n".join([head, model, "still unproved:", *(f"  - {each}" for each in self.unproved)])
 
 
@@ -116,6 +118,7 @@ def _first_run(parts: Parts, asked: CudaKernels, results: list[Result], checks: 
         model_fingerprint=parts.files.fingerprint,
         dtype=str(parts.dtype).removeprefix("torch."),
         num_splits=parts.num_splits,
+        num_rows=parts.kernels.num_rows,
         attention=parts.kernels.attention,
         linear=parts.kernels.linear,
         asked_linear=asked.linear,
@@ -148,6 +151,7 @@ def first_run(config: Computation, report: Callable[[str], None]) -> FirstRun | 
 
 def verdicts(found: FirstRun) -> list[tuple[CudaKernels, Exactness]]:
     """Return the verdicts on the kernels that were asked for, and on those that the checks were passed with."""
-    asked, taken = (CudaKernels(found.attention, linear) for linear in (found.asked_linear, found.linear))
+    linears = found.asked_linear, found.linear
+    asked, taken = (CudaKernels(found.attention, linear, found.num_rows) for linear in linears)
     passed: Exactness = "exact" if found.failed is None else "exact up to ties"
     return [(asked, found.verdict), (taken, passed)]

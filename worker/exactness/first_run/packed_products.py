@@ -14,7 +14,6 @@ from torch import Tensor
 from swiftbatch.worker.exactness.first_run.findings import Finding, Row, differing_bits
 from swiftbatch.worker.exactness.first_run.parts import Parts
 from swiftbatch.worker.exactness.first_run.products import bits, first_columns, random_rows, weight_shapes
-from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS
 from swiftbatch.worker.kernels.cuda.linear import triton_linear
 from swiftbatch.worker.kernels.cuda.packed_linear import packed_linear
 from swiftbatch.worker.kernels.packed import CODE_BITS, Code, PackedMatrix
@@ -83,7 +82,8 @@ def _copies(parts: Parts, matrix: PackedMatrix) -> list[PackedMatrix]:
 
 def _tried(parts: Parts, name: str, matrices: list[PackedMatrix]) -> Row:
     columns, depth = matrices[0].shape
-    out = torch.zeros(NUM_ROWS, columns, device=parts.device)
+    num_rows = parts.kernels.num_rows
+    out = torch.zeros(num_rows, columns, device=parts.device)
     rows = random_rows(parts, depth, parts.generator(3))
     seconds = parts.seconds(functools.partial(_multiply_all, rows, matrices, out))
     return {
@@ -91,7 +91,7 @@ def _tried(parts: Parts, name: str, matrices: list[PackedMatrix]) -> Row:
         "group": matrices[0].group_size,
         "depth": depth,
         "columns": columns,
-        "tried": NUM_ROWS * parts.extent.num_tries,
+        "tried": num_rows * parts.extent.num_tries,
         "differing": _num_differing(parts, matrices[0], out),
         "ms": 1000 * seconds / len(matrices),
         "GB/s": sum(each.nbytes for each in matrices) / seconds / 1e9,
@@ -106,7 +106,7 @@ def _multiply_all(rows: Tensor, matrices: list[PackedMatrix], out: Tensor) -> No
 def _num_differing(parts: Parts, matrix: PackedMatrix, out: Tensor) -> int:
     """Count rows of which some number differs from the plain kernel's over the same columns, dequantized."""
     generator, plain = parts.generator(7), first_columns(matrix)
-    expected = torch.zeros(NUM_ROWS, len(plain), device=parts.device)
+    expected = torch.zeros(len(out), len(plain), device=parts.device)
     differing = torch.zeros((), dtype=torch.int64, device=parts.device)
     for _ in range(parts.extent.num_tries):
         rows = random_rows(parts, matrix.shape[1], generator)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from swiftbatch.worker.caches.arena import ArenaKVCache, KVArena
 from swiftbatch.worker.caches.copies import CudaLane, Staging, computing_stream
-from swiftbatch.worker.caches.full import CacheShape
+from swiftbatch.worker.caches.full import CacheShape, states_of
+from swiftbatch.worker.caches.memory.memory_plan import splits_of
 from swiftbatch.worker.caches.memory.model_sizes import read_sizes
 from swiftbatch.worker.exactness.probe import MOST_NODES
 from swiftbatch.worker.kernels.choice import DEFAULT_KERNELS, CudaKernels
@@ -21,7 +23,7 @@ from swiftbatch.worker.model.dense import dense_weights
 from swiftbatch.worker.model.files import ModelFiles
 from swiftbatch.worker.target.cuda.clock import captured_seconds, clock_of
 from swiftbatch.worker.target.cuda.cuda_forwards import CudaForwards
-from swiftbatch.worker.target.cuda.cuda_loading import hold_products_steady, splits_of, whole_arena
+from swiftbatch.worker.target.cuda.cuda_loading import hold_products_steady, whole_arena
 from swiftbatch.worker.target.loading import DTYPES
 from swiftbatch.worker.target.target import TargetModel
 
@@ -78,13 +80,21 @@ class Parts:
             kernels.refuse_unfit(dtype, sizes.head_dim)
         if device.type == "cuda" and sizes is not None:
             hold_products_steady()
-            num_splits = splits_of(torch.cuda.get_device_properties(device).multi_processor_count, sizes.num_kv_heads)
+            num_multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+            num_splits = splits_of(num_multiprocessors, sizes, kernels.num_rows)
 
         def load() -> StackedWeights | None:
             weights = dense_weights(files, DTYPES[dtype], device)
             return None if weights is None else stacked_weights(weights, device, handed_over(weights))
 
         return cls(files, DTYPES[dtype], device, num_splits, load, kernels=kernels)
+
+    def with_rows(self, num_rows: int) -> Parts:
+        """The same model, its weights where they lie, for forwards of so many rows."""
+        made = copy.copy(self)
+        made.kernels = replace(self.kernels, num_rows=num_rows)
+        made.num_splits = max(1, self.num_splits * self.kernels.num_rows // num_rows)
+        return made
 
     def seconds(self, work: Work) -> float:
         """Time some work as a graph does it: return the median of some rounds."""
@@ -106,15 +116,12 @@ class Parts:
         return self.weights.sizes
 
     def cache_shape(self, num_layers: int | None = None) -> CacheShape:
-        """Return the shape of the model's caches, or of some layers of them."""
-        sizes = self.sizes
-        return CacheShape(
-            sizes.num_layers if num_layers is None else num_layers,
-            sizes.num_kv_heads,
-            sizes.head_dim,
-            sizes.dtype,
-            self.device,
-        )
+        """Return the shape of the model's caches, or of some layers of them that attend."""
+        sizes, layers = self.sizes, self.weights.layers
+        num_attending = sum(layer.attention is not None for layer in layers) if num_layers is None else num_layers
+        states = states_of(layer.mixer for layer in layers) if num_layers is None else None
+        heads, num_parts = (sizes.num_kv_heads, sizes.head_dim), 2 if sizes.latent is None else 1
+        return CacheShape(num_attending, *heads, sizes.dtype, self.device, states, num_parts=num_parts)
 
     def arena(self, num_slots: int, max_length: int, num_layers: int | None = None) -> KVArena:
         """Memory of caches as the attention wants it, with room for so many of this length."""

@@ -10,7 +10,6 @@ from torch import Tensor
 from swiftbatch.jobs.run.option_values import LinearName
 from swiftbatch.worker.exactness.first_run.findings import Finding, Row
 from swiftbatch.worker.exactness.first_run.parts import Parts
-from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS
 from swiftbatch.worker.kernels.cuda.linear import LINEAR_KERNELS
 from swiftbatch.worker.kernels.cuda.packed_linear import WeightKernel
 from swiftbatch.worker.kernels.cuda.stacked import StackedWeights
@@ -50,9 +49,16 @@ def weight_shapes(weights: StackedWeights) -> dict[str, list[AnyLinear]]:
     """The products of a forward that all rows meet: of each kind those of one shape, and the head."""
     layers = weights.layers
     own = [layer.own_products for layer in layers if layer.own_products is not None]
+    attention = [layer.attention for layer in layers if layer.attention is not None]
+    latents = [layer.latent for layer in layers if layer.latent is not None]
+    mixers = [layer.mixer for layer in layers if layer.mixer is not None]
     products = {
-        "q, k, v": [layer.query_key_value for layer in layers],
-        "output": [layer.output for layer in layers],
+        "q, k, v": [in_front for in_front, _ in attention],
+        "queries of vectors": [each.query for each in latents if each.query is not None],
+        "output": [behind for _, behind in attention],
+        "into states": [mixer.wide for mixer in mixers],
+        "of states' heads": [mixer.narrow for mixer in mixers if mixer.narrow is not None],
+        "out of states": [mixer.output for mixer in mixers],
         "gate, up": [gate_up for gate_up, _ in own],
         "down": [down for _, down in own],
         "head": [weights.head],
@@ -67,7 +73,8 @@ def weight_shapes(weights: StackedWeights) -> dict[str, list[AnyLinear]]:
 def _tried(parts: Parts, kernel_name: str, kernel: WeightKernel, name: str, linears: list[AnyLinear]) -> Row:
     columns, depth = linears[0].weight.shape
     out_dtype = torch.float32 if name == "head" else parts.dtype
-    out = torch.zeros(NUM_ROWS, columns, dtype=out_dtype, device=parts.device)
+    num_rows = parts.kernels.num_rows
+    out = torch.zeros(num_rows, columns, dtype=out_dtype, device=parts.device)
     run = functools.partial(_into, kernel, out)
     seconds = _seconds(parts, run, linears, depth)
     num_bytes = sum(linear.weight.nbytes for linear in linears)
@@ -76,7 +83,7 @@ def _tried(parts: Parts, kernel_name: str, kernel: WeightKernel, name: str, line
         "weights": name,
         "depth": depth,
         "columns": columns,
-        "tried": NUM_ROWS * parts.extent.num_tries,
+        "tried": num_rows * parts.extent.num_tries,
         "differing": _num_differing(parts, run, linears[0], out),
         "error": _error(parts, run, linears[0], out),
         "ms": 1000 * seconds / len(linears),
@@ -96,7 +103,7 @@ def _num_differing(parts: Parts, run: functools.partial[None], linear: AnyLinear
     expected: Tensor | None = None
     for _ in range(parts.extent.num_tries):
         neighbours = random_rows(parts, depth, generator)
-        for place in range(NUM_ROWS):
+        for place in range(len(out)):
             rows = neighbours.clone()
             rows[place] = row
             run(rows, linear)
@@ -135,8 +142,8 @@ def _seconds(parts: Parts, run: functools.partial[None], linears: list[AnyLinear
 
 
 def random_rows(parts: Parts, depth: int, generator: torch.Generator) -> Tensor:
-    """Make rows `[NUM_ROWS, depth]` of the model's dtype."""
-    rows = torch.randn(NUM_ROWS, depth, generator=generator, device=parts.device)
+    """Make rows `[num_rows, depth]` of the model's dtype, as many as a forward has."""
+    rows = torch.randn(parts.kernels.num_rows, depth, generator=generator, device=parts.device)
     return rows.to(parts.dtype)
 
 

@@ -20,7 +20,7 @@ from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.processes import environment_of_code, module_command
 from swiftbatch.worker.exactness.first_run.findings import Finding, Row, differing_bits
 from swiftbatch.worker.exactness.first_run.parts import ArenaTarget, Parts
-from swiftbatch.worker.exactness.probe import MAX_LENGTH, NUM_CACHES, probe_rows, random_tree
+from swiftbatch.worker.exactness.probe import MAX_LENGTH, num_caches, probe_rows, random_tree
 from swiftbatch.worker.exactness.transformers_agreement import compare
 from swiftbatch.worker.kernels.choice import CudaKernels
 from swiftbatch.worker.kernels.cuda.graph import Graph, Repeated, Work
@@ -36,7 +36,7 @@ SECONDS = 900  # for a large model to be loaded, and kernels to be compiled
 
 def check_rows(parts: Parts) -> Finding:
     """Random trees of several sequences against plain decoding, one row a forward."""
-    target = parts.target(NUM_CACHES, MAX_LENGTH)
+    target = parts.target(num_caches(parts.kernels.num_rows), MAX_LENGTH)
     found = probe_rows(target, parts.extent.num_rows, most_nodes=parts.extent.most_nodes)
     words = f"{differing_bits(found.num_differing, found.num_rows, 'tree rows')} from plain decoding"
     row: Row = {"tried": found.num_rows, "differing": found.num_differing}

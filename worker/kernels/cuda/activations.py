@@ -6,7 +6,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS
 from swiftbatch.worker.kernels.cuda.layer_kernels import is_padding
 from swiftbatch.worker.kernels.cuda.rounding import rounded
 from swiftbatch.worker.kernels.forms import Activation
@@ -69,6 +68,28 @@ def activate_row(
     tl.store(activated_ptr + row * INTERMEDIATE + columns, rounded(active, dtype), mask=is_real)
 
 
+@triton.jit
+def gate_row(rows_ptr, qkv_ptr, mixed_ptr, ALL: tl.constexpr, NUMBERS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Program (row, columns), in place."""
+    row = tl.program_id(0)
+    if is_padding(rows_ptr, row):
+        return
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    is_real = columns < NUMBERS
+    dtype: tl.constexpr = mixed_ptr.dtype.element_ty
+    gate = tl.load(qkv_ptr + row * ALL + ALL - NUMBERS + columns, mask=is_real, other=0.0).to(tl.float32)
+    mixed = tl.load(mixed_ptr + row * NUMBERS + columns, mask=is_real, other=0.0).to(tl.float32)
+    mixed = rounded(mixed * rounded(1 / (1 + tl.exp(-gate)), dtype), dtype)
+    tl.store(mixed_ptr + row * NUMBERS + columns, mixed, mask=is_real)
+
+
+def gate_heads(rows: Tensor, qkv: Tensor, mixed: Tensor) -> None:
+    """Multiply what attention has found, `mixed [num_rows, ...]`, by the sigmoids of gates at the end of `qkv`."""
+    numbers = mixed[0].numel()
+    grid = (len(mixed), triton.cdiv(numbers, ACTIVE_COLUMNS))
+    gate_row[grid](rows, qkv, mixed, ALL=qkv.shape[1], NUMBERS=numbers, COLUMNS=ACTIVE_COLUMNS)
+
+
 def activate(
     rows: Tensor,
     gate_up: Tensor,
@@ -76,12 +97,12 @@ def activate(
     activation: Activation = Activation.SILU,
     curve: Tensor | None = None,
 ) -> None:
-    """`[NUM_ROWS, 2 * intermediate]`, gates first, or ups alone, to `out [NUM_ROWS, intermediate]`.
+    """`[num_rows, 2 * intermediate]`, gates first, or ups alone, to `out [num_rows, intermediate]`.
 
     `curve [4] float32` on the device is that of XIELU.
     """
     intermediate = out.shape[1]
-    grid = (NUM_ROWS, triton.cdiv(intermediate, ACTIVE_COLUMNS))
+    grid = (len(out), triton.cdiv(intermediate, ACTIVE_COLUMNS))
     activate_row[grid](
         rows, gate_up, curve, out, INTERMEDIATE=intermediate, COLUMNS=ACTIVE_COLUMNS,
         HAS_GATES=gate_up.shape[1] > intermediate, ACTIVATION=int(activation),

@@ -18,9 +18,10 @@ import triton
 from torch import Tensor
 
 from swiftbatch.worker.kernels.attention_view import SEES_ALL, AttentionView
-from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, NUM_ROWS, CudaRowTable, PageTable
+from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, CudaRowTable, PageTable
 from swiftbatch.worker.kernels.cuda.prefix import prefix_split
 from swiftbatch.worker.kernels.cuda.tail import tail_merge
+from swiftbatch.worker.kernels.sizes import NUM_ROWS, least_blocks
 
 LOG2_E = math.log2(math.e)
 TAIL_TILE_ROWS = 16  # query heads of a KV head, at most; tensor cores take no fewer
@@ -31,12 +32,14 @@ WIDEST_FOR_FOUR_WARPS = 128  # a head's width whose accumulators fit their regis
 class Scratch:
     """Partial results of one layer's prefixes; one for all layers, since they run one after the other."""
 
-    output: Tensor  # [num_splits, NUM_ROWS, num_heads, head_dim] float32
-    lse: Tensor  # [num_splits, NUM_ROWS, num_heads] float32, base 2
+    output: Tensor  # [num_splits, num_rows, num_heads, head_dim] float32
+    lse: Tensor  # [num_splits, num_rows, num_heads] float32, base 2
 
     @classmethod
-    def empty(cls, num_splits: int, num_heads: int, head_dim: int, device: torch.device) -> Scratch:
-        size = (num_splits, NUM_ROWS, num_heads)
+    def empty(
+        cls, num_splits: int, num_heads: int, head_dim: int, device: torch.device, num_rows: int = NUM_ROWS
+    ) -> Scratch:
+        size = (num_splits, num_rows, num_heads)
         return cls(torch.empty(*size, head_dim, device=device), torch.empty(size, device=device))
 
 
@@ -49,6 +52,7 @@ class AttentionShape:
     head_dim: int
     num_splits: int  # that a prefix is cut into
     dtype: torch.dtype
+    num_rows: int = NUM_ROWS  # of a forward
 
     def __post_init__(self) -> None:
         """Raises ValueError for more query heads than `tail_merge` has rows for."""
@@ -91,11 +95,12 @@ class AttentionShape:
 
     def _sizes(self) -> dict[str, int]:
         return {
-            "NUM_ROWS": NUM_ROWS,
+            "NUM_ROWS": self.num_rows,
             "NUM_KV_HEADS": self.num_kv_heads,
             "HEADS_PER_KV": self.heads_per_kv,
             "HEAD_DIM": self.head_dim,
             "NUM_SPLITS": self.num_splits,
+            "LEAST_BLOCKS": least_blocks(self.num_rows),
             "BLOCK": BLOCK,
         }
 
@@ -105,7 +110,7 @@ def _seen(view: AttentionView) -> dict[str, Any]:
 
 
 def attend(
-    query: Tensor,  # [NUM_ROWS, num_heads, head_dim], side by side
+    query: Tensor,  # [num_rows, num_heads, head_dim], side by side
     keys: Tensor,  # [num_slots, num_kv_heads, capacity, row_width], one layer of the arena
     values: Tensor,  # as keys, with the same strides
     bias: Tensor | None,  # [num_slots, capacity] float32, added to scores of the prefix; -inf leaves an entry out
@@ -117,9 +122,9 @@ def attend(
     pages: PageTable | None = None,  # where prefixes lie; None: every slot's entries side by side
 ) -> None:
     """Mix each row's heads from what it may see. Padding rows stay as they are. Nothing is allocated."""
-    _, num_heads, head_dim = query.shape
+    num_rows, num_heads, head_dim = query.shape
     num_kv_heads, num_splits = keys.shape[1], len(scratch.lse)
-    shape = AttentionShape(num_kv_heads, num_heads // num_kv_heads, head_dim, num_splits, query.dtype)
+    shape = AttentionShape(num_kv_heads, num_heads // num_kv_heads, head_dim, num_splits, query.dtype, num_rows)
     scale_log2 = scale * LOG2_E
     strides = keys.stride()[:3]
     prefix_split[(len(table.groups) * num_kv_heads, num_splits)](
@@ -128,7 +133,7 @@ def attend(
         0 if pages is None else pages.numbers.stride(0),
         HAS_BIAS=bias is not None, PAGE=0 if pages is None else pages.page, **shape.prefix_constants(view),
     )  # fmt: skip
-    tail_merge[(NUM_ROWS, num_kv_heads)](
+    tail_merge[(num_rows, num_kv_heads)](
         query, keys, values, scratch.output, scratch.lse, mixed, table.rows, table.tail_slots, view.sinks,
         scale_log2, *strides, **shape.tail_constants(view),
     )  # fmt: skip

@@ -1,25 +1,27 @@
 """Row tables: what a forward's kernels read of its rows, as parts of one static buffer of int32; how one is filled.
 
-A graph reads the same buffer at every replay, so a table always has `NUM_ROWS` rows; those beyond the real ones are
-padding, marked by a tail of length 0.
+A graph reads the same buffer at every replay, so a table always has as many rows as the run's forwards; those beyond
+the real ones are padding, marked by a tail of length 0.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
+
+from swiftbatch.worker.kernels.sizes import NUM_ROWS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from swiftbatch.worker.kernels.row_tables import Rows
 
-NUM_ROWS = 64  # rows of every forward: one shape means one numerics, one graph, one cost
 BLOCK = 64  # positions between two boundaries; also the width of a tail
 
 Ints = TypeVar("Ints", "Tensor", NDArray[np.int32])
@@ -30,11 +32,11 @@ class CudaRowTable(Generic[Ints]):
     """Parts of one buffer: a tensor on the device, or the array that is uploaded to it."""
 
     groups: Ints  # [num_groups, 4]: slot, first row, number of rows (0: padding), boundary
-    rows: Ints  # [NUM_ROWS, 5]: slot, boundary, length of the tail (0: padding), row of its angles, entry to write
-    tail_slots: Ints  # [NUM_ROWS, BLOCK]: entries of the keys from the boundary on, in position order
-    token_ids: Ints  # [NUM_ROWS]
+    rows: Ints  # [num_rows, 5]: slot, boundary, length of the tail (0: padding), row of its angles, entry to write
+    tail_slots: Ints  # [num_rows, BLOCK]: entries of the keys from the boundary on, in position order
+    token_ids: Ints  # [num_rows]
     prefixes: Ints  # [2, num_groups]: slots and boundaries of the groups, once more, since flash-attn takes no strides
-    packed: Ints  # [NUM_ROWS]: places of the rows where every group has room for `rows_per_group`
+    packed: Ints  # [num_rows]: places of the rows where every group has room for `rows_per_group`
 
 
 @dataclass(frozen=True)
@@ -54,12 +56,6 @@ class PageTable:
         return PageTable(self.numbers[slot], self.page)
 
 
-def in_pages(entries: NDArray[np.int64], pages: Sequence[int], page: int) -> NDArray[np.int64]:
-    """Return entries of a pool, from those of a slot that has these pages."""
-    numbers = np.asarray(pages, dtype=np.int64)
-    return numbers[entries // page] * page + entries % page
-
-
 @dataclass(frozen=True)
 class TableLayout:
     """The layout of a table in its buffer, and the range of its numbers."""
@@ -71,12 +67,13 @@ class TableLayout:
     vocab: int
     boundary_step: int = BLOCK  # boundaries are multiples of it: behind a partial cache it is 1
     page: int | None = None  # entries of a page, where slots' entries lie in pages of a pool
+    num_rows: int = NUM_ROWS  # of every forward: one shape means one numerics, one graph, one cost
 
     @property
     def num_groups(self) -> int:
-        """The most groups that `NUM_ROWS` rows of `num_slots` sequences need, each in two blocks at most."""
-        most = (NUM_ROWS + 2 * self.num_slots * (self.rows_per_group - 1)) // self.rows_per_group
-        return min(NUM_ROWS, most)
+        """The most groups that all rows of `num_slots` sequences need, each in two blocks at most."""
+        most = (self.num_rows + 2 * self.num_slots * (self.rows_per_group - 1)) // self.rows_per_group
+        return min(self.num_rows, most)
 
     @property
     def size(self) -> int:
@@ -100,62 +97,122 @@ class TableLayout:
         `pages` are those of each sequence, where entries lie in some; a table on the device tells of prefixes. Raises
         ValueError for what the arena or the table has no room for; the buffer is then left as it was.
         """
-        self._check(sequences)
-        table = self.table(buffer)
+        given = _Given.of(sequences)
+        self._check(given)
+        places = given.entries, given.tails
+        if self.page is not None and len(given.owner):
+            places = given.in_pages(pages, self.page)
         buffer[:] = 0
-        row = group = 0
-        for number, (rows, slot) in enumerate(sequences):
-            end = row + len(rows)
-            entries, tails = np.arange(rows.first_entry, rows.first_entry + len(rows)), rows.tail_entries
-            if self.page is not None:
-                entries, tails = (in_pages(each, pages[number], self.page) for each in (entries, tails))
-            table.rows[row:end, :2] = slot, rows.boundary
-            table.rows[row:end, 2:] = np.stack((rows.tail_lengths, rows.positions, entries), axis=1)
-            table.tail_slots[row:end] = tails
-            table.token_ids[row:end] = rows.token_ids
-            for first in range(row, end, self.rows_per_group):
-                num_rows = min(self.rows_per_group, end - first)
-                table.groups[group] = slot, first, num_rows, rows.boundary
-                table.prefixes[:, group] = slot, rows.boundary
-                table.packed[first : first + num_rows] = group * self.rows_per_group + np.arange(num_rows)
-                group += 1
-            row = end
+        table, num_rows = self.table(buffer), len(given.owner)
+        table.rows[:num_rows, 0] = given.slots[given.owner]
+        table.rows[:num_rows, 1] = given.boundaries[given.owner]
+        table.rows[:num_rows, 2] = given.lengths
+        table.rows[:num_rows, 3] = given.positions
+        table.rows[:num_rows, 4], table.tail_slots[:num_rows] = places
+        table.token_ids[:num_rows] = given.token_ids
+        self._fill_groups(table, given)
+
+    def _fill_groups(self, table: CudaRowTable[NDArray[np.int32]], given: _Given) -> None:
+        """Cut the rows of each sequence into groups."""
+        most, counts = self.rows_per_group, self._num_groups_of(given)
+        firsts = np.cumsum(counts) - counts  # group of each sequence
+        owner = np.repeat(np.arange(len(counts)), counts)
+        first_rows = given.starts[owner] + (np.arange(len(owner)) - firsts[owner]) * most
+        num_rows = np.minimum(most, given.starts[owner] + given.sizes[owner] - first_rows)
+        slots, boundaries = given.slots[owner], given.boundaries[owner]
+        table.groups[: len(owner)] = np.stack((slots, first_rows, num_rows, boundaries), axis=1)
+        table.prefixes[:, : len(owner)] = slots, boundaries
+        # full groups lie side by side, so a row's place is that in its sequence, behind the groups of others
+        table.packed[: len(given.owner)] = firsts[given.owner] * most + given.numbers
+
+    def _num_groups_of(self, given: _Given) -> NDArray[np.int64]:
+        return -(-given.sizes // self.rows_per_group)
 
     def _shapes(self) -> tuple[tuple[int, ...], ...]:
-        groups = self.num_groups
-        return (groups, 4), (NUM_ROWS, 5), (NUM_ROWS, BLOCK), (NUM_ROWS,), (2, groups), (NUM_ROWS,)
+        groups, rows = self.num_groups, self.num_rows
+        return (groups, 4), (rows, 5), (rows, BLOCK), (rows,), (2, groups), (rows,)
 
-    def _check(self, sequences: Sequence[tuple[Rows, int]]) -> None:
-        num_rows = sum(len(rows) for rows, _ in sequences)
-        if num_rows > NUM_ROWS:
-            raise ValueError(f"found {num_rows} rows, expected at most {NUM_ROWS}")
-        num_groups = sum(-(-len(rows) // self.rows_per_group) for rows, _ in sequences)
+    def _check(self, given: _Given) -> None:
+        num_rows = len(given.owner)
+        if num_rows > self.num_rows:
+            raise ValueError(f"found {num_rows} rows, expected at most {self.num_rows}")
+        num_groups = int(self._num_groups_of(given).sum())
         if num_groups > self.num_groups:
             raise ValueError(f"found {num_groups} groups of rows, expected at most {self.num_groups}")
-        for rows, slot in sequences:
-            _check_range("slot", [slot], self.num_slots)
-            self._check_rows(rows)
-        written = {(slot, rows.first_entry + each) for rows, slot in sequences for each in range(len(rows))}
-        if len(written) < num_rows:
-            raise ValueError("found rows that write the same entries")
-
-    def _check_rows(self, rows: Rows) -> None:
-        if rows.boundary % self.boundary_step or not 0 <= rows.boundary <= self.capacity:
+        wrong = (given.boundaries % self.boundary_step != 0) | (given.boundaries < 0)
+        wrong |= given.boundaries > self.capacity
+        if wrong.any():
             raise ValueError(
-                f"found a boundary at {rows.boundary}, expected a multiple of {self.boundary_step} up to "
+                f"found a boundary at {given.boundaries[wrong][0]}, expected a multiple of {self.boundary_step} up to "
                 f"{self.capacity}"
             )
-        if rows.tail_entries.shape != (len(rows), BLOCK):
-            raise ValueError(f"found tails {list(rows.tail_entries.shape)}, expected {[len(rows), BLOCK]}")
-        _check_range("entry", [rows.first_entry, rows.first_entry + len(rows) - 1], self.capacity)
-        _check_range("entry of a tail", rows.tail_entries, self.capacity)
-        _check_range("length of a tail", rows.tail_lengths, BLOCK + 1, lowest=1)
-        _check_range("position", rows.positions, self.num_positions)
-        _check_range("token", rows.token_ids, self.vocab)
+        _check_range("slot", given.slots, self.num_slots)
+        _check_range("entry", given.entries, self.capacity)
+        _check_range("entry of a tail", given.tails, self.capacity)
+        _check_range("length of a tail", given.lengths, BLOCK + 1, lowest=1)
+        _check_range("position", given.positions, self.num_positions)
+        _check_range("token", given.token_ids, self.vocab)
+        if len(set((given.slots[given.owner] * self.capacity + given.entries).tolist())) < num_rows:
+            raise ValueError("found rows that write the same entries")
 
 
-def _check_range(name: str, numbers: Sequence[int] | NDArray[Any], end: int, lowest: int = 0) -> None:
-    found = np.asarray(numbers)
-    if found.size and not (lowest <= found.min() and found.max() < end):
-        wrong = found.min() if found.min() < lowest else found.max()
+@dataclass(frozen=True)
+class _Given:
+    """The rows of several sequences, one sequence behind the other: arrays for all, since steps wait for a table."""
+
+    sizes: NDArray[np.int64]  # [num_sequences]
+    slots: NDArray[np.int64]  # [num_sequences]
+    boundaries: NDArray[np.int64]  # [num_sequences]
+    starts: NDArray[np.int64]  # [num_sequences] first row of each
+    owner: NDArray[np.int64]  # [num_rows] number of the sequence
+    numbers: NDArray[np.int64]  # [num_rows] number of the row in its sequence
+    entries: NDArray[np.int64]  # [num_rows] to write
+    tails: NDArray[np.int64]  # [num_rows, BLOCK]
+    lengths: NDArray[np.int64]  # [num_rows]
+    positions: NDArray[np.int64]  # [num_rows]
+    token_ids: NDArray[np.int64]  # [num_rows]
+
+    @classmethod
+    def of(cls, sequences: Sequence[tuple[Rows, int]]) -> _Given:
+        """Lay rows side by side. Raises ValueError where some have tails of another size."""
+        for rows, _ in sequences:
+            if rows.tail_entries.shape != (len(rows), BLOCK):
+                raise ValueError(f"found tails {list(rows.tail_entries.shape)}, expected {[len(rows), BLOCK]}")
+        numbers = [(len(rows), slot, rows.boundary, rows.first_entry) for rows, slot in sequences]
+        sizes, slots, boundaries, first_entries = np.array(numbers, dtype=np.int64).reshape(-1, 4).T
+        starts = np.cumsum(sizes) - sizes
+        owner = np.repeat(np.arange(len(sizes)), sizes)
+        within = np.arange(len(owner)) - starts[owner]
+        tails = [np.empty((0, BLOCK), dtype=np.int64), *(rows.tail_entries for rows, _ in sequences)]
+        return cls(
+            *(sizes, slots, boundaries, starts, owner, within),
+            first_entries[owner] + within,
+            np.concatenate(tails),
+            _joined(rows.tail_lengths for rows, _ in sequences),
+            _joined(rows.positions for rows, _ in sequences),
+            _joined(rows.token_ids for rows, _ in sequences),
+        )
+
+    def in_pages(self, pages: Sequence[Sequence[int]], page: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The places of `entries` and `tails` in a pool. Raises ValueError where a sequence lacks a page."""
+        known, offsets = list[int](), list[int]()
+        lasts = self.entries[self.starts + self.sizes - 1] // page
+        for own, first, last in zip(pages, (self.boundaries // page).tolist(), lasts.tolist(), strict=True):
+            offsets.append(len(known) - first)
+            known += own[first : last + 1]
+            if len(known) != offsets[-1] + last + 1:
+                raise ValueError(f"found {len(own)} pages, expected entries of page {last} to lie in one")
+        numbers, behind = np.array(known, dtype=np.int64) * page, np.array(offsets)[self.owner]
+        entries, in_entries = np.divmod(self.entries, page)
+        tails, in_tails = np.divmod(self.tails, page)
+        return numbers[entries + behind] + in_entries, numbers[tails + behind[:, None]] + in_tails
+
+
+def _joined(lists: Iterable[Sequence[int]]) -> NDArray[np.int64]:
+    return np.array(list(chain.from_iterable(lists)), dtype=np.int64)
+
+
+def _check_range(name: str, numbers: NDArray[Any], end: int, lowest: int = 0) -> None:
+    if numbers.size and not (lowest <= numbers.min() and numbers.max() < end):
+        wrong = numbers.min() if numbers.min() < lowest else numbers.max()
         raise ValueError(f"found {name} {wrong}, expected {lowest} to {end - 1}")

@@ -1,13 +1,15 @@
 """A dense decoder as CUDA kernels: ten launches a layer, into buffers that never move, for a graph to replay.
 
-Layers that norm the heads of a row together take one launch more, and so do logits with a scale or a soft cap. In a
-layer with experts, six launches stand in the place of the last three, or behind them where all rows meet a part.
+Layers that norm the heads of a row together, or gate them, take one launch more, and so do logits with a scale or a
+soft cap. Latent attention takes two more, and one for queries that are made of a vector. In a layer with experts, six
+launches stand in the place of the last three, or behind them where all rows meet a part. In one with a state seven
+stand in the place of the five of attention and its products, or three: see `states/state_layers.py`.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -17,11 +19,18 @@ from torch import Tensor
 
 from swiftbatch.worker.kernels.angles import angles, kept_as, query_scales
 from swiftbatch.worker.kernels.attention_view import SEES_ALL, AttentionView
-from swiftbatch.worker.kernels.cuda.activations import activate
-from swiftbatch.worker.kernels.cuda.attend import AttentionShape
-from swiftbatch.worker.kernels.cuda.attentions import Attention, AttentionKernel, TritonAttention
-from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, NUM_ROWS, PageTable, TableLayout
+from swiftbatch.worker.kernels.cuda.activations import activate, gate_heads
+from swiftbatch.worker.kernels.cuda.attentions import (
+    Attention,
+    AttentionKernel,
+    LatentAttention,
+    TritonAttention,
+    new_attention,
+    shape_of,
+)
+from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, PageTable, TableLayout
 from swiftbatch.worker.kernels.cuda.expert_products import CudaExperts
+from swiftbatch.worker.kernels.cuda.latent_products import CudaLatents
 from swiftbatch.worker.kernels.cuda.layer_kernels import add_norm, embed, norm_heads, rope_store
 from swiftbatch.worker.kernels.cuda.linear import LinearKernel
 from swiftbatch.worker.kernels.cuda.logit_cap import cap_logits
@@ -29,16 +38,18 @@ from swiftbatch.worker.kernels.cuda.packed_linear import WeightKernel
 from swiftbatch.worker.kernels.cuda.scan.scan import ScanAttention
 from swiftbatch.worker.kernels.cuda.scan.scanned_texts import ScannedTexts
 from swiftbatch.worker.kernels.cuda.stacked import StackedLayer, StackedWeights
-from swiftbatch.worker.kernels.decoder_weights import other_rotary
+from swiftbatch.worker.kernels.cuda.states.state_buffers import StateBuffers
+from swiftbatch.worker.kernels.cuda.states.state_layers import CudaMixers
+from swiftbatch.worker.kernels.decoder_weights import AnyLinear, other_rotary
 from swiftbatch.worker.kernels.frequencies import QueryGrowth, Rotary
 from swiftbatch.worker.kernels.kv_codes import cuda_row_width
-from swiftbatch.worker.kernels.sizes import RING_LAYERS
+from swiftbatch.worker.kernels.sizes import NUM_ROWS, RING_LAYERS
 
 
 class CudaDecoder:
     """A decoder that runs the rows of its table; what it reads and writes is allocated here, once.
 
-    A row's `hidden [NUM_ROWS, hidden]`, of the model's dtype, and `logits [NUM_ROWS, vocab] float32` follow from the
+    A row's `hidden [num_rows, hidden]`, of the model's dtype, and `logits [num_rows, vocab] float32` follow from the
     row's own tokens, whatever shares the table; those of padding rows mean nothing.
     """
 
@@ -53,12 +64,15 @@ class CudaDecoder:
         reduce: Callable[[Tensor], None] | None = None,
         attention: AttentionKernel = TritonAttention,
         pages: PageTable | None = None,
+        states: StateBuffers | None = None,
+        num_rows: int = NUM_ROWS,
     ) -> None:
         """Rows see entries of `arena [num_layers, 2, num_slots, num_kv_heads, capacity, row_width]`, on its device.
 
-        It may have room for `RING_LAYERS` layers alone, which take turns; whoever runs layer by layer fills them.
+        Its layers are those that attend; the others have `states`. Of latent attention it has one part in place of the
+        two. It may have room for `RING_LAYERS` layers alone, which take turns; whoever runs layer by layer fills them.
         `bias [num_slots, capacity] float32` is added to scores of prefixes. `reduce` sums a layer's part of the
-        outputs `[NUM_ROWS, hidden]` over devices that hold the others, in place. With `pages` the arena is a pool, one
+        outputs `[num_rows, hidden]` over devices that hold the others, in place. With `pages` the arena is a pool, one
         slot that all see, in whose pages their entries lie. Raises ValueError.
         """
         sizes = self.sizes = weights.sizes
@@ -66,15 +80,17 @@ class CudaDecoder:
         if pages is not None:
             arena = arena.expand(-1, -1, len(pages.numbers), -1, -1, -1)  # a stride of 0
         capacity = arena.shape[4] if pages is None else pages.capacity
-        heads_per_kv = sizes.num_heads // sizes.num_kv_heads
-        shape = self._shape = AttentionShape(sizes.num_kv_heads, heads_per_kv, sizes.head_dim, num_splits, sizes.dtype)
+        shape = self._shape = shape_of(sizes, num_splits, num_rows)
         step = BLOCK if bias is None else 1
         num_angles = weights.rotary.num_rows(num_positions)
         table = (arena.shape[2], capacity, shape.rows_per_group, num_angles, sizes.vocab, step)
-        self.layout = TableLayout(*table, None if pages is None else pages.page)
+        self.layout = TableLayout(*table, None if pages is None else pages.page, num_rows)
         self._weights, self._arena, self._bias, self._pages = weights, arena, bias, pages
         self._linear, self._reduce = WeightKernel(linear), reduce
-        self._views = [AttentionView(layer.window, sizes.score_cap or None, layer.sinks) for layer in weights.layers]
+        self._numbers = _numbers_of(weights.layers)
+        self.mixers = _mixers_of(weights, states, self._linear, num_rows)
+        attending = [layer for layer in weights.layers if layer.attention is not None]
+        self._views = [AttentionView(layer.window, sizes.score_cap or None, layer.sinks) for layer in attending]
         self._angles = self._angles_of(np.arange(num_angles), arena.device)
         self._still = self._angles  # of layers that turn no heads
         if any(layer.is_still for layer in weights.layers):
@@ -84,10 +100,11 @@ class CudaDecoder:
         growth = weights.rotary.growth
         self._query_scales = None if growth is None else self._scales_of(growth, num_positions, arena.device)
         self._allocate(arena.device)
-        self.attention: Attention = attention(shape, self.layout, sizes.scale, arena.device)
-        if not isinstance(self.attention, TritonAttention) and arena.dtype != sizes.dtype:
+        self.attention: Attention = new_attention(attention, shape, self.layout, sizes.scale, arena.device)
+        is_ours = isinstance(self.attention, TritonAttention | LatentAttention)
+        if not is_ours and arena.dtype != sizes.dtype:
             raise ValueError("found keys and values in 8 bits, which flash-attn does not take; attend with triton")
-        if not isinstance(self.attention, TritonAttention) and any(view != SEES_ALL for view in self._views):
+        if not is_ours and any(view != SEES_ALL for view in self._views):
             raise ValueError("found windows, soft caps or sinks, which flash-attn does not take; attend with triton")
 
     def over(self, arena: Tensor, bias: Tensor, texts: ScannedTexts | None = None) -> CudaDecoder:
@@ -96,6 +113,8 @@ class CudaDecoder:
         Rows see `texts` beside their entries, whose best keys are read from this decoder's arena.
         """
         _check_arena(arena, self._weights)
+        if self.mixers is not None:
+            raise ValueError("found layers with a state, whose rows no part of a cache would do for")
         other = copy.copy(self)
         other._arena, other._bias, other._pages = arena, bias, None
         other._views = [replace(view, window=None) for view in self._views]  # entries are no positions
@@ -103,16 +122,23 @@ class CudaDecoder:
         other.layout = replace(self.layout, num_slots=num_slots, capacity=capacity, boundary_step=1, page=None)
         other._allocate_table(arena.device)
         attention = self.attention
-        if not isinstance(attention, TritonAttention):  # flash-attn adds no biases
-            attention = TritonAttention(self._shape, other.layout, self.sizes.scale, arena.device)
-        other.attention = attention if texts is None else ScanAttention(attention, texts, self._arena, self._pages)
+        if not isinstance(attention, TritonAttention | LatentAttention):  # flash-attn adds no biases
+            attention = new_attention(TritonAttention, self._shape, other.layout, self.sizes.scale, arena.device)
+        if texts is not None and isinstance(attention, TritonAttention):
+            attention = ScanAttention(attention, texts, self._arena, self._pages)
+        other.attention = attention
         return other
+
+    @property
+    def experts_met(self) -> Tensor | None:
+        """The counts of experts that rows of all forwards met, as `CudaExperts` has them; None without experts."""
+        return None if self._experts is None else self._experts.met
 
     def forward(self, tap: Callable[[int, Tensor], None] | None = None) -> None:
         """Run the rows that `table_buffer` tells of, as `layout` fills one: into the arena, `hidden` and `logits`.
 
-        `tap` is shown every layer's queries `[:, num_kv_heads, heads_per_kv, head_dim]` as they met the keys, those of
-        the first row first.
+        `tap` is shown the queries of every layer that attends, `[:, num_kv_heads, heads_per_kv, head_dim]`, as they met
+        the keys, those of the first row first.
         """
         self.begin()
         for number in range(self.sizes.num_layers):
@@ -127,19 +153,22 @@ class CudaDecoder:
     def run_layer(self, number: int, tap: Callable[[int, Tensor], None] | None = None) -> None:
         """Run one layer, behind those before it."""
         layers, layer = self._weights.layers, self._weights.layers[number]
-        keys, values = self._arena[number % len(self._arena)]
-        delta, behind = (self._delta, layers[number - 1].down_norm) if number else (None, None)
-        rows = self._add_norm(delta, behind, layer.input_norm, self._normed)
-        self._mix(number, rows, keys, values)
-        if tap is not None:
-            tap(number, self.attention.heads())
-        behind = self._add_norm(self._delta, layer.output_norm, layer.mlp_norm, self._normed)
-        self._run_mlp(layer, rows if self.sizes.is_parallel else behind)
+        delta, behind = (self._delta, layers[number - 1].last_norm) if number else (None, None)
+        rows = self._state
+        if layer.attention is not None or layer.mixer is not None:
+            rows = self._add_norm(delta, behind, layer.input_norm, self._normed)
+            self._mix(number, rows)
+            delta, behind = self._delta, layer.output_norm
+        if tap is not None and layer.attention is not None:
+            tap(self._numbers[number], self.attention.heads())
+        if layer.own_products is not None or layer.experts is not None:
+            normed = self._add_norm(delta, behind, layer.mlp_norm, self._normed)
+            self._run_mlp(layer, rows if self.sizes.is_parallel else normed)
 
     def end(self) -> None:
         """Launch what comes behind the layers: the final norm and the head."""
         weights, sizes = self._weights, self.sizes
-        self._add_norm(self._delta, weights.layers[-1].down_norm, weights.final_norm, self.hidden)
+        self._add_norm(self._delta, weights.layers[-1].last_norm, weights.final_norm, self.hidden)
         self._linear(self.hidden, weights.head.weight, weights.head.bias, self.logits)
         if sizes.logit_scale != 1.0:
             self.logits.mul_(sizes.logit_scale)
@@ -165,10 +194,36 @@ class CudaDecoder:
         )  # fmt: skip
         return self._state if front is None else normed
 
-    def _mix(self, number: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
-        table, attention, layer, sizes = self._table, self.attention, self._weights.layers[number], self.sizes
+    def _mix(self, number: int, rows: Tensor) -> None:
+        layer, own_number = self._weights.layers[number], self._numbers[number]
+        if layer.mixer is not None and self.mixers is not None:
+            self.mixers.run(self._state_table, own_number, layer.mixer, rows, self._delta)
+        elif layer.attention is not None:
+            self._attend(own_number, layer, rows, *layer.attention)
+        if self._reduce is not None:
+            self._reduce(self._delta)
+
+    def _attend(self, number: int, layer: StackedLayer, rows: Tensor, in_front: AnyLinear, behind: AnyLinear) -> None:
+        """Attend in a layer, the `number`-th of those that do; in latent attention keys and values are the same."""
+        kept = self._arena[number % len(self._arena)]
+        keys, values, view = kept[0], kept[-1], self._views[number]
+        self._take_heads(layer, in_front, rows, keys, values)
+        self.attention.attend(number, keys, values, self._bias, self._table, self._mixed, view, self._pages)
+        found = self._mixed
+        if self.sizes.gates_heads:
+            gate_heads(self._table.rows, self._qkv, found)
+        if layer.latent is not None and self._latents is not None:
+            found = self._latents.values(layer.latent, found, self._table)
+        self._linear(found.flatten(1), behind.weight, behind.bias, self._delta)
+
+    def _take_heads(self, layer: StackedLayer, in_front: AnyLinear, rows: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Keep the rows' keys and values, and hand their queries to the attention."""
+        table, attention, sizes = self._table, self.attention, self.sizes
+        if layer.latent is not None and self._latents is not None:
+            self._latents.keep(layer.latent, in_front, rows, table, self._angles, keys, attention.query)
+            return
         turns = self._still if layer.is_still else self._angles if layer.rotary is None else self._other_angles
-        self._linear(rows, layer.query_key_value.weight, layer.query_key_value.bias, self._qkv)
+        self._linear(rows, in_front.weight, in_front.bias, self._qkv)
         if layer.joint_norms is not None:
             num_queries = sizes.num_heads * sizes.head_dim
             norm_heads(table.rows, self._qkv, layer.joint_norms, num_queries, sizes.epsilon, sizes.norm_form)
@@ -177,10 +232,6 @@ class CudaDecoder:
             attention.query, keys, values, attention.places(table), sizes.norm_form, sizes.norms_turned,
             self._query_scales,
         )  # fmt: skip
-        attention.attend(number, keys, values, self._bias, table, self._mixed, self._views[number], self._pages)
-        self._linear(self._mixed.view(NUM_ROWS, -1), layer.output.weight, layer.output.bias, self._delta)
-        if self._reduce is not None:
-            self._reduce(self._delta)
 
     def _run_mlp(self, layer: StackedLayer, rows: Tensor) -> None:
         if layer.own_products is not None:
@@ -200,37 +251,68 @@ class CudaDecoder:
 
     def _allocate(self, device: torch.device) -> None:
         """Static buffers, of zeros: what padding rows have never written are numbers, too."""
-        sizes, layers = self.sizes, self._weights.layers
+        sizes, layers, num_rows = self.sizes, self._weights.layers, self.layout.num_rows
 
         def rows(*shape: int) -> Tensor:
-            return torch.zeros(NUM_ROWS, *shape, dtype=sizes.dtype, device=device)
+            return torch.zeros(num_rows, *shape, dtype=sizes.dtype, device=device)
 
         self._allocate_table(device)
         self._state, self._normed, self._delta = (rows(sizes.hidden) for _ in range(3))
-        self._qkv = rows((sizes.num_heads + 2 * sizes.num_kv_heads) * sizes.head_dim)
-        self._mixed = rows(sizes.num_heads, sizes.head_dim)
+        latent, num_heads = sizes.latent, (1 + sizes.gates_heads) * sizes.num_heads + 2 * sizes.num_kv_heads
+        self._latents = None if latent is None else CudaLatents(sizes, latent, self._linear, device, num_rows)
+        self._qkv = rows(num_heads * sizes.head_dim if latent is None else 0)
+        self._mixed = rows(sizes.num_heads, sizes.head_dim if latent is None else latent.rank)
         width = max((layer.own_products[1].weight.shape[1] for layer in layers if layer.own_products), default=0)
         self._gate_up, self._activated = rows((1 + sizes.has_gates) * width), rows(width)
         experts = [layer.experts for layer in layers if layer.experts is not None]
-        self._experts = CudaExperts(experts, sizes.hidden, sizes.dtype, sizes.activation, device) if experts else None
+        self._experts = None
+        if experts:
+            parts = (experts, sizes.hidden, sizes.dtype, sizes.activation, device)
+            self._experts = CudaExperts(*parts, self._linear, num_rows)
         self.hidden = rows(sizes.hidden)
-        self.logits = torch.zeros(NUM_ROWS, sizes.vocab, device=device)
+        self.logits = torch.zeros(num_rows, sizes.vocab, device=device)
 
     def _allocate_table(self, device: torch.device) -> None:
-        self.table_buffer = torch.zeros(self.layout.size, dtype=torch.int32, device=device)
-        self._table = self.layout.table(self.table_buffer)
+        num_states = 0 if self.mixers is None else self.mixers.layout.size
+        self.table_buffer = torch.zeros(self.layout.size + num_states, dtype=torch.int32, device=device)
+        self._table = self.layout.table(self.table_buffer[: self.layout.size])
+        if self.mixers is not None:
+            self._state_table = self.mixers.layout.table(self.table_buffer[self.layout.size :])
+
+
+def _numbers_of(layers: Sequence[StackedLayer]) -> list[int]:
+    """The number of each layer among those that attend, or among those with a state."""
+    return [
+        sum((other.mixer is None) == (layer.mixer is None) and _mixes(other) for other in layers[:number])
+        for number, layer in enumerate(layers)
+    ]
+
+
+def _mixes(layer: StackedLayer) -> bool:
+    return layer.mixer is not None or layer.attention is not None
+
+
+def _mixers_of(
+    weights: StackedWeights, states: StateBuffers | None, linear: WeightKernel, num_rows: int
+) -> CudaMixers | None:
+    """Raises ValueError where there are states but no mixers, or mixers without states or of several sizes."""
+    found = {layer.mixer.sizes for layer in weights.layers if layer.mixer is not None}
+    if len(found) != (states is not None):
+        raise ValueError(f"found mixers of {len(found)} sizes, and {'some' if states else 'no'} states")
+    return None if states is None else CudaMixers(found.pop(), states, weights.sizes.dtype, linear, num_rows)
 
 
 def _of_width(buffer: Tensor, width: int) -> Tensor:
     """The first numbers of a buffer as rows without gaps."""
-    return buffer.flatten()[: NUM_ROWS * width].view(NUM_ROWS, width)
+    return buffer.flatten()[: len(buffer) * width].view(len(buffer), width)
 
 
 def _check_arena(arena: Tensor, weights: StackedWeights) -> None:
     sizes = weights.sizes
-    num_layers = len(weights.layers)
+    num_layers = sum(layer.attention is not None for layer in weights.layers)
     width = cuda_row_width(arena.dtype, sizes.dtype, sizes.head_dim)
-    expected = (num_layers, 2, arena.shape[2], sizes.num_kv_heads, arena.shape[4], width or sizes.head_dim)
+    num_parts = 2 if sizes.latent is None else 1
+    expected = (num_layers, num_parts, arena.shape[2], sizes.num_kv_heads, arena.shape[4], width or sizes.head_dim)
     is_layers = len(arena) in (num_layers, min(num_layers, RING_LAYERS))
     if not is_layers or arena.shape[1:] != expected[1:] or width is None or arena.stride(-1) != 1:
         raise ValueError(f"found an arena of {arena.dtype} {list(arena.shape)}, expected {sizes.dtype} {expected}")

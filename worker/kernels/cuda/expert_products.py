@@ -15,13 +15,13 @@ import triton.language as tl
 from torch import Tensor
 
 from swiftbatch.worker.kernels.cuda.activations import activated
-from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS
 from swiftbatch.worker.kernels.cuda.layer_kernels import is_padding
 from swiftbatch.worker.kernels.cuda.linear import TILE_COLUMNS
-from swiftbatch.worker.kernels.cuda.packed_linear import form_constants, packed_block, read
+from swiftbatch.worker.kernels.cuda.packed_linear import WeightKernel, form_constants, packed_block, read
 from swiftbatch.worker.kernels.cuda.rounding import dot, narrowed, rounded
 from swiftbatch.worker.kernels.cuda.router import (
     ROUTER_COLUMNS,
+    ROUTER_ROWS,
     TILE,
     choice_constants,
     choose_row,
@@ -37,7 +37,7 @@ from swiftbatch.worker.kernels.decoder_weights import AnyLinear
 from swiftbatch.worker.kernels.forms import Activation
 from swiftbatch.worker.kernels.packed import PackedMatrix
 from swiftbatch.worker.kernels.routing import Routing
-from swiftbatch.worker.kernels.sizes import BLOCK_DEPTH
+from swiftbatch.worker.kernels.sizes import BLOCK_DEPTH, NUM_ROWS
 
 SUMMED_COLUMNS = 1024  # of a program
 NO_FORM: dict[str, Any] = {"DECODE": None, "PER_BYTE": 1, "NUM_GROUPS": 1, "GROUP": 1, "HAS_OFFSETS": False}
@@ -60,7 +60,8 @@ def multiply_tile(
     num_columns, PAIRS_PER_ROW: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, HAS_BIAS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr, BLOCK_DEPTH: tl.constexpr, IS_PACKED: tl.constexpr, DECODE: tl.constexpr,
     PER_BYTE: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUP: tl.constexpr, HAS_OFFSETS: tl.constexpr,
-    IS_GATED: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, SLOPE: tl.constexpr,
+    IS_GATED: tl.constexpr, IS_ACTIVATED: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr,
+    SLOPE: tl.constexpr,
 ):  # fmt: skip
     """Program (columns, tile): an expert's columns with rows that chose it; gates and ups become one number."""
     expert = tl.load(tile_experts_ptr + tl.program_id(1))
@@ -95,6 +96,8 @@ def multiply_tile(
         wide = rounded(gated(gate, up, dtype, ACTIVATION, LIMIT, SLOPE), dtype)
         columns = tl.program_id(0) * (TILE_COLUMNS // 2) + tl.arange(0, TILE_COLUMNS // 2)
         width = num_columns // 2
+    elif IS_ACTIVATED:
+        wide = rounded(activated(wide, None, ACTIVATION), dtype)
     is_place = (pairs >= 0)[:, None] & (columns < width)[None, :]
     tl.store(out_ptr + pairs.to(tl.int64)[:, None] * width + columns[None, :], wide, mask=is_place)
 
@@ -127,52 +130,83 @@ def sum_choices(
 
 
 class CudaExperts:
-    """The buffers of experts, which layers share in turns: allocated once."""
+    """The buffers of experts, which layers share in turns: allocated once.
+
+    By numbers of real rows `met [num_rows + 1, 2]` counts layers of all forwards, and the experts that had a row there.
+    """
 
     def __init__(
-        self, layers: Sequence[StackedExperts], hidden: int, dtype: torch.dtype, activation: Activation, device: Any
+        self,
+        layers: Sequence[StackedExperts],
+        hidden: int,
+        dtype: torch.dtype,
+        activation: Activation,
+        device: Any,
+        linear: WeightKernel,
+        num_rows: int = NUM_ROWS,
     ) -> None:
-        """Experts of all layers have this activation."""
+        """Experts of all layers have this activation; `linear` makes products that all rows meet."""
         routings = [each.routing for each in layers]
-        num_pairs = NUM_ROWS * max(each.num_chosen for each in routings)
+        num_pairs = num_rows * max(each.num_chosen for each in routings)
         num_columns = max(len(each.router) for each in layers)
-        most_tiles = max(num_tiles(each.num_experts, each.num_chosen) for each in routings)
-        self._hidden, self._dtype, self._activation = hidden, dtype, activation
-        self._parts = torch.zeros(num_parts(hidden) * NUM_ROWS * num_columns, device=device)
-        self._marks = torch.zeros(NUM_ROWS * num_columns, dtype=torch.int32, device=device)
+        most_tiles = max(num_tiles(each.num_experts, each.num_chosen, num_rows) for each in routings)
+        self._hidden, self._dtype, self._activation, self._num_rows = hidden, dtype, activation, num_rows
+        self._parts = torch.zeros(num_parts(hidden) * num_rows * num_columns, device=device)
+        self._marks = torch.zeros(num_rows * num_columns, dtype=torch.int32, device=device)
         self._weights = torch.zeros(num_pairs, device=device)
-        self._shares = torch.zeros(NUM_ROWS, device=device)
+        self._shares = torch.zeros(num_rows, device=device)
         self._tile_experts = torch.zeros(most_tiles, dtype=torch.int32, device=device)
         self._tile_pairs = torch.zeros(most_tiles * TILE, dtype=torch.int32, device=device)
+        self.met = torch.zeros(num_rows + 1, 2, dtype=torch.int64, device=device)
         width = max(each.intermediate for each in layers)
         self._activated = torch.zeros(num_pairs * width, dtype=dtype, device=device)
         self._results = torch.zeros(num_pairs * hidden, dtype=dtype, device=device)
+        self._linear, latent = linear, max(each.latent_width for each in layers)
+        self._read, self._sums = (torch.zeros(num_rows * latent, dtype=dtype, device=device) for _ in range(2))
+        self._from_latent = torch.zeros(num_rows * bool(latent), hidden, dtype=dtype, device=device)
 
     def run(self, rows: Tensor, experts: StackedExperts, normed: Tensor, out: Tensor, has_shared: bool) -> None:
-        """Write `out [NUM_ROWS, hidden]` for rows `normed`; with `has_shared` it has what all rows meet.
+        """Write `out [num_rows, hidden]` for rows `normed`; with `has_shared` it has what all rows meet.
 
-        `rows [NUM_ROWS, 5]` are those of a table; padding stays as it is.
+        `rows [num_rows, 5]` are those of a table; padding stays as it is.
         """
         self._choose(rows, experts, normed)
-        routing = experts.routing
-        self._multiply(routing, experts.gate_up, normed, self._activated, experts)
+        if experts.latent is None:
+            self._sum(rows, experts, normed, out, has_shared)
+            return
+        into, behind = experts.latent
+        shape = (self._num_rows, experts.latent_width)
+        read, sums = (each[: shape[0] * shape[1]].view(shape) for each in (self._read, self._sums))
+        self._linear(normed, into.weight, into.bias, read)
+        self._sum(rows, experts, read, sums, False)
+        self._linear(sums, behind.weight, behind.bias, self._from_latent if has_shared else out)
+        if has_shared:
+            out.add_(self._from_latent)
+
+    def _sum(self, rows: Tensor, experts: StackedExperts, read: Tensor, out: Tensor, has_shared: bool) -> None:
+        """Write the sums of what experts make of `read`, which they have chosen."""
+        routing, width = experts.routing, out.shape[1]
+        self._multiply(routing, experts.gate_up, read, self._activated, experts)
         self._multiply(routing, experts.down, self._activated, self._results)
-        sum_choices[(NUM_ROWS, triton.cdiv(self._hidden, SUMMED_COLUMNS))](
-            rows, self._results, self._weights, self._shares, out, HIDDEN=self._hidden, NUM_CHOSEN=routing.num_chosen,
+        sum_choices[(self._num_rows, triton.cdiv(width, SUMMED_COLUMNS))](
+            rows, self._results, self._weights, self._shares, out, HIDDEN=width, NUM_CHOSEN=routing.num_chosen,
             COLUMNS=SUMMED_COLUMNS, HAS_SHARED=has_shared, HAS_SHARE=has_shared and experts.has_share,
         )  # fmt: skip
 
     def _choose(self, rows: Tensor, experts: StackedExperts, normed: Tensor) -> None:
-        routing, num_columns = experts.routing, len(experts.router)
-        multiply_router[(triton.cdiv(num_columns, ROUTER_COLUMNS), num_parts(self._hidden))](
-            normed, experts.router, self._parts, **router_constants(self._hidden, num_columns)
+        routing, num_columns, num_rows = experts.routing, len(experts.router), self._num_rows
+        grid = (triton.cdiv(num_columns, ROUTER_COLUMNS), num_parts(self._hidden), num_rows // ROUTER_ROWS)
+        multiply_router[grid](
+            normed, experts.router, self._parts, **router_constants(self._hidden, num_columns, num_rows)
         )
         has_biases = experts.router_bias is not None, experts.choice_bias is not None
-        choose_row[(NUM_ROWS,)](
+        choose_row[(num_rows,)](
             rows, self._parts, experts.router_bias, experts.choice_bias, self._marks, self._weights, self._shares,
-            **choice_constants(routing, self._hidden, self._dtype, *has_biases, experts.has_share),
+            **choice_constants(routing, self._hidden, self._dtype, *has_biases, experts.has_share, num_rows),
         )  # fmt: skip
-        sort_choices[(1,)](self._marks, self._tile_experts, self._tile_pairs, **sort_constants(routing))
+        sort_choices[(1,)](
+            rows, self._marks, self._tile_experts, self._tile_pairs, self.met, **sort_constants(routing, num_rows)
+        )
 
     def _multiply(
         self, routing: Routing, linear: AnyLinear, rows: Tensor, out: Tensor, gates: StackedExperts | None = None
@@ -181,7 +215,8 @@ class CudaExperts:
         weight = linear.weight
         parts = (weight.codes, weight.scales, weight.offsets) if isinstance(weight, PackedMatrix) else (None,) * 3
         num_columns = weight.shape[0] // routing.num_experts
-        grid = (triton.cdiv(num_columns, TILE_COLUMNS), num_tiles(routing.num_experts, routing.num_chosen))
+        most_tiles = num_tiles(routing.num_experts, routing.num_chosen, self._num_rows)
+        grid = (triton.cdiv(num_columns, TILE_COLUMNS), most_tiles)
         multiply_tile[grid](
             rows, self._tile_experts, self._tile_pairs, weight if isinstance(weight, Tensor) else None, *parts,
             linear.bias, out, num_columns, **tile_constants(routing, linear, gates, self._activation),
@@ -202,7 +237,8 @@ def tile_constants(
         "TILE_COLUMNS": TILE_COLUMNS,
         "BLOCK_DEPTH": BLOCK_DEPTH,
         "IS_PACKED": isinstance(weight, PackedMatrix),
-        "IS_GATED": gates is not None,
+        "IS_GATED": gates is not None and gates.has_gates,
+        "IS_ACTIVATED": gates is not None,
         "ACTIVATION": int(activation),
         "LIMIT": 0.0 if gates is None else gates.gate_limit,
         "SLOPE": 0.0 if gates is None else gates.gate_slope,

@@ -17,7 +17,7 @@ from torch import Tensor
 from swiftbatch.worker.kernels.attention_view import SEES_ALL, AttentionView
 from swiftbatch.worker.kernels.choice import flash_version
 from swiftbatch.worker.kernels.cuda.attend import AttentionShape
-from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS, CudaRowTable, PageTable, TableLayout
+from swiftbatch.worker.kernels.cuda.cuda_row_table import CudaRowTable, PageTable, TableLayout
 from swiftbatch.worker.kernels.cuda.kept_rows import load_rows
 from swiftbatch.worker.kernels.cuda.layer_kernels import packed_head
 from swiftbatch.worker.kernels.cuda.prefix import LOG2_E
@@ -143,13 +143,13 @@ def merge_tails(
     values: Tensor,  # as keys, with the same strides
     output: Tensor,  # [num_groups, rows_per_group * heads_per_kv, num_kv_heads, head_dim], of prefixes
     lse: Tensor,  # [num_groups, num_kv_heads, rows_per_group * heads_per_kv] float32, natural; inf: an empty prefix
-    mixed: Tensor,  # [NUM_ROWS, num_heads, head_dim]
+    mixed: Tensor,  # [num_rows, num_heads, head_dim]
     table: CudaRowTable[Tensor],
     scale: float,
     shape: AttentionShape,
 ) -> None:
     """Merge each row's tail with its prefix."""
-    tail_merge_packed[(NUM_ROWS, shape.num_kv_heads)](
+    tail_merge_packed[(len(mixed), shape.num_kv_heads)](
         query, keys, values, output, lse, mixed, table.rows, table.tail_slots, table.packed,
         scale * math.log2(math.e), *keys.stride()[:3], **packed_constants(shape),
     )  # fmt: skip
@@ -158,5 +158,5 @@ def merge_tails(
 def packed_constants(shape: AttentionShape) -> dict[str, Any]:
     """Return the constants of `tail_merge_packed`, with its warps and stages."""
     given = shape.tail_constants() | {"ROWS_PER_GROUP": shape.rows_per_group}
-    unknown = ("NUM_ROWS", "NUM_SPLITS", "WINDOW", "SOFTCAP_LOG2", "HAS_SINKS")
+    unknown = ("NUM_ROWS", "NUM_SPLITS", "LEAST_BLOCKS", "WINDOW", "SOFTCAP_LOG2", "HAS_SINKS")
     return {name: value for name, value in given.items() if name not in unknown}

@@ -1,7 +1,7 @@
 """Kernels of a layer besides products, attention and activation: embedding, norms, and rotary positions.
 
 They round where `transformers` rounds, as in `tests/worker/kernels/reference.py`. A program sees one row. Padding
-rows, whose tail has length 0 in `rows [NUM_ROWS, 5]` of the table, stay as they are.
+rows, whose tail has length 0 in `rows [num_rows, 5]` of the table, stay as they are.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS
 from swiftbatch.worker.kernels.cuda.kept_rows import store_halves, store_kept
 from swiftbatch.worker.kernels.cuda.rounding import rounded
 from swiftbatch.worker.kernels.forms import NormForm
@@ -128,9 +127,9 @@ def norm_heads_row(
 
 
 def embed(rows: Tensor, token_ids: Tensor, embedding: Tensor, state: Tensor, scale: float = 1.0) -> None:
-    """Write rows of `embedding [vocab, hidden]` for `token_ids [NUM_ROWS]`, scaled, to `state [NUM_ROWS, hidden]`."""
+    """Write rows of `embedding [vocab, hidden]` for `token_ids [num_rows]`, scaled, to `state [num_rows, hidden]`."""
     hidden = state.shape[1]
-    embed_row[(NUM_ROWS,)](
+    embed_row[(len(rows),)](
         rows, token_ids, embedding, state, HIDDEN=hidden, WIDTH=triton.next_power_of_2(hidden), SCALE=scale
     )
 
@@ -146,12 +145,12 @@ def add_norm(
     behind: Tensor | None = None,
     form: NormForm = NormForm.TWICE,
 ) -> None:
-    """Add `delta [NUM_ROWS, hidden]`, scaled, to `state`, and write the state's RMS norm times `front [hidden]`.
+    """Add `delta [num_rows, hidden]`, scaled, to `state`, and write the state's RMS norm times `front [hidden]`.
 
     With `behind [hidden]` what is added is the RMS norm of `delta`. Without `front` nothing is written but the state.
     """
     hidden = state.shape[1]
-    add_norm_row[(NUM_ROWS,)](
+    add_norm_row[(len(rows),)](
         rows, state, delta, behind, front, normed, epsilon,
         HIDDEN=hidden, WIDTH=triton.next_power_of_2(hidden), HAS_DELTA=delta is not None,
         HAS_BEHIND=behind is not None, HAS_FRONT=front is not None, DELTA_SCALE=delta_scale, FORM=int(form),
@@ -162,7 +161,7 @@ def norm_heads(
     rows: Tensor, qkv: Tensor, weight: Tensor, num_queries: int, epsilon: float, form: NormForm = NormForm.TWICE
 ) -> None:
     """Norm queries, and keys, of all heads together: `weight [num_queries + num_keys]`, the first of each row."""
-    norm_heads_row[(NUM_ROWS, 2)](
+    norm_heads_row[(len(rows), 2)](
         rows, qkv, weight, epsilon, ALL=qkv.shape[1], QUERIES=num_queries, KEYS=len(weight) - num_queries,
         WIDTH=triton.next_power_of_2(num_queries), FORM=int(form),
     )  # fmt: skip
@@ -195,7 +194,7 @@ def rope_store_heads(
     query_scales_ptr, epsilon, stride_slot, stride_head, stride_entry,
     NUM_KV_HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr, HEAD_DIM: tl.constexpr, HAS_NORM: tl.constexpr,
     NORMS_TURNED: tl.constexpr, NORMS_DIFFER: tl.constexpr, FORM: tl.constexpr, IS_PACKED: tl.constexpr,
-    HAS_SCALES: tl.constexpr, TILE_HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    HAS_SCALES: tl.constexpr, OTHER_HEADS: tl.constexpr, TILE_HEADS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Program (row, KV head): the heads of queries that see it, then its key, then its value."""
     row = tl.program_id(0)
@@ -213,7 +212,7 @@ def rope_store_heads(
     is_real = (index < HEADS_PER_KV + 2)[:, None] & is_column
     query_head = kv_head * HEADS_PER_KV + index
     head = tl.where(index < HEADS_PER_KV, query_head, num_heads + kv_head + (index - HEADS_PER_KV) * NUM_KV_HEADS)
-    qkv_ptr += (row * (num_heads + 2 * NUM_KV_HEADS) + head)[:, None] * HEAD_DIM + columns
+    qkv_ptr += (row * (num_heads + 2 * NUM_KV_HEADS + OTHER_HEADS) + head)[:, None] * HEAD_DIM + columns
     given_first = tl.load(qkv_ptr, mask=is_real, other=0.0).to(tl.float32)
     given_second = tl.load(qkv_ptr + HEAD_DIM // 2, mask=is_real, other=0.0).to(tl.float32)
     first = given_first
@@ -253,12 +252,12 @@ def rope_store_heads(
 
 
 def rope_store(
-    qkv: Tensor,  # [NUM_ROWS, (num_heads + 2 * num_kv_heads) * head_dim]
+    qkv: Tensor,  # [num_rows, (num_heads + 2 * num_kv_heads) * head_dim], or with others behind these heads
     angles: Tensor,  # [num_angles, head_dim]: cosines of half a head's dimensions, then sines
     norms: tuple[Tensor, Tensor] | None,  # weights of queries and of keys, [head_dim] or of each head its own
     epsilon: float,
     rows: Tensor,  # of a row table
-    query: Tensor,  # [NUM_ROWS, num_heads, head_dim]; packed: [num_groups * rows_per_group, num_heads, head_dim]
+    query: Tensor,  # [num_rows, num_heads, head_dim]; packed: [num_groups * rows_per_group, num_heads, head_dim]
     keys: Tensor,  # [num_slots, num_kv_heads, capacity, row_width], one layer of the arena
     values: Tensor,  # as keys, with the same strides
     packed: Tensor | None = None,  # of a row table: where queries go, their heads as in `packed_head`; None: in order
@@ -270,11 +269,12 @@ def rope_store(
     _, num_heads, head_dim = query.shape
     num_kv_heads = keys.shape[1]
     query_norm, key_norm = (None, None) if norms is None else norms
-    rope_store_heads[(NUM_ROWS, num_kv_heads)](
+    rope_store_heads[(len(rows), num_kv_heads)](
         qkv, angles, query_norm, key_norm, rows, packed, query, keys, values, query_scales, epsilon,
         *keys.stride()[:3], HAS_NORM=norms is not None, NORMS_TURNED=norms_turned,
         NORMS_DIFFER=query_norm is not None and len(query_norm) > head_dim, FORM=int(form),
         IS_PACKED=packed is not None, HAS_SCALES=query_scales is not None,
+        OTHER_HEADS=qkv.shape[1] // head_dim - num_heads - 2 * num_kv_heads,
         **rope_constants(num_kv_heads, num_heads // num_kv_heads, head_dim),
     )  # fmt: skip
 

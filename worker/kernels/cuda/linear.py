@@ -14,18 +14,18 @@ import triton.language as tl
 from torch import Tensor
 
 from swiftbatch.jobs.run.option_values import LinearName
-from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS
 from swiftbatch.worker.kernels.cuda.rounding import dot, rounded
-from swiftbatch.worker.kernels.sizes import BLOCK_DEPTH
+from swiftbatch.worker.kernels.sizes import BLOCK_DEPTH, NUM_ROWS
 
 TILE_COLUMNS = 32  # of a program: enough programs for every multiprocessor
+MOST_TILE_BYTES = 256  # of a program's column of rows: stages of its blocks fit the shared memory of an A100
 
 
 class LinearKernel(Protocol):
-    """`rows [NUM_ROWS, depth] @ weight [columns, depth].T + bias [columns]`, summed and added up in float32."""
+    """`rows [num_rows, depth] @ weight [columns, depth].T + bias [columns]`, summed and added up in float32."""
 
     def __call__(self, rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-        """Write `out [NUM_ROWS, columns]`, of the rows' dtype or float32."""
+        """Write `out [num_rows, columns]`, of the rows' dtype or float32."""
 
 
 def cublas_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
@@ -43,18 +43,20 @@ def cublas_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor
 @triton.jit
 def multiply_columns(
     input_ptr, weight_ptr, bias_ptr, out_ptr, num_columns,
-    NUM_ROWS: tl.constexpr, DEPTH: tl.constexpr, HAS_BIAS: tl.constexpr,
+    TILE_ROWS: tl.constexpr, DEPTH: tl.constexpr, HAS_BIAS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr, BLOCK_DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Program (columns): blocks of the depth one after the other, the bias last."""
-    rows = tl.arange(0, NUM_ROWS)
-    columns = tl.program_id(0) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+    """Program (rows, columns): blocks of the depth one after the other, the bias last."""
+    rows = tl.arange(0, TILE_ROWS)
+    input_ptr += tl.program_id(0) * TILE_ROWS * DEPTH
+    out_ptr += tl.program_id(0) * TILE_ROWS * num_columns
+    columns = tl.program_id(1) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
     is_column = columns < num_columns
     known = tl.where(is_column, columns, 0)  # reads a column that there is, and is not stored
     depth = tl.arange(0, BLOCK_DEPTH)
     input_ptr += rows[:, None] * DEPTH + depth[None, :]
     weight_ptr += known.to(tl.int64)[None, :] * DEPTH + depth[:, None]
-    acc = tl.zeros([NUM_ROWS, TILE_COLUMNS], tl.float32)
+    acc = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
     for start in range(0, DEPTH, BLOCK_DEPTH):
         if DEPTH % BLOCK_DEPTH == 0:
             x = tl.load(input_ptr + start)
@@ -72,15 +74,25 @@ def multiply_columns(
 def triton_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
     """A `LinearKernel`; on a CPU in Triton's interpreter."""
     num_columns, depth = weight.shape
-    multiply_columns[(triton.cdiv(num_columns, TILE_COLUMNS),)](
-        rows, weight, bias, out, num_columns, **multiply_constants(depth, bias is not None)
+    multiply_columns[product_grid(rows, num_columns)](
+        rows, weight, bias, out, num_columns, **multiply_constants(depth, bias is not None, tile_rows(rows))
     )
 
 
-def multiply_constants(depth: int, has_bias: bool) -> dict[str, int]:
+def tile_rows(rows: Tensor) -> int:
+    """Rows that a program multiplies: of a power of two of them, all, or as many as it has memory for."""
+    return min(len(rows), MOST_TILE_BYTES // rows.element_size())
+
+
+def product_grid(rows: Tensor, num_columns: int) -> tuple[int, int]:
+    """Programs of a product: those of the same columns one after the other, so that they share what a cache holds."""
+    return len(rows) // tile_rows(rows), triton.cdiv(num_columns, TILE_COLUMNS)
+
+
+def multiply_constants(depth: int, has_bias: bool, num_tile_rows: int = NUM_ROWS) -> dict[str, int]:
     """Return the constants of `multiply_columns`, with its warps and stages."""
     return {
-        "NUM_ROWS": NUM_ROWS,
+        "TILE_ROWS": num_tile_rows,
         "DEPTH": depth,
         "HAS_BIAS": has_bias,
         "TILE_COLUMNS": TILE_COLUMNS,

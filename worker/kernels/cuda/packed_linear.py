@@ -13,11 +13,10 @@ import triton.language as tl
 from torch import Tensor, nn
 
 from swiftbatch.worker.kernels.cuda.code_numbers import DECODERS
-from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS
-from swiftbatch.worker.kernels.cuda.linear import TILE_COLUMNS, LinearKernel, multiply_constants
+from swiftbatch.worker.kernels.cuda.linear import LinearKernel, multiply_constants, product_grid, tile_rows
 from swiftbatch.worker.kernels.cuda.rounding import dot, in_one_place, narrowed, rounded
 from swiftbatch.worker.kernels.packed import CODE_BITS, PackedMatrix, Weight
-from swiftbatch.worker.kernels.sizes import BLOCK_DEPTH, fills_blocks
+from swiftbatch.worker.kernels.sizes import BLOCK_DEPTH, NUM_ROWS, fills_blocks
 
 
 @triton.jit
@@ -72,23 +71,25 @@ def packed_block(
 @triton.jit
 def multiply_packed_columns(
     input_ptr, codes_ptr, scales_ptr, offsets_ptr, bias_ptr, out_ptr, num_columns,
-    NUM_ROWS: tl.constexpr, DEPTH: tl.constexpr, HAS_BIAS: tl.constexpr,
+    TILE_ROWS: tl.constexpr, DEPTH: tl.constexpr, HAS_BIAS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr, BLOCK_DEPTH: tl.constexpr,
     DECODE: tl.constexpr, PER_BYTE: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUP: tl.constexpr,
     HAS_OFFSETS: tl.constexpr,
 ):  # fmt: skip
-    """Program (columns): blocks of the depth one after the other, the bias last.
+    """Program (rows, columns): blocks of the depth one after the other, the bias last.
 
     Numbers behind the depth meet zeros of the input.
     """
     IS_WHOLE: tl.constexpr = DEPTH % BLOCK_DEPTH == 0
-    rows = tl.arange(0, NUM_ROWS)
-    columns = tl.program_id(0) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+    rows = tl.arange(0, TILE_ROWS)
+    input_ptr += tl.program_id(0) * TILE_ROWS * DEPTH
+    out_ptr += tl.program_id(0) * TILE_ROWS * num_columns
+    columns = tl.program_id(1) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
     is_column = columns < num_columns
     known = tl.where(is_column, columns, 0).to(tl.int64)  # reads a column that there is, and is not stored
     depth = tl.arange(0, BLOCK_DEPTH)
     input_ptr += rows[:, None] * DEPTH + depth[None, :]
-    acc = tl.zeros([NUM_ROWS, TILE_COLUMNS], tl.float32)
+    acc = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
     for start in range(0, DEPTH, BLOCK_DEPTH):
         x = read(input_ptr + start, (depth < DEPTH - start)[None, :], IS_WHOLE)
         w = packed_block(
@@ -105,9 +106,9 @@ def multiply_packed_columns(
 def packed_linear(rows: Tensor, weight: PackedMatrix, bias: Tensor | None, out: Tensor) -> None:
     """Write what `triton_linear` writes of the matrix that `weight` stands for; on a CPU in Triton's interpreter."""
     num_columns = weight.shape[0]
-    multiply_packed_columns[(triton.cdiv(num_columns, TILE_COLUMNS),)](
+    multiply_packed_columns[product_grid(rows, num_columns)](
         rows, weight.codes, weight.scales, weight.offsets, bias, out, num_columns,
-        **packed_constants(weight, bias is not None),
+        **packed_constants(weight, bias is not None, tile_rows(rows)),
     )  # fmt: skip
 
 
@@ -122,9 +123,9 @@ def packed_product(rows: Tensor, weight: PackedMatrix, bias: Tensor | None) -> T
     return out[: rows.shape[:-1].numel()].view(*rows.shape[:-1], -1)
 
 
-def packed_constants(weight: PackedMatrix, has_bias: bool) -> dict[str, Any]:
+def packed_constants(weight: PackedMatrix, has_bias: bool, num_tile_rows: int = NUM_ROWS) -> dict[str, Any]:
     """Return the constants of `multiply_packed_columns`, with its warps and stages."""
-    return multiply_constants(weight.shape[1], has_bias) | form_constants(weight)
+    return multiply_constants(weight.shape[1], has_bias, num_tile_rows) | form_constants(weight)
 
 
 def form_constants(weight: PackedMatrix) -> dict[str, Any]:
@@ -156,7 +157,7 @@ class WeightKernel:
         self._plain = plain
 
     def __call__(self, rows: Tensor, weight: Weight, bias: Tensor | None, out: Tensor) -> None:
-        """Write `out [NUM_ROWS, columns]`, as a `LinearKernel` does."""
+        """Write `out [num_rows, columns]`, as a `LinearKernel` does."""
         if isinstance(weight, PackedMatrix):
             packed_linear(rows, weight, bias, out)
         else:

@@ -29,6 +29,15 @@ def first_block_of(boundary, WINDOW: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def split_blocks(num_blocks, NUM_SPLITS: tl.constexpr, LEAST_BLOCKS: tl.constexpr):
+    """The blocks of each split of a prefix: a function of the rows' own boundary."""
+    blocks = tl.cdiv(num_blocks, NUM_SPLITS)
+    if LEAST_BLOCKS > 1:
+        blocks = tl.maximum(blocks, LEAST_BLOCKS)
+    return blocks
+
+
+@triton.jit
 def attend_block(
     query, key_ptr, value_ptr, places, bias, unseen, scale_log2, highest, total, acc_first, acc_second,
     HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HAS_BIAS: tl.constexpr, WINDOW: tl.constexpr,
@@ -70,8 +79,8 @@ def prefix_split(
     query_ptr, key_ptr, value_ptr, bias_ptr, pages_ptr, output_ptr, lse_ptr, groups_ptr, rows_ptr,
     scale_log2, stride_slot, stride_head, stride_entry, stride_bias, stride_pages,
     NUM_ROWS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr, HEAD_DIM: tl.constexpr,
-    NUM_SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    HALF: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP_LOG2: tl.constexpr, PAGE: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, LEAST_BLOCKS: tl.constexpr, HAS_BIAS: tl.constexpr, TILE_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, HALF: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP_LOG2: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """Program (group and KV head, split): softmax over the split's blocks of keys; normalised output and LSE.
 
@@ -86,7 +95,7 @@ def prefix_split(
     boundary = tl.load(group_ptr + 3)
     num_blocks = tl.cdiv(boundary, BLOCK)  # a prefix with biases may end within a block
     first_block = first_block_of(boundary, WINDOW, BLOCK)
-    blocks_per_split = tl.cdiv(num_blocks - first_block, NUM_SPLITS)  # a function of the rows' own boundary
+    blocks_per_split = split_blocks(num_blocks - first_block, NUM_SPLITS, LEAST_BLOCKS)
     start = first_block + split * blocks_per_split
     end = tl.minimum(start + blocks_per_split, num_blocks)
     if (start >= end) | (num_rows == 0):

@@ -11,16 +11,18 @@ import torch
 import triton
 import triton.language as tl
 
-from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS
 from swiftbatch.worker.kernels.cuda.layer_kernels import is_padding
 from swiftbatch.worker.kernels.cuda.rounding import dot, rounded
 from swiftbatch.worker.kernels.routing import Routing, Score
+from swiftbatch.worker.kernels.sizes import NUM_ROWS
 
 ROUTER_COLUMNS = 16  # experts of a program
+ROUTER_ROWS = 64  # of a program
 ROUTER_DEPTH = 32  # numbers along the depth at a time
 PART_DEPTH = 512  # of a program: more of them than experts alone would make
 TILE = 16  # rows of an expert that are multiplied together: tensor cores take no fewer
-SORTED_EXPERTS = 64  # at a time
+SORTED_MARKS = 1024  # of a warp at a time, as many as its registers hold
+MOST_SORTING_WARPS = 8
 SOFTMAX, SIGMOID = tl.constexpr(int(Score.SOFTMAX)), tl.constexpr(int(Score.SIGMOID))
 SOFTMAX_OF_CHOSEN = tl.constexpr(int(Score.SOFTMAX_OF_CHOSEN))
 SIGMOID_OF_CHOSEN = tl.constexpr(int(Score.SIGMOID_OF_CHOSEN))
@@ -32,9 +34,9 @@ def num_parts(hidden: int) -> int:
     return -(-hidden // PART_DEPTH)
 
 
-def num_tiles(num_experts: int, num_chosen: int) -> int:
+def num_tiles(num_experts: int, num_chosen: int, num_rows: int = NUM_ROWS) -> int:
     """The most tiles that the choices of all rows fill: each expert has one that is not full at most."""
-    num_pairs = NUM_ROWS * num_chosen
+    num_pairs = num_rows * num_chosen
     return (num_pairs + (TILE - 1) * min(num_experts, num_pairs)) // TILE
 
 
@@ -42,14 +44,14 @@ def num_tiles(num_experts: int, num_chosen: int) -> int:
 def multiply_router(
     input_ptr, router_ptr, parts_ptr,
     NUM_ROWS: tl.constexpr, DEPTH: tl.constexpr, NUM_COLUMNS: tl.constexpr, PART_DEPTH: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr, BLOCK_DEPTH: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, BLOCK_DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Program (columns, part of the depth): float32 sums of this part, its blocks one after the other."""
-    rows = tl.arange(0, NUM_ROWS)
+    """Program (columns, part of the depth, rows): float32 sums of this part, its blocks one after the other."""
+    rows = tl.program_id(2) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     columns = tl.program_id(0) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
     is_column = (columns < NUM_COLUMNS)[None, :]
     first = tl.program_id(1) * PART_DEPTH
-    acc = tl.zeros([NUM_ROWS, TILE_COLUMNS], tl.float32)
+    acc = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
     for start in range(0, PART_DEPTH, BLOCK_DEPTH):
         depth = first + start + tl.arange(0, BLOCK_DEPTH)
         is_there = depth < DEPTH
@@ -145,20 +147,25 @@ def share_of(logit, ROUNDS: tl.constexpr):
 
 
 @triton.jit
-def open_groups(scores, is_real, members, GROUP_WIDTH: tl.constexpr, NUM_CHOSEN_GROUPS: tl.constexpr):
-    """Mark the experts `[groups, members]` of the best groups: by their two best, ties to the lower group."""
+def open_groups(
+    scores, is_real, members, GROUP_WIDTH: tl.constexpr, NUM_CHOSEN_GROUPS: tl.constexpr, NUM_BEST: tl.constexpr
+):  # fmt: skip
+    """Mark the experts `[groups, members]` of the best groups: by some best of each, ties to the lower group."""
     group_count: tl.constexpr = scores.shape[0]
     groups = tl.arange(0, group_count)
     scores = tl.where(is_real, scores, float("-inf"))
     best = tl.max(scores, 1)
-    if GROUP_WIDTH > 1:
-        place = tl.min(tl.where(scores == best[:, None], members, GROUP_WIDTH), 1)
-        best += tl.max(tl.where(members == place[:, None], float("-inf"), scores), 1)
+    most = best
+    for _ in tl.static_range(1, min(NUM_BEST, GROUP_WIDTH)):
+        place = tl.min(tl.where(scores == most[:, None], members, GROUP_WIDTH), 1)
+        scores = tl.where(members == place[:, None], float("-inf"), scores)
+        most = tl.max(scores, 1)
+        best += most
     is_group = tl.max(is_real.to(tl.int32), 1) > 0
     is_left = is_group
     for _ in range(NUM_CHOSEN_GROUPS):
-        most = tl.max(tl.where(is_left, best, float("-inf")), 0)
-        is_left &= groups != tl.min(tl.where(is_left & (best == most), groups, group_count), 0)
+        greatest = tl.max(tl.where(is_left, best, float("-inf")), 0)
+        is_left &= groups != tl.min(tl.where(is_left & (best == greatest), groups, group_count), 0)
     return is_real & (is_group & ~is_left)[:, None]
 
 
@@ -174,9 +181,10 @@ def choose_row(
     rows_ptr, parts_ptr, router_bias_ptr, choice_bias_ptr, marks_ptr, choice_weights_ptr, shares_ptr,
     NUM_ROWS: tl.constexpr, NUM_COLUMNS: tl.constexpr, NUM_PARTS: tl.constexpr, NUM_EXPERTS: tl.constexpr,
     NUM_CHOSEN: tl.constexpr, RANKS: tl.constexpr, NUM_GROUPS: tl.constexpr, NUM_CHOSEN_GROUPS: tl.constexpr,
-    GROUPS: tl.constexpr, MEMBERS: tl.constexpr, SCORE: tl.constexpr, IS_NORMALISED: tl.constexpr,
-    LEAST_SUM: tl.constexpr, SCALE: tl.constexpr, ROUNDS_LOGITS: tl.constexpr, ROUNDS_WEIGHTS: tl.constexpr,
-    ROUNDS_SHARES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_CHOICE_BIAS: tl.constexpr, JITTER: tl.constexpr,
+    NUM_BEST: tl.constexpr, GROUPS: tl.constexpr, MEMBERS: tl.constexpr, SCORE: tl.constexpr,
+    IS_NORMALISED: tl.constexpr, LEAST_SUM: tl.constexpr, SCALE: tl.constexpr, ROUNDS_LOGITS: tl.constexpr,
+    ROUNDS_WEIGHTS: tl.constexpr, ROUNDS_SHARES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_CHOICE_BIAS: tl.constexpr,
+    JITTER: tl.constexpr,
 ):  # fmt: skip
     """Program (row): marks of all experts, 0 or the rank of a chosen one and 1; weights by rank.
 
@@ -204,7 +212,7 @@ def choose_row(
     shifted = tl.where(shifted == shifted, shifted, float("-inf"))
     is_left = is_real
     if NUM_CHOSEN_GROUPS < NUM_GROUPS:
-        is_left = open_groups(shifted, is_real, members, group_width, NUM_CHOSEN_GROUPS)
+        is_left = open_groups(shifted, is_real, members, group_width, NUM_CHOSEN_GROUPS, NUM_BEST)
 
     ranks = tl.arange(0, RANKS)[None, :]
     weights = tl.zeros([1, RANKS], tl.float32)
@@ -230,16 +238,17 @@ def choose_row(
 
 @triton.jit
 def sort_choices(
-    marks_ptr, tile_experts_ptr, tile_pairs_ptr,
+    rows_ptr, marks_ptr, tile_experts_ptr, tile_pairs_ptr, met_ptr,
     NUM_ROWS: tl.constexpr, NUM_EXPERTS: tl.constexpr, NUM_CHOSEN: tl.constexpr, NUM_TILES: tl.constexpr,
     ALL_TILES: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The only program: for each tile its expert, and its pairs of a row and a choice, in their order; -1 for none.
 
-    A pair is the number of its row times `NUM_CHOSEN`, and its rank.
+    A pair is the number of its row times `NUM_CHOSEN`, and its rank. At the number of real rows `met [NUM_ROWS + 1, 2]`
+    counts layers, and the experts that had a row there.
     """
     rows = tl.arange(0, NUM_ROWS)[:, None]
-    num_tiles = 0
+    num_tiles, num_met = 0, 0
     for first in range(0, NUM_EXPERTS, BLOCK):
         experts = first + tl.arange(0, BLOCK)
         is_expert = (experts < NUM_EXPERTS)[None, :]
@@ -256,18 +265,24 @@ def sort_choices(
             free = counts + place
             tl.store(tile_pairs_ptr + starts * TILE + free, tl.zeros([BLOCK], tl.int32) - 1, mask=free < tiles * TILE)
         num_tiles += tl.sum(tiles, 0)
+        num_met += tl.sum((counts > 0).to(tl.int32), 0)
     numbers = tl.arange(0, ALL_TILES)
     is_empty = (numbers >= num_tiles) & (numbers < NUM_TILES)
     tl.store(tile_experts_ptr + numbers, tl.zeros([ALL_TILES], tl.int32) - 1, mask=is_empty)
+    num_real = tl.sum((tl.load(rows_ptr + tl.arange(0, NUM_ROWS) * 5 + 2) > 0).to(tl.int32), 0)
+    met_ptr += num_real * 2
+    tl.store(met_ptr, tl.load(met_ptr) + 1)
+    tl.store(met_ptr + 1, tl.load(met_ptr + 1) + num_met)
 
 
-def router_constants(hidden: int, num_columns: int) -> dict[str, int]:
+def router_constants(hidden: int, num_columns: int, num_rows: int = NUM_ROWS) -> dict[str, int]:
     """Return the constants of `multiply_router`, with its warps and stages."""
     return {
-        "NUM_ROWS": NUM_ROWS,
+        "NUM_ROWS": num_rows,
         "DEPTH": hidden,
         "NUM_COLUMNS": num_columns,
         "PART_DEPTH": PART_DEPTH,
+        "TILE_ROWS": ROUTER_ROWS,
         "TILE_COLUMNS": ROUTER_COLUMNS,
         "BLOCK_DEPTH": ROUTER_DEPTH,
         "num_warps": 4,
@@ -276,12 +291,18 @@ def router_constants(hidden: int, num_columns: int) -> dict[str, int]:
 
 
 def choice_constants(
-    routing: Routing, hidden: int, dtype: torch.dtype, has_bias: bool, has_choice_bias: bool, has_share: bool
+    routing: Routing,
+    hidden: int,
+    dtype: torch.dtype,
+    has_bias: bool,
+    has_choice_bias: bool,
+    has_share: bool,
+    num_rows: int = NUM_ROWS,
 ) -> dict[str, Any]:
     """Return the constants of `choose_row`, with its warps. In float32 nothing is rounded."""
     rounds = dtype == torch.bfloat16
     return {
-        "NUM_ROWS": NUM_ROWS,
+        "NUM_ROWS": num_rows,
         "NUM_COLUMNS": routing.num_experts + has_share,
         "NUM_PARTS": num_parts(hidden),
         "NUM_EXPERTS": routing.num_experts,
@@ -289,6 +310,7 @@ def choice_constants(
         "RANKS": triton.next_power_of_2(routing.num_chosen),
         "NUM_GROUPS": routing.num_groups,
         "NUM_CHOSEN_GROUPS": routing.num_chosen_groups,
+        "NUM_BEST": routing.num_best_of_group,
         "GROUPS": triton.next_power_of_2(routing.num_groups),
         "MEMBERS": triton.next_power_of_2(routing.num_experts // routing.num_groups),
         "SCORE": int(routing.score),
@@ -305,16 +327,17 @@ def choice_constants(
     }
 
 
-def sort_constants(routing: Routing) -> dict[str, int]:
+def sort_constants(routing: Routing, num_rows: int = NUM_ROWS) -> dict[str, int]:
     """Return the constants of `sort_choices`, with its warps."""
-    count = num_tiles(routing.num_experts, routing.num_chosen)
+    count = num_tiles(routing.num_experts, routing.num_chosen, num_rows)
+    num_warps = min(MOST_SORTING_WARPS, num_rows // TILE)
     return {
-        "NUM_ROWS": NUM_ROWS,
+        "NUM_ROWS": num_rows,
         "NUM_EXPERTS": routing.num_experts,
         "NUM_CHOSEN": routing.num_chosen,
         "NUM_TILES": count,
         "ALL_TILES": triton.next_power_of_2(count),
         "TILE": TILE,
-        "BLOCK": SORTED_EXPERTS,
-        "num_warps": 4,
+        "BLOCK": num_warps * SORTED_MARKS // num_rows,
+        "num_warps": num_warps,
     }

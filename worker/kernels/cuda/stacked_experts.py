@@ -17,19 +17,27 @@ from swiftbatch.worker.kernels.routing import Routing
 
 @dataclass(frozen=True)
 class StackedExperts:
-    """Experts of a layer; `gate_up` has a row of gates and a row of ups in turns.
+    """Experts of a layer; `gate_up` has a row of gates and a row of ups in turns, or ups alone.
 
+    With `latent` they read what its first product makes of a row, and its second one makes a row of their sum.
     `router [num_experts, hidden] float32` has one row more with the gate of the part that all rows meet.
     """
 
     routing: Routing
     router: Tensor
-    gate_up: AnyLinear  # [num_experts * 2 * intermediate, hidden]
+    gate_up: AnyLinear  # [num_experts * 2 * intermediate, hidden], or half as many rows
     down: AnyLinear  # [num_experts * hidden, intermediate]
     router_bias: Tensor | None = None  # [num_experts] float32
     choice_bias: Tensor | None = None  # as that
     gate_limit: float = 0.0
     gate_slope: float = 0.0
+    has_gates: bool = True
+    latent: tuple[AnyLinear, AnyLinear] | None = None
+
+    @property
+    def latent_width(self) -> int:
+        """Numbers that experts read and give in place of a row's own; 0 for these."""
+        return 0 if self.latent is None else self.latent[0].weight.shape[0]
 
     @property
     def intermediate(self) -> int:
@@ -47,15 +55,19 @@ def stacked_experts(experts: ExpertWeights, device: torch.device) -> StackedExpe
     router = [each for each in (experts.router.weight, experts.shared_gate) if each is not None]
     biases = (None if each is None else each.to(device) for each in (experts.router.bias, experts.choice_bias))
     router_bias, choice_bias = biases
+    in_front = [part for part in (experts.gates, experts.ups) if part]
+    latent = None if experts.latent is None else [_in_turns(([each],), device) for each in experts.latent]
     return StackedExperts(
         experts.routing,
         torch.cat([each.detach().to(device) for each in router]),
-        _in_turns((experts.gates, experts.ups), device),
+        _in_turns(in_front, device),
         _in_turns((experts.downs,), device),
         router_bias,
         choice_bias,
         experts.gate_limit,
         experts.gate_slope,
+        bool(experts.gates),
+        None if latent is None else (latent[0], latent[1]),
     )
 
 

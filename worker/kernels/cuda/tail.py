@@ -6,8 +6,10 @@ import triton
 import triton.language as tl
 
 from swiftbatch.worker.kernels.cuda.kept_rows import load_kept, load_rows
-from swiftbatch.worker.kernels.cuda.prefix import LOG2_E, capped, first_block_of
+from swiftbatch.worker.kernels.cuda.prefix import LOG2_E, capped, first_block_of, split_blocks
 from swiftbatch.worker.kernels.cuda.rounding import dot, rounded
+
+MERGE_STAGES = tl.constexpr(4)  # splits on their way while one is folded in: copies wait for each other otherwise
 
 
 @triton.jit
@@ -54,8 +56,8 @@ def tail_merge(
     query_ptr, key_ptr, value_ptr, output_ptr, lse_ptr, mixed_ptr, rows_ptr, tail_slots_ptr, sinks_ptr,
     scale_log2, stride_slot, stride_head, stride_entry,
     NUM_ROWS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr, HEAD_DIM: tl.constexpr,
-    NUM_SPLITS: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP_LOG2: tl.constexpr, HAS_SINKS: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, LEAST_BLOCKS: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP_LOG2: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """Program (row, KV head): the row's tail, then a sink, and behind them the splits of its prefix in order."""
     row = tl.program_id(0)
@@ -85,8 +87,8 @@ def tail_merge(
         decay = tl.exp2(highest - new_highest)
         highest, total, acc = new_highest, total * decay + tl.exp2(sinks - new_highest), acc * decay[:, None]
 
-    blocks_per_split = tl.cdiv(num_blocks, NUM_SPLITS)  # as in `prefix_split`
-    for split in range(0, tl.cdiv(num_blocks, tl.maximum(blocks_per_split, 1))):
+    blocks_per_split = split_blocks(num_blocks, NUM_SPLITS, LEAST_BLOCKS)
+    for split in tl.range(0, tl.cdiv(num_blocks, tl.maximum(blocks_per_split, 1)), num_stages=MERGE_STAGES):
         place = split * (NUM_ROWS * num_heads) + row_head
         highest, total, acc = merge_split(output_ptr, lse_ptr, place, is_real, highest, total, acc, columns, HEAD_DIM)
     is_place = is_real[:, None] & (columns < HEAD_DIM)[None, :]

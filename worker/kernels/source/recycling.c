@@ -57,20 +57,21 @@ static branch *likeliest(branch *branches, int64_t count) {
     return best;
 }
 
-int64_t recycling_grow(
-    const recycling_tables *tables, const candidate_ranking *ranking, int64_t previous, int64_t token, int64_t length,
-    int64_t max_nodes, int64_t max_depth, int64_t *node_ids, int64_t *parents
+// Returns the number of nodes.
+static int64_t grow_tree(
+    const recycling_tables *tables, const tree_growth *growth, int64_t *node_ids, int64_t *parents
 ) {
+    int64_t previous = growth->previous, token = growth->token;
     branch branches[MOST_NODES + 1];  // the root's, then those of the nodes
     candidate found[MOST_CANDIDATES];
     int64_t num_nodes = 0, order = 0, depth = 0;
     double path = 0.0;
-    while (num_nodes < max_nodes) {
+    while (num_nodes < growth->max_nodes) {
         branch *new = branches + num_nodes;
         new->token = token, new->depth = depth, new->path = path, new->place = new->count = 0;
-        if (depth < max_depth) {
+        if (depth < growth->max_depth) {
             int num_found = candidates_behind(tables, previous, token, found);
-            new->count = rank(ranking, length + depth, found, num_found, new->list);
+            new->count = rank(&growth->ranking, growth->length + depth, found, num_found, new->list);
         }
         new->order = order++;
         branch *best = likeliest(branches, num_nodes + 1);
@@ -83,4 +84,36 @@ int64_t recycling_grow(
         num_nodes++;
     }
     return num_nodes;
+}
+
+void recycling_grow(
+    const recycling_tables *tables, const tree_growth *growths, int64_t num_trees, int64_t *node_ids, int64_t *parents,
+    int64_t *num_nodes
+) {
+    for (int64_t tree = 0; tree < num_trees; tree++) {
+        const tree_growth *growth = &growths[tree];
+        num_nodes[tree] = grow_tree(tables, growth, node_ids, parents);
+        node_ids += growth->max_nodes;
+        parents += growth->max_nodes;
+    }
+}
+
+int64_t recycling_write(
+    const recycling_tables *tables, const int64_t *token_ids, const int64_t *ids, const float *logprobs,
+    const int64_t *text_rows, const int64_t *previous_ids, const int64_t *sizes, int64_t num_texts, int64_t *places
+) {
+    for (int64_t text = 0; text < num_texts; text++) {
+        const int64_t num_rows = sizes[2 * text], num_text_rows = sizes[2 * text + 1];
+        if (!write_text(
+                tables, token_ids, ids, logprobs, num_rows, text_rows, previous_ids, num_text_rows, places
+            )) {
+            return text;
+        }
+        token_ids += num_rows;
+        ids += num_rows * NUM_BEST;
+        logprobs += num_rows * NUM_BEST;
+        text_rows += num_text_rows;
+        previous_ids += num_text_rows;
+    }
+    return num_texts;
 }

@@ -29,17 +29,27 @@ typedef struct {
     double noise_scale, spread, floor;
 } candidate_ranking;
 
-// Grow the best-first tree behind a pair that ends a text of `length` tokens; returns its number of nodes. `node_ids`,
-// `parents` [max_nodes], which is at most MOST_NODES.
-EXPORT int64_t recycling_grow(
-    const recycling_tables *tables, const candidate_ranking *ranking, int64_t previous, int64_t token, int64_t length,
-    int64_t max_nodes, int64_t max_depth, int64_t *node_ids, int64_t *parents
+// A tree that is to be grown behind a pair that ends a text of `length` tokens.
+typedef struct {
+    candidate_ranking ranking;
+    int64_t previous, token, length;
+    int64_t max_nodes;  // at most MOST_NODES
+    int64_t max_depth;
+} tree_growth;
+
+// Grow the best-first trees of several texts. Each one's nodes begin behind the `max_nodes` of those before it;
+// `num_nodes` [num_trees] are written.
+EXPORT void recycling_grow(
+    const recycling_tables *tables, const tree_growth *growths, int64_t num_trees, int64_t *node_ids, int64_t *parents,
+    int64_t *num_nodes
 );
 
-// Take in the candidates [num_rows, NUM_BEST] behind tokens; where a token comes twice, its last row counts. Those of
-// `text_rows` [num_text_rows] stand behind `previous_ids` in a text: they count for these pairs too. `places`
-// [num_text_rows] is room. Returns 0, having written nothing, where a number is out of its bounds.
-EXPORT int recycling_write(
+// Take in the candidates of several texts, one after the other: of each those behind its tokens [num_rows, NUM_BEST],
+// where a token comes twice its last row, and then those of its `text_rows` [num_text_rows], which stand behind
+// `previous_ids` in the text and count for these pairs too. Texts lie one behind the other; `sizes` [num_texts, 2] are
+// their numbers of rows. `places` [most text rows of one] is room. Returns how many texts stand in front of the first
+// one with a number that is out of its bounds: that one and those behind it have written nothing.
+EXPORT int64_t recycling_write(
     const recycling_tables *tables, const int64_t *token_ids, const int64_t *ids, const float *logprobs,
-    int64_t num_rows, const int64_t *text_rows, const int64_t *previous_ids, int64_t num_text_rows, int64_t *places
+    const int64_t *text_rows, const int64_t *previous_ids, const int64_t *sizes, int64_t num_texts, int64_t *places
 );

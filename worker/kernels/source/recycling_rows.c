@@ -113,7 +113,7 @@ static int all_below(const int64_t *numbers, int64_t count, int64_t limit) {
     return !above;
 }
 
-int recycling_write(
+int write_text(
     const recycling_tables *tables, const int64_t *token_ids, const int64_t *ids, const float *logprobs,
     int64_t num_rows, const int64_t *text_rows, const int64_t *previous_ids, int64_t num_text_rows, int64_t *places
 ) {

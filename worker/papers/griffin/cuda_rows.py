@@ -21,8 +21,9 @@ from swiftbatch.worker.drawing.cuda.draw_rows import DrawLayout, DrawRow, mask_r
 from swiftbatch.worker.drawing.cuda.ranked_tokens import Ranking, RankingBuffers
 from swiftbatch.worker.drawing.cuda.row_words import needs_slot
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS, TableLayout
+from swiftbatch.worker.kernels.cuda.cuda_row_table import TableLayout
 from swiftbatch.worker.kernels.cuda.upload import Download, Upload
+from swiftbatch.worker.kernels.sizes import NUM_ROWS
 from swiftbatch.worker.papers.griffin.draft_input import (
     NUM_PLACES,
     Candidates,

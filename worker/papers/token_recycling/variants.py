@@ -67,7 +67,7 @@ class StaticTokenRecyclingDrafter(BudgetedDrafter):
 
     def update(self, sequence: Sequence, verification: Verification) -> None:
         super().update(sequence, verification)
-        self._matrix.write(verification.row_token_ids, *top_candidates_of(verification))
+        self._matrix.write(np.array(verification.row_token_ids), *top_candidates_of(verification))
 
     def state(self, sequence: Sequence) -> dict[str, np.ndarray]:
         return {"recycling_ids": self._matrix.ids.copy(), "recycling_logprobs": self._matrix.logprobs.copy()}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
 from swiftbatch.worker.kernels.cuda.graph import Work, capture
+from swiftbatch.worker.target.stopwatch import seconds_now
 
 
 class Clock(Protocol):
@@ -36,9 +36,9 @@ class HostClock:
     """A clock elsewhere: calls return when they are done."""
 
     def seconds(self, call: Callable[[], object]) -> float:
-        started = time.perf_counter()
+        started = seconds_now()
         call()
-        return time.perf_counter() - started
+        return seconds_now() - started
 
 
 def clock_of(device: torch.device) -> Clock:

@@ -21,15 +21,18 @@ from swiftbatch.worker.drawing.cuda.cuda_drawing import CudaDrawing
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.kernels.choice import CUBLAS_WORKSPACES, CudaKernels, triton_version
 from swiftbatch.worker.kernels.cuda.attentions import ATTENTION_KERNELS
-from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS
 from swiftbatch.worker.kernels.cuda.decoder import CudaDecoder
 from swiftbatch.worker.kernels.cuda.graph import Capture, capture
 from swiftbatch.worker.kernels.cuda.linear import LINEAR_KERNELS
 from swiftbatch.worker.kernels.cuda.packed_linear import WeightKernel, packed_product
 from swiftbatch.worker.kernels.cuda.stacked import StackedWeights
+from swiftbatch.worker.kernels.cuda.states.state_layers import NAME as STATES_NAME
+from swiftbatch.worker.kernels.cuda.states.state_table import StateRows
 from swiftbatch.worker.kernels.cuda.upload import Upload
 from swiftbatch.worker.kernels.decoder_weights import AnyLinear, PackedLinear
 from swiftbatch.worker.kernels.kv_dtypes import with_kv
+from swiftbatch.worker.kernels.sizes import BLOCK
+from swiftbatch.worker.target.cuda.met_experts import CudaExpertCounts
 from swiftbatch.worker.target.cuda.partial_arena import PartialArena, arena_for
 from swiftbatch.worker.target.cuda.rounds import CudaRounds, entries_of
 from swiftbatch.worker.target.cuda.row_mover import RowMover
@@ -48,15 +51,13 @@ class Surroundings:
 
 
 class CudaForwards:
-    """`Forwards` whose rows are exact since every forward is the same one: `NUM_ROWS` rows in one order of sums.
+    """`Forwards` whose rows are exact since every forward is the same one: so many rows in one order of sums.
 
     Logits that `run` returns hold until the next forward.
     """
 
-    rows_per_forward = NUM_ROWS
     team = None
     draw_chains = None
-    expert_counts = None
 
     def __init__(
         self,
@@ -73,7 +74,7 @@ class CudaForwards:
         """
         self.sizes = sizes = weights.sizes
         hides = (layer.window is not None or layer.sinks is not None for layer in weights.layers)
-        self.has_windows = bool(sizes.score_cap) or any(hides)
+        self.has_windows = bool(sizes.score_cap) or sizes.latent is not None or any(hides)
         self.has_experts = any(layer.experts is not None for layer in weights.layers)
         self.arena, self.eos_token_ids = arena, eos_token_ids
         self.device, self.dtype = arena.shape.device, sizes.dtype
@@ -82,11 +83,15 @@ class CudaForwards:
         self._weights = weights
         kernels = kernels.for_weights(weights.is_packed)
         self.num_splits, self.kernels, self.capture = num_splits, kernels, capture
+        self.rows_per_forward = kernels.num_rows
         attention, linear = ATTENTION_KERNELS[kernels.attention], LINEAR_KERNELS[kernels.linear]
         self._decoder = CudaDecoder(
-            weights, arena.buffer, arena.capacity, num_splits, linear, attention=attention, pages=arena.pages
-        )
+            weights, arena.buffer, arena.capacity, num_splits, linear, attention=attention, pages=arena.pages,
+            states=arena.states, num_rows=kernels.num_rows,
+        )  # fmt: skip
         self._table = Upload(self._decoder.table_buffer)
+        num_routed, met = sum(layer.experts is not None for layer in weights.layers), self._decoder.experts_met
+        self.expert_counts = None if met is None else CudaExpertCounts(met, num_routed)
         self.surroundings = Surroundings(weights.embedding, weights.head, WeightKernel(linear))
         self._rounds = weakref.WeakKeyDictionary[PartialArena, CudaRounds]()  # as long as a drafter has the arena
         self._prepare()
@@ -100,21 +105,22 @@ class CudaForwards:
         computed = (
             f"cuda {hardware_of('cuda')}, workspaces {CUBLAS_WORKSPACES}, {dtype}, torch {torch.__version__}, "
             f"triton {triton_version()}, triton kernels 1, {self._decoder.attention.numerics}, {self.kernels.linear}"
+            f"{self.kernels.rows_suffix}"
         )
-        return with_kv(computed, self.cache_shape.kv_dtype)
+        states = "" if self._decoder.mixers is None else f", {STATES_NAME}"
+        return with_kv(computed + states, self.cache_shape.kv_dtype)
 
     def run(self, groups: list[SequenceRows]) -> tuple[torch.Tensor, torch.Tensor]:
-        tiles = list(pack_tiles(groups, pad_rows=True, tile_rows=NUM_ROWS))
-        if len(tiles) == 1:
-            return self._forward(groups).clone(), self._decoder.logits[: tiles[0].num_rows]
+        if (num_rows := sum(map(len, groups))) <= self.rows_per_forward:
+            return self._forward(groups).clone(), self._decoder.logits[:num_rows]
         hidden, logits = [], []
-        for tile in tiles:
+        for tile in pack_tiles(groups, pad_rows=True, tile_rows=self.rows_per_forward):
             hidden.append(self._forward(tile.parts).clone())
             logits.append(self._decoder.logits[: tile.num_rows].clone())
         return torch.cat(hidden), torch.cat(logits)
 
     def read(self, cache: FullKVCache, token_ids: list[int]) -> torch.Tensor:
-        rows = known_rows(cache, token_ids[:NUM_ROWS])[0]  # up to the next boundary
+        rows = known_rows(cache, token_ids[:BLOCK])[0]  # up to the next boundary
         hidden = self._forward([rows]).clone()
         cache.advance(len(rows))
         return hidden
@@ -123,7 +129,7 @@ class CudaForwards:
         return self._rounds[entries_of(groups[0]).arena].check(groups)
 
     def room_for(self, new_cache: PartialCacheFactory, budget: int) -> NewEntries:
-        arena = arena_for(new_cache, budget, self.cache_shape, self.arena.num_slots, self.arena.longest_job)
+        arena = arena_for(new_cache, budget, self.cache_shape, self.arena.num_drafted, self.arena.longest_job)
         self._rounds[arena] = CudaRounds(self._decoder, arena, self.capture)
         self._prepare_queries()
         return arena.new_entries
@@ -146,20 +152,23 @@ class CudaForwards:
 
     @functools.cached_property
     def _tap(self) -> CudaQueryTap:
-        return CudaQueryTap(self._decoder, self.device, self.capture)
+        return CudaQueryTap(self._decoder, self.cache_shape.num_layers, self.device, self.capture)
 
     @functools.cached_property
     def _drawing(self) -> CudaDrawing:
-        return CudaDrawing(self.vocab_size, self.device, self.capture)
+        return CudaDrawing(self.vocab_size, self.device, self.capture, self.rows_per_forward)
 
     def _forward(self, groups: list[SequenceRows]) -> torch.Tensor:
-        """Final hidden states of at most `NUM_ROWS` rows, `[num_rows, hidden]`, until the next forward."""
+        """Final hidden states of at most `rows_per_forward` rows, `[num_rows, hidden]`, until the next forward."""
         self._pass(groups)
-        return self._decoder.hidden[: sum(len(group) for group in groups)]
+        num_rows = sum(len(group) for group in groups)
+        if self.expert_counts is not None:
+            self.expert_counts.look(num_rows)
+        return self._decoder.hidden[:num_rows]
 
     def _prepare(self) -> None:
         """Capture what `_pass` replays."""
-        self.arena.move_rows = RowMover(self.arena.buffer)
+        self.arena.move_rows = RowMover(self.arena.buffer, self.capture)
         self._graph = self.capture(self._decoder.forward, self.device)
 
     def _prepare_queries(self) -> None:
@@ -167,7 +176,7 @@ class CudaForwards:
         self._tap  # noqa: B018
 
     def _pass(self, groups: list[SequenceRows]) -> None:
-        """Run at most `NUM_ROWS` rows through all layers."""
+        """Run at most `rows_per_forward` rows through all layers."""
         self._send(groups)
         self._graph.replay()
 
@@ -177,17 +186,23 @@ class CudaForwards:
         for group, cache in zip(groups, caches, strict=True):
             cache.reserve(group.first_entry + len(group))
         placed = [(group, cache.slot) for group, cache in zip(groups, caches, strict=True)]
-        self._decoder.layout.fill(self._table.buffer(), placed, [cache.pages for cache in caches])
+        decoder, buffer = self._decoder, self._table.buffer()
+        decoder.layout.fill(buffer[: decoder.layout.size], placed, [cache.pages for cache in caches])
+        if decoder.mixers is not None:
+            rows = [StateRows(group, slot, cache.boundary) for (group, slot), cache in zip(placed, caches, strict=True)]
+            decoder.mixers.layout.fill(buffer[decoder.layout.size :], rows)
+        for group, cache in zip(groups, caches, strict=True):
+            cache.fold_to(group.boundary)
         self._table.send()
 
 
 class CudaQueryTap:
     """Runs the rows of the decoder's table and keeps the first one's queries."""
 
-    def __init__(self, decoder: CudaDecoder, device: torch.device, capture: Capture) -> None:
+    def __init__(self, decoder: CudaDecoder, num_layers: int, device: torch.device, capture: Capture) -> None:
         sizes = decoder.sizes
         heads = (sizes.num_kv_heads, sizes.num_heads // sizes.num_kv_heads, sizes.head_dim)
-        self._queries = torch.zeros(sizes.num_layers, *heads, dtype=sizes.dtype, device=device)
+        self._queries = torch.zeros(num_layers, *heads, dtype=sizes.dtype, device=device)
 
         def keep(layer: int, query: torch.Tensor) -> None:
             self._queries[layer].copy_(query[0])

@@ -22,8 +22,10 @@ from swiftbatch.worker.caches.memory.memory_plan import (
     SlotsWanted,
     draft_model_memory,
     draft_splits,
+    one_slot,
     plan_memory,
     slot_capacity,
+    splits_of,
 )
 from swiftbatch.worker.caches.memory.model_sizes import ModelSizes, read_sizes
 from swiftbatch.worker.caches.memory.offload import plan_offload
@@ -31,11 +33,13 @@ from swiftbatch.worker.caches.memory.page_plan import most_of_a_job, plan_pages
 from swiftbatch.worker.caches.offloaded_arena import OffloadedArena
 from swiftbatch.worker.caches.paged_arena import PagedArena
 from swiftbatch.worker.caches.scan_slots import scan_memory
+from swiftbatch.worker.caches.state_arena import StateArena
 from swiftbatch.worker.caches.summary import CHUNK_SIZE, summary_positions
 from swiftbatch.worker.kernels.choice import CUBLAS_WORKSPACES, DEFAULT_KERNELS, CudaKernels
 from swiftbatch.worker.kernels.cuda.stacked import handed_over, stacked_weights
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights
-from swiftbatch.worker.kernels.sizes import CUDA_SCALE_BYTES
+from swiftbatch.worker.kernels.kv_dtypes import refuse_latent
+from swiftbatch.worker.kernels.sizes import CUDA_SCALE_BYTES, NUM_ROWS
 from swiftbatch.worker.model.dense import dense_weights
 from swiftbatch.worker.model.files import ModelFiles
 from swiftbatch.worker.target.cuda.cuda_forwards import CudaForwards
@@ -48,7 +52,7 @@ BLAS_LIBRARY = "cublas"  # as products were measured exact; an environment may p
 EMPTY_SHARE = 0.97  # of a GPU's memory, free: nobody else has any
 STILL_SECONDS, MOST_SETTLING_SECONDS = 2.0, 30.0  # without a rise of free memory; of waiting for that
 POLL_SECONDS = 0.1
-PROGRAMS_PER_MULTIPROCESSOR = 4  # attention's programs: two waves of two, as their shared memory allows
+MOST_SCANNED = 16  # jobs whose texts have room to be scanned, where many run at a time
 
 
 def load_cuda_forwards(
@@ -69,13 +73,16 @@ def load_cuda_forwards(
     sizes = read_sizes(files, dtype_name)
     if sizes is None:
         return None
+    if sizes.latent is not None:
+        refuse_latent(kv_dtype, files.name)
     sizes = replace(sizes, kv_dtype=kv_dtype)
     kernels.refuse_absent()
     kernels.refuse_unfit(dtype_name, sizes.head_dim)
     hold_products_steady()
-    num_splits = splits_of(torch.cuda.get_device_properties(device).multi_processor_count, sizes.num_kv_heads)
-    gpu = GPUMemory(settled_free_bytes(device), num_splits, kernels.attention)
-    drafts = with_rounds(drafts_of(wanted, sizes), wanted, sizes, gpu)
+    num_multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    num_splits = splits_of(num_multiprocessors, sizes, kernels.num_rows)
+    gpu = GPUMemory(settled_free_bytes(device), num_splits, kernels.attention, kernels.num_rows)
+    drafts = with_rounds(drafts_of(wanted, sizes, kernels.num_rows), wanted, sizes, gpu)
     copies: Staging | Streams
     if wanted.host_bytes is not None:
         plan = plan_offload(sizes, gpu, wanted.longest_job, wanted.host_bytes, wanted.num_slots, drafts)
@@ -106,8 +113,10 @@ def planned_forwards(
     try:
         if isinstance(copies, Streams):
             offloaded = OffloadedArena(shape, plan.num_slots, plan.longest_job, copies)
+            offloaded.num_drafted = plan.num_drafted
             return OffloadedForwards(stacked, offloaded, eos_token_ids, num_splits, kernels)
         arena = arena_of(shape, plan, copies)
+        arena.num_drafted = plan.num_drafted
         return CudaForwards(stacked, arena, eos_token_ids, num_splits, kernels)
     except ValueError:  # sizes that the kernels have no tiles for
         return None
@@ -116,7 +125,8 @@ def planned_forwards(
 def arena_of(shape: CacheShape, plan: MemoryPlan, staging: Staging | None) -> KVArena:
     """The memory of caches on a GPU as planned: a pool of pages where the plan has some."""
     if plan.num_pages:
-        return PagedArena(shape, plan.num_slots, plan.longest_job, plan.num_pages, staging)
+        paged = PagedArena if shape.recurrent is None else StateArena
+        return paged(shape, plan.num_slots, plan.longest_job, plan.num_pages, staging)
     return KVArena(shape, plan.num_slots, plan.longest_job, staging)
 
 
@@ -125,7 +135,8 @@ def whole_arena(
 ) -> KVArena:
     """Memory of caches as a kind of attention has it, where every slot's sequence has room for `max_length`."""
     if PLANS[attention] is plan_pages:
-        return PagedArena(shape, num_slots, max_length, num_slots * most_of_a_job(max_length), staging)
+        paged = PagedArena if shape.recurrent is None else StateArena
+        return paged(shape, num_slots, max_length, num_slots * most_of_a_job(max_length), staging)
     return KVArena(shape, num_slots, max_length, staging)
 
 
@@ -148,7 +159,7 @@ def forwards_beside(target: Forwards, files: ModelFiles, longest_job: int, num_s
     stacked = stacked_weights(weights, target.device, handed_over(weights))
     arena = KVArena(shape, num_slots, longest_job)
     try:
-        kernels = CudaKernels(linear=target.kernels.linear)
+        kernels = CudaKernels(linear=target.kernels.linear, num_rows=target.rows_per_forward)
         return CudaForwards(stacked, arena, frozenset(), draft_splits(longest_job), kernels, target.capture)
     except ValueError:  # sizes that the kernels have no tiles for
         return None
@@ -176,7 +187,7 @@ def hold_products_steady() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
-def drafts_of(wanted: SlotsWanted, sizes: ModelSizes) -> DraftMemory:
+def drafts_of(wanted: SlotsWanted, sizes: ModelSizes, num_rows: int = NUM_ROWS) -> DraftMemory:
     """Count the memory that drafts take: once, and beside each slot."""
     drafts = NO_DRAFTS if wanted.engine is None else wanted.engine(sizes)
     part_bytes, slot_bytes = wanted.part_bytes + drafts.part_bytes, drafts.slot_bytes
@@ -185,7 +196,7 @@ def drafts_of(wanted: SlotsWanted, sizes: ModelSizes) -> DraftMemory:
         slot_bytes += summary_positions(wanted.partial_budget, longest) * sizes.bytes_per_position
         part_bytes += longest // CHUNK_SIZE * sizes.bytes_per_position // 2  # one job's mean keys, side by side
     if wanted.draft is not None:
-        model = draft_model_memory(wanted.draft, wanted.draft_length)
+        model = draft_model_memory(wanted.draft, wanted.draft_length, num_rows)
         part_bytes, slot_bytes = part_bytes + model.part_bytes, slot_bytes + model.slot_bytes
     return DraftMemory(part_bytes, slot_bytes)
 
@@ -193,14 +204,21 @@ def drafts_of(wanted: SlotsWanted, sizes: ModelSizes) -> DraftMemory:
 def with_rounds(drafts: DraftMemory, wanted: SlotsWanted, sizes: ModelSizes, gpu: GPUMemory) -> DraftMemory:
     """Add what rounds take beside their partial caches: scanned texts."""
     scan = NO_DRAFTS
-    if wanted.scanned_best:
+    if wanted.scanned_best and sizes.is_scannable:
         longest = slot_capacity(wanted.longest_job) - MAX_TREE_NODES
-        scan = scan_memory(sizes, longest, wanted.scanned_best, gpu.num_splits)
+        scan = scan_memory(sizes, longest, wanted.scanned_best, gpu.num_splits, gpu.num_rows)
     has_rounds = wanted.partial_budget or scan.slot_bytes
+    if gpu.num_rows > NUM_ROWS and scan.slot_bytes:
+        scan = _for_few(scan, drafts, wanted, sizes, gpu)
     own_bytes = gpu.scratch_bytes(sizes) if has_rounds and gpu.attention == "flash" else 0  # which adds no biases
-    return DraftMemory(drafts.part_bytes + scan.part_bytes + own_bytes, drafts.slot_bytes + scan.slot_bytes)
+    part_bytes = drafts.part_bytes + scan.part_bytes + own_bytes
+    return DraftMemory(part_bytes, drafts.slot_bytes + scan.slot_bytes, scan.num_scanned)
 
 
-def splits_of(num_multiprocessors: int, num_kv_heads: int) -> int:
-    """Parts that prefixes are attended to in: a constant of the device and the model, so bits depend on both."""
-    return max(1, PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors // num_kv_heads)
+def _for_few(
+    scan: DraftMemory, drafts: DraftMemory, wanted: SlotsWanted, sizes: ModelSizes, gpu: GPUMemory
+) -> DraftMemory:
+    """Return the room to scan texts of as many jobs as fit at their longest: among more, rounds bring nothing."""
+    beside = DraftMemory(drafts.part_bytes + scan.part_bytes, drafts.slot_bytes + scan.slot_bytes)
+    number = max(1, min(MOST_SCANNED, one_slot(sizes, gpu, wanted.longest_job, beside).num_fitting))
+    return DraftMemory(scan.part_bytes + number * scan.slot_bytes, 0, number)

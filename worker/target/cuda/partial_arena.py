@@ -24,10 +24,10 @@ from swiftbatch.worker.target.cuda.row_mover import RowMover
 
 
 class PartialArena:
-    """`buffer [num_layers, 2, num_slots, num_kv_heads, capacity, head_dim]` and `bias [num_slots, capacity] float32`.
+    """`buffer [num_layers, num_parts, num_slots, num_kv_heads, capacity, head_dim]` and `bias [num_slots, capacity]`.
 
-    Neither ever moves, nor do `means`, which are as `buffer`, of `num_chunks` chunks in place of entries, and `texts`,
-    which are scanned beside the entries; None where nobody scans.
+    Neither ever moves, nor do `means` of keys and of values, which are as `buffer`, of `num_chunks` chunks in place of
+    entries, and `texts`, which are scanned beside the entries; None where nobody scans.
     """
 
     def __init__(
@@ -37,11 +37,11 @@ class PartialArena:
         self.shape, self.num_slots, self.capacity, self.num_chunks = shape, num_slots, capacity, num_chunks
         self.buffer, self.means = (
             torch.empty(
-                (shape.num_layers, 2, num_slots, shape.num_kv_heads, length, shape.head_dim),
+                (shape.num_layers, num_parts, num_slots, shape.num_kv_heads, length, shape.head_dim),
                 dtype=shape.dtype,
                 device=shape.device,
             )
-            for length in (capacity, num_chunks)
+            for num_parts, length in ((shape.num_parts, capacity), (2, num_chunks))
         )
         self.bias = torch.zeros(num_slots, capacity, device=shape.device)
         self.move_rows = RowMover(self.buffer)
@@ -101,14 +101,16 @@ class SlotEntries(Entries):
             gather_entries(full.rows, _numbers(positions), self._at(first_entry, positions.shape[2]), full.page_table)
 
     def gather_values(self, means: torch.Tensor, chunks: torch.Tensor, first_entry: int) -> None:
-        gather_entries(means[:, None], _numbers(chunks), self._at(first_entry, chunks.shape[2])[:, 1:])
+        if self.arena.shape.num_parts == 2:  # else values are the beginning of their keys
+            gather_entries(means[:, None], _numbers(chunks), self._at(first_entry, chunks.shape[2])[:, 1:])
 
     def average(self, full: FullKVCache, part: int, positions: slice, means: torch.Tensor) -> None:
         if not _has_all_layers(full):
             super().average(full, part, positions, means)
         else:
             chunk_size = (positions.stop - positions.start) // means.shape[2]
-            average_chunks(full.rows[:, part], positions.start, chunk_size, means, full.page_table)
+            rows = full.rows[:, min(part, full.shape.num_parts - 1)]
+            average_chunks(rows, positions.start, chunk_size, means, full.page_table)
 
     def replace(self, full: FullKVCache, positions: slice, entries: torch.Tensor) -> None:
         if not _has_all_layers(full):
@@ -159,7 +161,8 @@ def arena_for(
     new_cache: PartialCacheFactory, budget: int, shape: CacheShape, num_slots: int, longest_job: int
 ) -> PartialArena:
     """Slots for the partial caches of jobs of up to `longest_job` positions."""
-    nowhere = CacheShape(shape.num_layers, shape.num_kv_heads, shape.head_dim, shape.dtype, torch.device("meta"))
+    counts = (shape.num_layers, shape.num_kv_heads, shape.head_dim)
+    nowhere = CacheShape(*counts, shape.dtype, torch.device("meta"), num_parts=shape.num_parts)
     longest = Sequence("longest", [0], SamplingParams(max_tokens=max(1, longest_job - 1)), 1)
     asked = new_cache(nowhere, min(budget, longest.max_length), longest, _Asked).entries
     assert isinstance(asked, _Asked)

@@ -8,7 +8,6 @@ from typing import cast
 
 import torch
 
-from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS
 from swiftbatch.worker.kernels.cuda.decoder import CudaDecoder
 from swiftbatch.worker.kernels.cuda.graph import Capture
 from swiftbatch.worker.kernels.cuda.upload import Upload
@@ -31,7 +30,7 @@ class CudaRounds:
         hidden, logits = (
             each.new_empty(num_rows, each.shape[1]) for each in (self._decoder.hidden, self._decoder.logits)
         )
-        for tile in _tiles(groups):
+        for tile in _tiles(groups, self._decoder.layout.num_rows):
             self._decoder.layout.fill(self._table.buffer(), [(rows, entries_of(rows).slot) for rows in tile])
             self._table.send()
             self._graph.replay()
@@ -47,16 +46,16 @@ def entries_of(rows: PartialRows) -> SlotEntries:
     return cast(SlotEntries, rows.cache.entries)
 
 
-def _tiles(groups: list[PartialRows]) -> Iterator[list[PartialRows]]:
-    """Yield tiles of at most `NUM_ROWS` rows, in order, whose prefixes end where the entries do."""
+def _tiles(groups: list[PartialRows], tile_rows: int) -> Iterator[list[PartialRows]]:
+    """Yield tiles of at most `tile_rows` rows, in order, whose prefixes end where the entries do."""
     tile: list[PartialRows] = []
-    num_left = NUM_ROWS
+    num_left = tile_rows
     for group in groups:
         rows = replace(group, boundary=group.first_entry)
         while len(rows) > num_left:
             yield [*tile, rows.part(0, num_left)] if num_left else tile
             rows = rows.part(num_left, len(rows))
-            tile, num_left = [], NUM_ROWS
+            tile, num_left = [], tile_rows
         tile.append(rows)
         num_left -= len(rows)
     if tile:

@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 BROKEN = (sys.executable, "-m", broken_stages.__name__)
 NEEDS_COMMANDS = ("kinds of models", "tests", "Ray", "second process", "restart")  # start processes of their own
 ITEMS = {item for stage in STAGES for item in stage.proves}
-QUICK = ("graph memory", "loading", "flash")
+QUICK = ("host", "graph memory", "loading", "flash")
 
 
 @pytest.fixture(autouse=True)

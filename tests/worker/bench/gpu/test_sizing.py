@@ -11,9 +11,6 @@ from itertools import product
 import pytest
 
 from swiftbatch.worker.bench.gpu.sizing import (
-    CONTEXT_BYTES,
-    GPU_BYTES,
-    GPUS,
     LENGTHS,
     MODELS,
     gpu_memory,
@@ -24,7 +21,7 @@ from swiftbatch.worker.bench.gpu.sizing import (
 from swiftbatch.worker.caches.copies import STAGING_BYTES
 from swiftbatch.worker.caches.memory.memory_plan import CAPACITY_BLOCK, GRAPH_RESERVE, one_slot
 from swiftbatch.worker.caches.summary import CHUNK_SIZE
-from swiftbatch.worker.inspection.inspection import SLOT_LENGTHS
+from swiftbatch.worker.inspection.inspection import CONTEXT_BYTES, GPU_BYTES, GPUS, SLOT_LENGTHS
 from swiftbatch.worker.kernels.sizes import NUM_ROWS
 from swiftbatch.worker.papers.tokenswift.tokenswift import TokenSwiftOptions
 from tests import ROOT
@@ -68,7 +65,7 @@ def test_the_slots_beside_packed_weights_are_those_that_follow_by_hand() -> None
     assert float(row[2]) == round(weights, 1)
     for (position, length), found in zip(product((327_680, 2 * 80 * 8 * 144), SLOT_LENGTHS), row[4:], strict=True):
         slot = math.ceil((length + 127) / 64) * 64 * position / 1e9
-        assert int(found) == min(32, int((84 - 0.6 - weights - 1.2) / slot))
+        assert int(found) == int((84 - 0.6 - weights - 1.2) / slot)
 
 
 def test_the_words_around_it_are_those_of_the_code() -> None:

@@ -7,13 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from swiftbatch.worker.bench.gpu.sizing import CONTEXT_BYTES, GPU_BYTES, GPUS, MODELS, gpu_memory
+from swiftbatch.worker.bench.gpu.sizing import MODELS, gpu_memory
 from swiftbatch.worker.caches.full import CacheShape
 from swiftbatch.worker.caches.memory.memory_plan import DraftMemory, GPUMemory, plan_memory
 from swiftbatch.worker.caches.memory.model_sizes import ModelSizes
 from swiftbatch.worker.caches.memory.page_plan import DRAFT_SHARE, most_of_a_job, plan_pages
 from swiftbatch.worker.caches.memory.pages import GPU_PAGE
 from swiftbatch.worker.caches.room import KVRoomError
+from swiftbatch.worker.inspection.inspection import CONTEXT_BYTES, GPU_BYTES, GPUS
 from swiftbatch.worker.kernels.sizes import MOST_SLOTS
 from swiftbatch.worker.target.cuda.cuda_loading import arena_of
 
@@ -30,7 +31,7 @@ def test_a_long_job_leaves_the_memory_to_all_others(longest_job: int) -> None:
     assert most_of_a_job(longest_job) <= plan.num_pages <= MOST_SLOTS * most_of_a_job(longest_job)
     if longest_job > 6_000:
         assert plan.free_bytes < plan.used_bytes + PAGE_BYTES, "one more page does not fit"
-    assert plan.rows()[1][0] == f"keys and values, {plan.num_pages:,} pages of 1,024 positions for 32 jobs"
+    assert plan.rows()[1][0] == f"keys and values, {plan.num_pages:,} pages of {GPU_PAGE} positions for 32 jobs"
 
 
 def test_what_drafts_keep_for_each_job_takes_a_share_or_as_much_as_with_all_at_their_longest() -> None:
@@ -61,4 +62,4 @@ def test_an_arena_takes_what_the_plan_says() -> None:
     assert arena.pool_size == (5, GPU_PAGE)
     assert arena.buffer.nbytes == 5 * plan.page_bytes
     assert arena.pages is not None
-    assert arena.pages.numbers.shape == (3, 2)
+    assert arena.pages.numbers.shape == (3, 5)

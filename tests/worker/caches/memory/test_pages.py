@@ -14,16 +14,31 @@ HELD = HeldPositions(150, 0.25)
 
 def peak(jobs: list[Growth], held: HeldPositions | None) -> int:
     """The same by stepping through time."""
-    of = held.of if held else int
+
+    def of(job: Growth, time: int) -> int:
+        return held.of(job.now + time, job.num_shared) if held else job.now + time
+
     times = range(max(job.left for job in jobs) + 1)
-    return max(sum(pages_of(of(job.now + time)) for job in jobs if job.left >= time) for time in times)
+    return max(sum(pages_of(of(job, time)) for job in jobs if job.left >= time) for time in times)
+
+
+def random_growth(rng: random.Random) -> Growth:
+    now = rng.randint(0, 400)
+    return Growth(now, now + rng.randint(0, 400), rng.choice((0, now // 2, now + 50)))
+
+
+def test_a_prompt_that_others_have_too_is_held_whole_and_what_is_behind_it_as_a_text_of_its_own() -> None:
+    assert HELD.of(1000) == 150 + 213
+    assert HELD.of(1000, 600) == 600 + HELD.of(400)
+    assert HELD.of(1000, 1200) == 1000
+    assert most_pages([Growth(1000, 1000, 600)], held=HELD) - most_pages([Growth(1000, 1000)], held=HELD) == 7
 
 
 @pytest.mark.parametrize("held", [None, HELD])
 def test_a_plan_is_never_below_what_jobs_take_and_at_most_a_page_a_job_above(held: HeldPositions | None) -> None:
     rng = random.Random(0)
     for _ in range(200):
-        jobs = [Growth(now := rng.randint(0, 400), now + rng.randint(0, 400)) for _ in range(rng.randint(1, 8))]
+        jobs = [random_growth(rng) for _ in range(rng.randint(1, 8))]
         assert peak(jobs, held) <= most_pages(jobs, held=held) <= peak(jobs, held) + len(jobs)
 
 

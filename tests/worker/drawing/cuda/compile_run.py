@@ -14,7 +14,7 @@ from swiftbatch.worker.drawing.cuda import (
     ranked_tokens as ranking,
 )
 from swiftbatch.worker.drawing.drawing import UNLIKELY
-from swiftbatch.worker.drawing.filters import filter_kernels
+from swiftbatch.worker.drawing.filters import best_kernels, filter_kernels
 from swiftbatch.worker.drawing.verification import TOP_K
 from swiftbatch.worker.kernels.cuda.moving import means, move_rows
 from tests.worker.drawing.cuda.compile_parts import MOST_SHARED, Launch, resources
@@ -46,6 +46,7 @@ TYPES = {
     "ids_ptr": INTS,
     "logprobs_ptr": FLOATS,
     "arriving_ptr": INTS,
+    "undecided_ptr": "*i1",
 }
 UNLIKELY_LOGPROB = {"UNLIKELY": UNLIKELY}
 MOVING_TYPES = {"arena_ptr": "*i16", "source_ptr": "*i16", "out_ptr": "*i16"} | dict.fromkeys(
@@ -59,7 +60,7 @@ def every_launch() -> list[Launch]:
     block, top = {"BLOCK": buffers.BLOCK}, {"TOP": TOP_K}
     ranked = {"TOP": 16}  # candidates of a draft model's row
     width = {"WIDTH": 128}  # a head's, and that of 128,256 tokens in blocks
-    sorted_block = {"BLOCK": draw.SORTED_BLOCK}
+    sorted_block, listed = {"BLOCK": draw.SORTED_BLOCK}, {"MOST": draw.NUM_LISTED}
     moved = width | {"HEAD_DIM": 128}
     gathered = moved | {"NUM_ROWS": move_rows.NUM_ROWS, "IS_CODED": False, "PAGE": GPU_PAGE}
     averaged = moved | {"CHUNK_WIDTH": CHUNK_SIZE, "PAGE": GPU_PAGE}
@@ -70,6 +71,8 @@ def every_launch() -> list[Launch]:
         Launch(choice.best_of_rows, TYPES, width, draw.NUM_WARPS),
         Launch(filter_kernels.temper_blocks, TYPES, block | width, draw.NUM_WARPS),
         Launch(filter_kernels.find_cuts, TYPES, sorted_block | width, draw.SORTED_WARPS),
+        Launch(best_kernels.list_best, TYPES, sorted_block | width | listed, draw.SORTED_WARPS),
+        Launch(best_kernels.find_cuts_of_best, TYPES, sorted_block | width | listed, draw.LISTED_WARPS),
         Launch(candidates.candidates_of_blocks, TYPES, block | top, candidates.BLOCK_WARPS),
         Launch(candidates.candidates_of_rows, TYPES, width | top | UNLIKELY_LOGPROB, candidates.ROW_WARPS),
         Launch(ranking.rank_blocks, TYPES, block | width | ranked | {"SPREAD": 0.4}, ranking.NUM_WARPS),

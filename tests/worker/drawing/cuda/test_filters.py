@@ -7,7 +7,7 @@ import random
 import torch
 
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.drawing.cuda.draw import SORTED_BLOCK, FilteredDraw
+from swiftbatch.worker.drawing.cuda.draw import SORTED_BLOCK, UNDECIDED, FilteredDraw, QuickDraw
 from swiftbatch.worker.drawing.sampling import process
 from tests.worker.drawing.cuda.draw_parts import FILTERS, NO_FILTERS, Branch, plain, sequence_of, step_of
 from tests.worker.drawing.native.sampling_parts import any_params, any_row
@@ -39,6 +39,41 @@ def test_of_rows_of_every_kind() -> None:
         settings = {"temperature": chance.choice([0.7, 1.0, 1.7]), "repetition_penalty": 1.0}
         branches.append(branch_of(any_params(chance).model_copy(update=settings), any_row(chance, 300)))
     assert_kept(branches)
+
+
+def drawn_both_ways(branches: list[Branch], num_listed: int) -> list[bool]:
+    """Expect the cuts and tokens of sorted rows without a sort of the vocabulary; returns which rows were decided."""
+    buffers = step_of([*branches, None])
+    drawing = FilteredDraw(buffers)
+    drawing.launch()
+    tokens, cuts = buffers.tokens.clone(), [drawing.cut_scores.clone(), drawing.cut_tokens.clone()]
+    QuickDraw(drawing, num_listed).launch()
+    is_decided = buffers.tokens != UNDECIDED
+    assert torch.equal(buffers.tokens[is_decided], tokens[is_decided])
+    for found, expected in zip([drawing.cut_scores, drawing.cut_tokens], cuts, strict=True):
+        assert torch.equal(found[is_decided], expected[is_decided])
+    return is_decided[: len(branches)].tolist()
+
+
+def test_of_rows_of_which_only_the_best_tokens_are_sorted() -> None:
+    """Where all are listed, all rows are decided; of few listed tokens most still are."""
+    chance, branches = random.Random(6), list[Branch]()
+    for _ in range(40):
+        settings = {"temperature": chance.choice([0.7, 1.0, 1.7]), "repetition_penalty": 1.0}
+        branches.append(branch_of(any_params(chance).model_copy(update=settings), any_row(chance, 300)))
+    assert all(drawn_both_ways(branches, 512))
+    assert 10 < sum(drawn_both_ways(branches, 32)) < 40
+
+
+def test_of_usual_filters_few_listed_tokens_tell_and_what_lies_below_them_is_left_undecided() -> None:
+    generator = torch.Generator().manual_seed(9)
+    usual = [{"top_k": 20, "top_p": 0.95}, {"top_p": 0.9}, {"top_k": 40, "min_p": 0.05}, {"eta": 0.02}, {"top_k": 63}]
+    below = [{"top_k": 64}, {"top_p": 1 - 1e-6}, {"eta": 1e-9}]
+    rows = torch.randn(len(usual) + len(below), SORTED_BLOCK + 900, generator=generator) * 5
+    rows[4, :] = rows[4].round()  # many are as likely as the last one of the best
+    made = [branch_of(plain(**one), row) for one, row in zip([*usual, *below], rows, strict=True)]
+    assert drawn_both_ways(made, 64) == [True] * 4 + [False] * 4
+    assert all(drawn_both_ways(made[:4], 128))
 
 
 def test_of_rows_longer_than_a_block() -> None:

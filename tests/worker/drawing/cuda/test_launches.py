@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from swiftbatch.worker.drawing.cuda import draw
 from swiftbatch.worker.drawing.cuda.buffers import MAX_VOCAB
-from swiftbatch.worker.drawing.cuda.draw import Draw, FilteredDraw
+from swiftbatch.worker.drawing.cuda.draw import Draw, DrawBuffers, FilteredDraw, QuickDraw
 from tests.worker.drawing.cuda.draw_parts import FILTERS, Branch, any_branch, plain, sequence_of, step_of
 
 
@@ -32,20 +32,25 @@ def address(argument: object) -> object:
 
 
 class Refusal(TorchDispatchMode):
-    """Refuses every operation of torch but a sort into memory that is there."""
+    """Refuses every operation of torch but a sort into memory that is there, and one that marks tokens in place."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not torch.ops.aten.sort.values_stable:
+        if func not in (torch.ops.aten.sort.values_stable, torch.ops.aten.masked_fill_.Scalar):
             raise AssertionError(f"{func} within a draw")
         return func(*args, **kwargs)
 
 
-@pytest.mark.parametrize(("kind", "num_launches"), [(Draw, 3), (FilteredDraw, 5)])
+def quick(buffers: DrawBuffers) -> QuickDraw:
+    return QuickDraw(FilteredDraw(buffers))
+
+
+@pytest.mark.parametrize(("kind", "num_launches"), [(Draw, 3), (FilteredDraw, 5), (quick, 6)])
 def test_a_draw_allocates_nothing_and_launches_the_same_whatever_the_rows_are(
-    kind: type[Draw], num_launches: int, monkeypatch: pytest.MonkeyPatch
+    kind: Callable[[DrawBuffers], Draw | QuickDraw], num_launches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     buffers, launches = step_of([any_branch(random.Random(1), plain()), None]), []
-    for name in ("penalise_blocks", "best_of_blocks", "best_of_rows", "temper_blocks", "find_cuts"):
+    names = ("penalise_blocks", "best_of_blocks", "best_of_rows", "temper_blocks", "find_cuts")
+    for name in (*names, "list_best", "find_cuts_of_best"):
         monkeypatch.setattr(draw, name, Recorder(launches))
     drawing = kind(buffers)
     with Refusal():

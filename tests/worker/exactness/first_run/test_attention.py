@@ -14,9 +14,9 @@ from swiftbatch.worker.kernels.choice import CudaKernels
 from swiftbatch.worker.kernels.cuda.attentions import TritonAttention
 from swiftbatch.worker.kernels.cuda.cuda_row_table import PageTable
 from swiftbatch.worker.model.files import ModelFiles
-from tests.worker.exactness.first_run.small_parts import SMALL, small_parts
+from tests.worker.exactness.first_run.small_parts import SMALL, one_layer, small_parts
 from tests.worker.kernels.cuda import flash_stub
-from tests.worker.kernels.kernel_parts import BF16, FLOAT32
+from tests.worker.kernels.kernel_parts import BF16, FLOAT32, LATENTS
 
 pytestmark = pytest.mark.long
 
@@ -26,6 +26,14 @@ def test_rows_at_all_lengths_are_their_own(embedded_files: ModelFiles, dtype: to
     finding = check_attention(small_parts(embedded_files, dtype))
     assert finding.passed, finding
     assert [row["length"] for row in finding.rows] == list(SMALL.lengths)
+    assert all(row["differing"] == 0 and int(row["tried"]) >= 4 for row in finding.rows)
+
+
+def test_rows_over_latent_vectors_are_their_own(embedded_files: ModelFiles) -> None:
+    parts, weights = small_parts(embedded_files), one_layer(LATENTS[1])
+    parts.load = lambda: weights
+    finding = check_attention(parts)
+    assert finding.passed, finding
     assert all(row["differing"] == 0 and int(row["tried"]) >= 4 for row in finding.rows)
 
 

@@ -80,6 +80,16 @@ def test_the_kernel_that_was_found_good_is_taken_from_then_on(
     ]  # fmt: skip
 
 
+def test_a_verdict_is_on_the_rows_that_were_tried(embedded_files: ModelFiles) -> None:
+    parts = small_parts(embedded_files, linear="cublas").with_rows(256)
+    checks = [dataclasses.replace(CHECKS[0], run=lambda parts: passing("machine"))]
+    found = run_checks(parts, checks=checks)
+    assert {kernels.num_rows for kernels, _ in verdicts(found)} == {256}
+    assert (
+        found.page().splitlines()[1].endswith(f"{max(1, small_parts(embedded_files).num_splits // 4)} splits, 256 rows")
+    )
+
+
 def test_the_machine_is_told_with_what_it_reads(embedded_files: ModelFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     finding = check_machine(small_parts(embedded_files))
     assert finding.passed

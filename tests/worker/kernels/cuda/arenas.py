@@ -13,7 +13,8 @@ from torch import Tensor
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.kernels.cuda.attend import AttentionShape
-from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, NUM_ROWS, CudaRowTable, PageTable, TableLayout
+from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, CudaRowTable, PageTable, TableLayout
+from swiftbatch.worker.kernels.sizes import NUM_ROWS
 from swiftbatch.worker.target.tiles import SequenceRows, tree_rows
 from tests.worker.kernels.kernel_parts import Shape, cache_shape, noise, random_tree
 
@@ -80,7 +81,7 @@ def arena_of(shape: Shape, buffer: Tensor, lengths: Sequence[int]) -> Arena:
 
 def random_arena(shape: Shape, lengths: Sequence[int]) -> Arena:
     """A slot for each length, with so many positions of noise; NaN behind them."""
-    size = (2, 2, len(lengths), shape.num_kv_heads, CAPACITY, shape.head_dim)
+    size = (2, cache_shape(shape).num_parts, len(lengths), shape.num_kv_heads, CAPACITY, shape.head_dim)
     arena = arena_of(shape, torch.full(size, NAN, dtype=shape.dtype), lengths)
     for slot, length in enumerate(lengths):
         arena.buffer[:, :, slot, :, :length] = noise(shape)[..., slot * 7 : slot * 7 + length, :]

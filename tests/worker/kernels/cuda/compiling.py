@@ -27,6 +27,8 @@ from swiftbatch.worker.kernels.cuda import (
     activations,
     expert_products,
     flash,
+    latent_attention,
+    latent_products,
     linear,
     logit_cap,
     packed_linear,
@@ -40,13 +42,20 @@ from swiftbatch.worker.kernels.cuda.scan import best, clouds, merge
 from swiftbatch.worker.kernels.cuda.scan import scan_choice as choice
 from swiftbatch.worker.kernels.cuda.scan.scanned_texts import TextSizes, scan_constants
 from swiftbatch.worker.kernels.cuda.stacked_experts import StackedExperts
+from swiftbatch.worker.kernels.cuda.states import ready, state_walk
+from swiftbatch.worker.kernels.cuda.states.move_steps import MOVE_WARPS, MOVED_WORDS, move_step_words
+from swiftbatch.worker.kernels.cuda.states.state_layers import finish_constants, finish_group
+from swiftbatch.worker.kernels.cuda.states.step_layout import StepLayout
 from swiftbatch.worker.kernels.decoder_weights import linear_from
 from swiftbatch.worker.kernels.forms import Activation, NormForm
+from swiftbatch.worker.kernels.mixer_sizes import MixerForm, MixerSizes
 from swiftbatch.worker.kernels.packed import CODE_BITS, TABLES, Code, PackedMatrix, Weight
 from swiftbatch.worker.kernels.routing import Routing, Score
+from swiftbatch.worker.kernels.sizes import ROW_CHOICES, LatentSizes
 from swiftbatch.worker.papers.griffin.triton import draft_layer_kernels as griffin
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+MOST_ROWS = ROW_CHOICES[-1]
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, NUM_SPLITS = 4096, 32, 8, 128, 14336, 54  # Llama 3.1 8B
 KEPT = {"int8": "*i8", "e4m3": "*u8"}  # by what a kernel's name ends with: its keys and values in 8 bits
 NUMBERS = {"scale_log2": "fp32", "epsilon": "fp32", "scale": "fp32"}
@@ -61,8 +70,9 @@ INTEGERS += (
     "tile_experts_ptr",
     "tile_pairs_ptr",
 )
+INTEGERS += ("sequences_ptr", "paths_ptr", "moves_ptr")
 READ = ("numbers_ptr", "sums_ptr")  # by the kernel that does nothing else
-LONG_INTEGERS = ("words_ptr", "places_ptr", "addresses_ptr")
+LONG_INTEGERS = ("met_ptr", "words_ptr", "places_ptr", "addresses_ptr")
 SUMS = (
     "lse_ptr",
     "curve_ptr",
@@ -83,6 +93,7 @@ SUMS += ("router_ptr", "parts_ptr", "router_bias_ptr", "choice_bias_ptr", "choic
 SUMS += ("samples_ptr", "flat_deviations_ptr", "best_output_ptr", "best_lse_ptr")  # float32 whatever the model's dtype
 
 
+OF_ROWS = ("wide_ptr", "narrow_ptr", "inputs_ptr", "mixed_ptr", "qkv_ptr")  # of a state's kernels: else float32
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -121,7 +132,75 @@ def kernels(dtype: str) -> dict[str, Made]:
         | packed_kernels()
         | coded_kernels(dtype)
         | expert_kernels(dtype)
+        | state_kernels(dtype)
+        | latent_kernels(dtype)
+        | wide_kernels(dtype)
     )
+
+
+MIXERS = {  # of models that are published
+    "Qwen3.5 27B": MixerSizes(MixerForm.DELTA_NET, 48, 16, 128, 128, 10240, 4, norm_width=128, epsilon=1e-6),
+    "Nemotron-H 8B": MixerSizes(MixerForm.STATE_SPACE, 128, 8, 128, 64, 10240, 4, norm_width=1024, epsilon=1e-5),
+    "LFM2 1.2B": MixerSizes(MixerForm.CONVOLUTION, 0, 0, 0, 0, 2048, 3),
+}
+
+
+def state_kernels(dtype: str) -> dict[str, Made]:
+    """The kernels of layers that have a state or a convolution."""
+    found: dict[str, Made] = {}
+    for model, sizes in MIXERS.items():
+        layout, has_bias = StepLayout.of(sizes, DTYPES[dtype].itemsize, 128), sizes.form == MixerForm.STATE_SPACE
+        absent = {} if has_bias else {"tap_bias_ptr": None}
+        if not sizes.num_heads:
+            found[f"states: convolution of {model}"] = (
+                ready.gate_convolution,
+                ready.gate_constants(sizes, layout, has_bias) | absent,
+            )
+            continue
+        unused = ("own_ptr", "skip_ptr") if sizes.form == MixerForm.DELTA_NET else ()
+        found[f"states: heads of {model}"] = ready.ready_head, ready.ready_constants(sizes, layout, has_bias) | absent
+        found[f"states: weights of {model}"] = state_walk.weigh_path, state_walk.weight_constants(sizes, layout)
+        found[f"states: walk of {model}"] = state_walk.walk_rows, state_walk.walk_constants(sizes, layout)
+        finished = finish_constants(sizes) | dict.fromkeys(unused)
+        found[f"states: norm of {model}"] = finish_group, finished
+        moved = {"RING": layout.ring, "WORDS": layout.words, "WIDTH": MOVED_WORDS, "num_warps": MOVE_WARPS}
+        found[f"states: moves of {model}"] = move_step_words, moved
+    return found | {"states: gates of heads": (activations.gate_row, gates_of_heads())}
+
+
+def gates_of_heads() -> dict[str, Any]:
+    return {"ALL": 3 * HIDDEN, "NUMBERS": HIDDEN, "COLUMNS": activations.ACTIVE_COLUMNS}
+
+
+def latent_kernels(dtype: str) -> dict[str, Made]:
+    """Of GLM 4.7 Flash; DeepSeek V3 has more heads, which fill several tiles."""
+    sizes, num_heads, paged = LatentSizes(512, 768, 192, 64, 256), 20, {"PAGE": GPU_PAGE}
+    attention = latent_attention.LatentShape(num_heads, sizes, 132, DTYPES[dtype])
+    many = dataclasses.replace(attention, num_heads=128, num_splits=16, num_rows=MOST_ROWS)
+    plain = without(attention.prefix_constants(), "HAS_BIAS", "bias_ptr") | paged
+    keep = latent_products.keep_constants(sizes, sizes.query_rank + sizes.entry_dim, NormForm.TWICE)
+    ups = {
+        "absorbed queries": (sizes.rank, sizes.still_dim, sizes.query_dim, sizes.turned_dim),
+        "values of heads": (sizes.value_dim, sizes.rank, sizes.rank, 0),
+    }
+    found: dict[str, Made] = {
+        "latent prefix": (latent_attention.latent_prefix_split, plain),
+        "latent prefix of many heads": (
+            latent_attention.latent_prefix_split,
+            without(many.prefix_constants(), "HAS_BIAS", "bias_ptr") | paged,
+        ),
+        "latent prefix with biases": (
+            latent_attention.latent_prefix_split,
+            attention.prefix_constants() | {"HAS_BIAS": True} | NO_PAGES,
+        ),
+        "latent tail": (latent_attention.latent_tail_merge, attention.tail_constants()),
+        "kept latents": (latent_products.keep_latent_row, keep),
+    }
+    for name, (columns, depth, width, num_turned) in ups.items():
+        weight = torch.empty(num_heads * columns, depth, dtype=DTYPES[dtype], device="meta")
+        constants: dict[str, Any] = latent_products.head_constants(num_heads, weight, num_heads * width, num_turned)
+        found[name] = latent_products.multiply_heads, constants | ({} if num_turned else {"angles_ptr": None})
+    return found
 
 
 def coded_kernels(dtype: str) -> dict[str, Made]:
@@ -135,6 +214,30 @@ def coded_kernels(dtype: str) -> dict[str, Made]:
         "rope": kernels_besides_attention()["rope"],
     }
     return {f"{name} in {code}": made for name, made in plain.items() for code in KEPT}
+
+
+def wide_kernels(dtype: str) -> dict[str, Made]:
+    """The kernels whose code follows from the number of rows, for the most of them."""
+    attention = AttentionShape(KV_HEADS, HEADS // KV_HEADS, HEAD_DIM, 16, DTYPES[dtype], MOST_ROWS)
+    paged = without(attention.prefix_constants(), "HAS_BIAS", "bias_ptr") | {"PAGE": GPU_PAGE}
+    packed = packed_zeros("uint4", HIDDEN, 128, has_offsets=True)
+    tile = linear.tile_rows(torch.zeros(MOST_ROWS, 1, dtype=DTYPES[dtype]))
+    product = linear.multiply_constants(HIDDEN, False, tile)
+    choice_of = router.choice_constants(QWEN3, 2048, DTYPES[dtype], False, False, False, MOST_ROWS)
+    found: dict[str, Made] = {
+        "prefix in pages": (prefix.prefix_split, paged),
+        "tail": (tail.tail_merge, without(attention.tail_constants(), "HAS_SINKS", "sinks_ptr")),
+        "linear": (linear.multiply_columns, without(product, "HAS_BIAS", "bias_ptr")),
+        "experts' router": (router.multiply_router, router.router_constants(2880, 128, MOST_ROWS)),
+        "choice of Qwen3": (router.choose_row, choice_of | dict.fromkeys(("router_bias_ptr", "choice_bias_ptr"))),
+        "sort of choices": (router.sort_choices, router.sort_constants(QWEN3, MOST_ROWS)),
+    }
+    constants = scan_constants(attention, TextSizes(32, 4, KV_HEADS, HEAD_DIM, 97, 256, 16))
+    found["look at clouds"] = clouds.look_at_clouds, constants["look_at_clouds"]
+    if dtype == "bf16":
+        constants = without(packed_linear.packed_constants(packed, False, tile), "HAS_BIAS", "bias_ptr")
+        found["packed uint4 with offsets"] = packed_linear.multiply_packed_columns, constants
+    return {f"{name} of {MOST_ROWS} rows": made for name, made in found.items()}
 
 
 def scan_kernels(dtype: str, head_dim: int = HEAD_DIM) -> dict[str, Made]:
@@ -161,6 +264,7 @@ def kernels_besides_attention() -> dict[str, Made]:
         "FORM": 0,
         "NORMS_TURNED": False,
         "NORMS_DIFFER": False,
+        "OTHER_HEADS": 0,
     }
     grown = rope | without({}, "IS_PACKED", "packed_ptr") | {"HAS_SCALES": True}
     rope |= without({}, "HAS_SCALES", "query_scales_ptr")
@@ -240,6 +344,7 @@ def expert_kernels(dtype: str) -> dict[str, Made]:
             router.sort_constants(Routing(512, 10, Score.SOFTMAX)),
         ),
         "experts' gates and ups": expert_product(QWEN3, plain, is_gated=True),
+        "experts' ups alone": expert_product(QWEN3, plain, is_gated=True, has_gates=False),
         "experts' downs": expert_product(QWEN3, plain, is_gated=False),
         "sum of choices": (expert_products.sum_choices, summed(False)),
         "sum of choices with a share": (expert_products.sum_choices, summed(True)),
@@ -265,9 +370,13 @@ def chosen_by(
     return router.choose_row, constants | ({} if has_choice_bias else {"choice_bias_ptr": None})
 
 
-def expert_product(routing: Routing, weight: Weight, *, is_gated: bool, limit: float = 0.0) -> Made:
+def expert_product(
+    routing: Routing, weight: Weight, *, is_gated: bool, limit: float = 0.0, has_gates: bool = True
+) -> Made:
     linear_of_all = linear_from(weight, torch.zeros(1) if limit else None)
-    gates = StackedExperts(routing, torch.zeros(1, 1), linear_of_all, linear_of_all, None, None, limit, 1.702)
+    gates = StackedExperts(
+        routing, torch.zeros(1, 1), linear_of_all, linear_of_all, None, None, limit, 1.702, has_gates
+    )
     constants = expert_products.tile_constants(routing, linear_of_all, gates if is_gated else None, Activation.SILU)
     unused = ["bias_ptr"] * (not limit)
     if isinstance(weight, PackedMatrix):
@@ -316,9 +425,11 @@ def type_of(name: str, argument: str, dtype: str) -> str:
         return "*i64"
     if argument == "codes_ptr":
         return "*u8"
+    if name.startswith("states: "):
+        return f"*{dtype}" if argument in OF_ROWS else "*fp32"
     if name.split()[-1] in KEPT and argument in ("key_ptr", "value_ptr", "keys_ptr", "values_ptr", "kept_ptr"):
         return KEPT[name.split()[-1]]
-    is_sum = argument in SUMS or (argument == "bias_ptr" and name.startswith("prefix"))
+    is_sum = argument in SUMS or (argument == "bias_ptr" and name.startswith(("prefix", "latent prefix")))
     is_sum |= argument == "output_ptr" and not name.startswith("packed")  # which flash-attn wrote
     return "*fp32" if is_sum or (name, argument) == ("head", "out_ptr") else f"*{dtype}"
 

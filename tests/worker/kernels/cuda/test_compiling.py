@@ -20,8 +20,11 @@ from tests.worker.kernels.cuda.compiling import (
     expert_kernels,
     kernels,
     kernels_besides_attention,
+    latent_kernels,
     packed_kernels,
     scan_kernels,
+    state_kernels,
+    wide_kernels,
 )
 
 pytestmark = pytest.mark.long
@@ -46,7 +49,18 @@ IN_OTHER_FORMS = (  # whose own form is compiled every day
     *("packed uint4", "packed uint8", "packed int8", "packed e2m1", "packed e4m3"),
     *("prefix in int8", "tail in int8", "attend to the best in e4m3", "rope in e4m3"),
     *("choice of Qwen3", "choice of Phi-3.5", "sort of choices", "experts' downs", "sum of choices"),
-    *("FP8 experts", "NVFP4 experts"),
+    "experts' ups alone",
+    *(f"states: {name} of Nemotron-H 8B" for name in ("heads", "weights", "walk", "norm", "moves")),
+    *("FP8 experts", "NVFP4 experts", "int4 experts", "choice of gpt-oss", "choice of Qwen2, with a share"),
+    *(
+        "prefix with a window",
+        "attend to the best in pages",
+        "tail in e4m3",
+        "rope with norms of its own for each head",
+    ),
+    *("packed iq4_nl", "packed uint4 with offsets", "packed e4m3 of another depth", "norm, add and norm"),
+    *("latent prefix of many heads", "latent prefix with biases"),
+    *(name for name in wide_kernels("bf16") if not name.startswith(("linear", "sort of choices"))),
 )
 WIDE = [f"{name} of heads of {width}" for name in ("prefix", "tail", "packed tail") for width in OTHER_WIDTHS]
 Report = dict[str, Any]
@@ -111,6 +125,19 @@ def test_warps_of_the_prefix_lie_along_its_rows_and_two_programs_share_a_process
 
 
 @KINDS
+def test_latent_attention_spills_nothing_and_fits_into_shared_memory(
+    compiled: Callable[..., list[Report]], dtype: str, capabilities: tuple[int, ...]
+) -> None:
+    reports = compiled(dtype, capabilities, *latent_kernels(dtype))
+    assert len(reports) == len(asked_for(capabilities, latent_kernels(dtype))) * len(capabilities)
+    assert all(fits(report) for report in reports), reports
+    if dtype == "bf16":
+        for report in (each for each in reports if each["kernel"].startswith("latent prefix")):
+            assert report["ops"]["cp.async"] > 16, report
+            assert report["ops"]["wgmma.mma_async" if report["capability"] == 90 else "mma.sync"], report
+
+
+@KINDS
 def test_all_other_kernels_spill_nothing_and_fit_into_shared_memory(
     compiled: Callable[..., list[Report]], dtype: str, capabilities: tuple[int, ...]
 ) -> None:
@@ -144,6 +171,30 @@ def test_experts_spill_nothing_and_share_a_processor(
             assert report["layouts"] == [[1, 4]], report  # no weight is unpacked twice
             assert 4 * report["shared"] <= SHARED[report["capability"]], report
             assert 4 * 128 * report["registers"] <= 2**16, report
+
+
+@KINDS
+def test_states_spill_nothing_and_several_programs_share_a_processor(
+    compiled: Callable[..., list[Report]], dtype: str, capabilities: tuple[int, ...]
+) -> None:
+    reports = compiled(dtype, capabilities, *state_kernels(dtype))
+    assert len(reports) == len(capabilities) * len(asked_for(capabilities, state_kernels(dtype)))
+    for report in reports:
+        assert fits(report), report
+        if "walk of" in report["kernel"]:
+            assert 3 * 32 * report["warps"] * report["registers"] <= 2**16, report
+
+
+@KINDS
+def test_kernels_for_the_most_rows_spill_nothing_and_fit_into_shared_memory(
+    compiled: Callable[..., list[Report]], dtype: str, capabilities: tuple[int, ...]
+) -> None:
+    reports = compiled(dtype, capabilities, *wide_kernels(dtype))
+    assert len(reports) == len(capabilities) * len(asked_for(capabilities, wide_kernels(dtype)))
+    for report in reports:
+        assert fits(report), report
+        if report["kernel"].startswith(("linear", "packed")) and dtype == "bf16":
+            assert report["layouts"] == [[4, 1]], report  # warps lie along the rows: no weight is read twice
 
 
 @pytest.mark.parametrize("capabilities", [H100, pytest.param(BOTH, marks=pytest.mark.slow)])
@@ -211,7 +262,7 @@ def test_every_kernel_that_is_launched_is_among_them() -> None:
     launched = {name for path in sources for name in launch.findall(path.read_text())}
     assert launched == {kernel.__name__ for kernel, _ in kernels("bf16").values()}
     others = {*scan_kernels("bf16"), *kernels_besides_attention(), *packed_kernels(), *expert_kernels("bf16")}
-    others |= set(coded_kernels("bf16"))
+    others |= {*coded_kernels("bf16"), *wide_kernels("bf16"), *latent_kernels("bf16")}
     assert set(kernels("bf16")) == {*ATTENTION, *WIDE, *others}
     of_every_day = {kernel.__name__ for name, (kernel, _) in kernels("bf16").items() if name not in IN_OTHER_FORMS}
     assert launched == of_every_day

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS
 from swiftbatch.worker.kernels.cuda.expert_products import CudaExperts
+from swiftbatch.worker.kernels.cuda.linear import triton_linear
+from swiftbatch.worker.kernels.cuda.packed_linear import WeightKernel
 from swiftbatch.worker.kernels.cuda.router import TILE, num_tiles
 from swiftbatch.worker.kernels.cuda.stacked_experts import stacked_experts
 from swiftbatch.worker.kernels.decoder_weights import Linear, PackedLinear, linear_from, plain_linear
@@ -19,6 +20,7 @@ from swiftbatch.worker.kernels.expert_weights import ExpertWeights
 from swiftbatch.worker.kernels.forms import Activation
 from swiftbatch.worker.kernels.packed import Code
 from swiftbatch.worker.kernels.routing import Routing, Score
+from swiftbatch.worker.kernels.sizes import NUM_ROWS
 from tests.worker.kernels.cuda.launches import launched
 from tests.worker.kernels.expert_parts import EXPERT_SHAPES, ExpertShape, random_experts
 from tests.worker.kernels.kernel_parts import BF16, FLOAT32
@@ -50,7 +52,9 @@ def weights_of(shape: ExpertShape, dtype: torch.dtype, hidden: int = HIDDEN) -> 
 
 def kernels_of(weights: ExpertWeights, dtype: torch.dtype, hidden: int = HIDDEN) -> CudaExperts:
     """Whatever lay in their buffers before is gone."""
-    made = CudaExperts([stacked_experts(weights, CPU)], hidden, dtype, Activation.SILU, CPU)
+    made = CudaExperts(
+        [stacked_experts(weights, CPU)], hidden, dtype, Activation.SILU, CPU, WeightKernel(triton_linear)
+    )
     for buffer in vars(made).values():
         if isinstance(buffer, Tensor):
             buffer.fill_(torch.nan if buffer.is_floating_point() else 10**6)

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS
 from swiftbatch.worker.kernels.cuda.decoder import CudaDecoder
 from swiftbatch.worker.kernels.cuda.linear import LinearKernel, cublas_linear, triton_linear
 from swiftbatch.worker.kernels.cuda.stacked import stacked_weights
 from swiftbatch.worker.kernels.decoder_weights import Linear
+from swiftbatch.worker.kernels.sizes import NUM_ROWS
 from tests.worker.kernels.cuda.arenas import (
     CAPACITY,
     NAN,
@@ -30,6 +30,7 @@ from tests.worker.kernels.cuda.launches import launched
 from tests.worker.kernels.kernel_parts import (
     BF16,
     FLOAT32,
+    LATENTS,
     OTHER_FORMS,
     WITH_EXPERTS,
     Shape,
@@ -61,6 +62,7 @@ KINDS = {
     **{name: (shape, triton_linear) for name, shape in OTHER_FORMS.items()},
     # experts without gates are in hybrids alone, whose mixers have no kernels on a GPU
     **{name: (shape, triton_linear) for name, shape in WITH_EXPERTS.items() if shape.has_gates},
+    **{f"latent, {shape.dtype}": (shape, triton_linear) for shape in LATENTS},
 }
 
 
@@ -224,6 +226,17 @@ def test_experts_are_six_launches_behind_what_all_rows_meet(monkeypatch: pytest.
         layer = [*LAYER[:7], *own, *EXPERTS]
         assert len(layer) == (13 if name == "gpt_oss" else 16)
         assert launches_of(shape, monkeypatch) == ["embed_row", *LAYER, *layer, "add_norm_row", "aten.mm.out"]
+
+
+def test_latent_attention_is_two_launches_more_and_one_for_the_vector_of_queries(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for shape in (dataclasses.replace(each, dtype=FLOAT32) for each in LATENTS):
+        of_queries = ["aten.mm.out"] if shape.latent is not None and shape.latent.query_rank else []
+        attention = ["latent_prefix_split", "latent_tail_merge", "multiply_heads"]
+        layer = [*LAYER[:2], "keep_latent_row", *of_queries, "multiply_heads", *attention, *LAYER[5:]]
+        assert len(layer) == len(LAYER) + 2 + len(of_queries)
+        assert launches_of(shape, monkeypatch) == ["embed_row", *layer, *layer, "add_norm_row", "aten.mm.out"]
 
 
 def test_a_soft_cap_of_logits_is_a_launch_more(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,12 +11,11 @@ from torch import Tensor
 
 from swiftbatch.jobs.run.option_values import KVDtype
 from swiftbatch.worker.kernels.cuda.attend import Scratch, attend
-from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS
 from swiftbatch.worker.kernels.cuda.layer_kernels import rope_store
 from swiftbatch.worker.kernels.cuda.moving.means import average_chunks
 from swiftbatch.worker.kernels.cuda.moving.move_rows import gather_entries, gather_range
 from swiftbatch.worker.kernels.kv_codes import CODES, coded, numbers_of
-from swiftbatch.worker.kernels.sizes import CUDA_SCALE_BYTES, KV_SCALE_BYTES
+from swiftbatch.worker.kernels.sizes import CUDA_SCALE_BYTES, KV_SCALE_BYTES, NUM_ROWS
 from tests.worker.kernels.cuda.arenas import CAPACITY, NUM_SPLITS, Arena, arena_of, padded, random_arena, random_rows
 from tests.worker.kernels.kernel_parts import BF16, FLOAT32, Shape
 

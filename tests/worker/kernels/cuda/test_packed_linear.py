@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS
 from swiftbatch.worker.kernels.cuda.linear import triton_linear
 from swiftbatch.worker.kernels.cuda.packed_linear import is_multiplied_packed, packed_linear
 from swiftbatch.worker.kernels.packed import TABLES, Code, PackedMatrix
+from swiftbatch.worker.kernels.sizes import NUM_ROWS
 from tests.worker.kernels.kernel_parts import BF16, FLOAT32
 from tests.worker.kernels.packed_parts import random_packed
 

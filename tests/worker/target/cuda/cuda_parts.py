@@ -14,8 +14,10 @@ from swiftbatch.worker.caches.layer_ring import Streams
 from swiftbatch.worker.caches.memory.pages import pages_of
 from swiftbatch.worker.caches.offloaded_arena import OffloadedArena, OffloadedSlotCache
 from swiftbatch.worker.caches.paged_arena import PagedArena
+from swiftbatch.worker.caches.state_arena import StateArena
 from swiftbatch.worker.kernels.choice import CudaKernels
 from swiftbatch.worker.kernels.cuda.stacked import stacked_weights
+from swiftbatch.worker.kernels.sizes import NUM_ROWS
 from swiftbatch.worker.model.dense import dense_weights
 from swiftbatch.worker.model.files import ModelFiles
 from swiftbatch.worker.target.cuda.cuda_forwards import CudaForwards
@@ -45,7 +47,11 @@ def arena_of(
     if attention == "flash":
         return KVArena(shape, num_slots, longest_job)
     num_pages = num_pages or num_slots * pages_of(longest_job + PAGE, PAGE)
-    arena = PagedArena(shape, num_slots, longest_job, num_pages, page=PAGE)
+    paged = PagedArena if shape.recurrent is None else StateArena
+    arena = paged(shape, num_slots, longest_job, num_pages, page=PAGE)
+    if arena.states is not None:
+        leave_unwritten(arena.states.states)
+        leave_unwritten(arena.states.steps)
     random.Random(num_pages).shuffle(arena.pool._free)
     return arena
 
@@ -59,6 +65,7 @@ def cuda_target(
     attention: AttentionName = "triton",
     kv_dtype: KVDtype | None = None,
     num_pages: int | None = None,
+    num_rows: int = NUM_ROWS,
 ) -> TargetModel:
     """Caches are full of NaN where nothing was written. `num_pages` None: as many as all slots may have."""
     weights = dense_weights(files, dtype)
@@ -66,7 +73,7 @@ def cuda_target(
     arena = arena_of(cuda_cache_shape(weights, CPU, kv_dtype), num_slots, longest_job, attention, num_pages)
     leave_unwritten(arena.buffer)
     stacked = stacked_weights(weights, CPU)
-    kernels = CudaKernels(attention, linear)
+    kernels = CudaKernels(attention, linear, num_rows)
     forwards = CudaForwards(stacked, arena, frozenset(), NUM_SPLITS, kernels, capture=CheckedGraph)
     return TargetModel(forwards, files)
 

@@ -121,6 +121,22 @@ def test_chains_behind_scanned_texts_give_the_reference_s_tokens(
     assert arena.num_free == 2
 
 
+@pytest.mark.slow
+def test_rounds_rest_while_more_jobs_run_than_have_room_for_their_texts(
+    files: ModelFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_module, "LAUNCHES_IN_ROWS", 0)
+    target = cuda_target(files, torch.float32, 2, LONGEST, linear="cublas")
+    assert target.forwards.arena is not None
+    target.forwards.arena.num_drafted = 1
+    drafter = auto(target, rounds_always_pay, None)
+    alone, both = sequences(target)[:1], sequences(target)
+    together = run(target, drafter, both)
+    assert drafter.counters.num_rounds == 0
+    assert run(target, drafter, alone) == together[:1]
+    assert drafter.counters.num_rounds > 0
+
+
 @pytest.mark.parametrize(
     ("make", "num_best", "away"),
     [

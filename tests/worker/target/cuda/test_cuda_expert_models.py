@@ -17,6 +17,8 @@ from swiftbatch.worker.kernels.cuda.stacked import stacked_weights
 from swiftbatch.worker.kernels.packed import PackedMatrix
 from swiftbatch.worker.model.dense import dense_weights
 from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.target.cuda import met_experts
+from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.tiles import tree_rows
 from tests.worker.caches.memory.test_packed_sizes import loaded_bytes
 from tests.worker.kernels.kernel_parts import path_to, random_tree
@@ -79,6 +81,27 @@ def test_drafts_beside_a_resumed_job_give_plain_decoding_s_tokens(tmp_path: Path
     assert decode(target, "token-recycling", [fresh, resumed]) == plain
 
 
+def test_the_experts_that_rows_meet_are_counted_as_on_a_cpu_and_learned_without_a_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = locate_model(str(folder_of("Qwen3 30B A3B", tmp_path)))
+    targets = TargetModel.load(files, "float32", "cpu"), cuda_target(files, torch.float32, 1, linear="cublas")
+    caches = [target.new_cache(100) for target in targets]
+    monkeypatch.setattr(met_experts, "LOOKS_EVERY", 2)
+    ours, theirs = (target.forwards.expert_counts for target in targets)
+    assert ours is not None
+    assert theirs is not None
+    for token_ids in ([5], [5, 6, 7, 8], [5, 6], [9, 3, 7, 1]):
+        for target, cache in zip(targets, caches, strict=True):
+            target.verify([tree_rows(cache, token_ids[0], DraftTree.chain(token_ids[1:]))])
+    assert theirs.num_steps == 2, "a copy was queued behind the second forward, and had come with the third"
+    assert ours.newest() == theirs.newest() > 8
+    for mine, its in zip(ours.seen(), theirs.seen(), strict=True):
+        assert mine.tolist() == its.tolist()
+    theirs.forget()
+    assert len(theirs.seen()[0]) == 0
+
+
 FP8_MODELS = {"FP8": "Qwen3 30B A3B", "FP8 beside what all rows meet": "GLM 4.5"}
 
 
@@ -89,6 +112,7 @@ def packed_and_dense(kind: str, folder: Path) -> tuple[Path, Path]:
     return make_twins(fp8([128, 128]), folder, *stored(FP8_MODELS[kind], folder / "plain"))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", [*FP8_MODELS, "MXFP4"])
 def test_packed_experts_stay_so_and_take_what_the_plan_counts(kind: str, tmp_path: Path) -> None:
     files = locate_model(str(packed_and_dense(kind, tmp_path)[0]))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import random
 
 import numpy as np
+import pytest
 import torch
 
 from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.drawing.cuda import draw_graphs
 from swiftbatch.worker.drawing.cuda.cuda_drawing import CudaDrawing
+from swiftbatch.worker.drawing.cuda.draw import QuickDraw
 from swiftbatch.worker.drawing.drawing import TorchDrawing
 from swiftbatch.worker.drawing.rules import allows, mask_of
 from swiftbatch.worker.drawing.sequence import Sequence
@@ -79,3 +83,23 @@ def test_each_row_of_a_tree_is_drawn_from_what_may_come_there() -> None:
         assert all(allows(words[row], token_id) for row, token_id in zip(rows, walks[0].drawn, strict=True))
         for sequence, walk in zip(sequences, walks, strict=True):
             sequence.extend(walk.drawn)
+
+
+def test_rows_whose_cut_lies_below_the_listed_tokens_are_drawn_by_a_sort_and_counts_stay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(draw_graphs, "QuickDraw", functools.partial(QuickDraw, num_listed=16))
+    drawing, plain = CudaDrawing(300, torch.device("cpu"), CheckedGraph), TorchDrawing(300, torch.device("cpu"))
+    filters = ({"top_k": 5}, {"top_k": 90}, {"top_p": 0.999})
+    params = [SamplingParams(max_tokens=9, seed=3, frequency_penalty=0.5, **one) for one in filters]
+    sequences = [Sequence(str(number), [1, 2], each, 300) for number, each in enumerate(params)]
+    samplers, twins = ([one.sampler(each) for each in sequences] for one in (drawing, plain))
+    generator = torch.Generator().manual_seed(4)
+    for _ in range(4):
+        logits = [torch.randn(1, 300, generator=generator) for _ in sequences]
+        walks = drawing.walks(samplers, [DraftTree()] * 3, logits)
+        assert walks == plain.walks(twins, [DraftTree()] * 3, logits)
+        for sequence, walk in zip(sequences, walks, strict=True):
+            sequence.extend(walk.drawn)
+    graphs = (drawing._graphs._quick, drawing._graphs._sorted)
+    assert [graph.num_replays for graph in graphs if isinstance(graph, CheckedGraph)] == [4, 4]

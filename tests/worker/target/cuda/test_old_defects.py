@@ -17,7 +17,7 @@ from swiftbatch.worker.drawing.cuda.draw_graphs import DrawGraphs
 from swiftbatch.worker.drawing.cuda.draw_rows import DrawLayout
 from swiftbatch.worker.drawing.filters.filter_list import keep_top_p
 from swiftbatch.worker.drawing.tree import DraftTree
-from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS
+from swiftbatch.worker.kernels.sizes import NUM_ROWS
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.target.cuda.cuda_forwards import CudaForwards
 from swiftbatch.worker.target.tiles import tree_rows
@@ -67,7 +67,7 @@ def test_off_the_cpu_top_p_sums_whole_numbers() -> None:
 
 def test_a_gpu_s_draws_launch_none_of_torch_s_running_sums() -> None:
     graphs = DrawGraphs(50, DrawLayout(2), torch.device("cpu"), CheckedGraph)
-    for graph in (graphs._plain, graphs._filtered):
+    for graph in (graphs._plain, graphs._quick, graphs._sorted):
         assert isinstance(graph, CheckedGraph)
         names = [launch[0] for launch in graph.launches]
         assert names

@@ -37,9 +37,13 @@ def _no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def alone(tmp_path: Path, tiny_model: Path) -> dict[str, str]:
+    return alone_on_a_cpu(tmp_path / "alone", tiny_model)
+
+
+def alone_on_a_cpu(folder: Path, model: Path) -> dict[str, str]:
     """The digests of all jobs by plain decoding on a CPU."""
-    run = make_run(tmp_path / "alone")
-    worker = session(run, tiny_model, engine="autoregressive")
+    run = make_run(folder)
+    worker = session(run, model, engine="autoregressive")
     to_the_end(worker, *(claimed(run, job) for job in JOBS))
     return {job.job_id: digest(run, job) for job in JOBS}
 
@@ -66,8 +70,14 @@ def assigned(run: Run, jobs: list[JobRecord]) -> tuple[Assignment, ...]:
 def test_jobs_that_outgrow_the_pages_have_the_tokens_of_plain_decoding(
     tmp_path: Path, tiny_model: Path, alone: dict[str, str], engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = make_run(tmp_path / "paged")
-    worker, arena = worker_with(2 * pages_of(60, PAGE), run, tiny_model, engine, monkeypatch)
+    check_jobs_that_outgrow_pages(tmp_path / "paged", tiny_model, alone, engine, monkeypatch)
+
+
+def check_jobs_that_outgrow_pages(
+    folder: Path, model: Path, alone: dict[str, str], engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(folder)
+    worker, arena = worker_with(2 * pages_of(60, PAGE), run, model, engine, monkeypatch)
     waiting, given, outgrown = list(JOBS), list(JOBS), list[JobProgress]()
     while waiting:
         report = worker.work(Orders(assigned(run, given)), 1e-3)

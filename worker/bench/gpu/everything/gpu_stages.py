@@ -34,8 +34,9 @@ STAGES = (
     GPUStage("forced rounds", ".round_stages:forced_rounds", 120, ("Scanned texts",)),
     GPUStage("offload", ".round_stages:offload", 120, ("Offloaded caches", "Scanned texts")),
     GPUStage("draws", ".draw_stage:draws", 90, ("Sorting for top-k, top-p and eta",)),
-    GPUStage("jobs", ".job_stage:jobs", 150, ("Steps of many jobs", "The reserves")),
-    GPUStage("wide products", ".speed_stages:wide_products", 60, ("Forwards of 128 and 256 rows",)),
+    GPUStage("jobs", ".job_stage:jobs", 150, ("Steps of many jobs", "The reserves", "Forwards of 128 and 256 rows")),
+    GPUStage("host", ".host_stage:host", 60, ("Steps of many jobs",)),
+    GPUStage("wide products", ".speed_stages:wide_products", 120, ("Forwards of 128 and 256 rows",)),
     GPUStage("scans", ".speed_stages:scans", 90, ("Scanned texts",)),
     GPUStage("copies", ".copy_stage:copies", 90, ("Copies beside the computation", "Offloaded caches")),
     GPUStage("graph memory", ".speed_stages:graph_memory", 60, ("The reserves",)),
@@ -44,7 +45,10 @@ STAGES = (
     GPUStage("second process", ".exact_stages:second_process", 120, ("Another GPU",)),
     GPUStage("engines", ".engine_stage:engines", 180, ("Every engine",)),
     GPUStage("flash", ".exact_stages:flash", 120, ("flash-attn",)),
-    GPUStage("kinds of models", ".command_stages:kinds", 300, ("Other kinds of models",)),
+    GPUStage(
+        *("kinds of models", ".command_stages:kinds", 300),
+        ("Latent attention", "Layers with states", "Other kinds of models"),
+    ),
     GPUStage("tests", ".command_stages:tests", 300, ("Every engine",)),
     GPUStage("Ray", ".command_stages:ray_run", 240, ("A run over Ray on GPUs",)),
 )

@@ -30,10 +30,13 @@ SHARE = 0.6  # of the free memory, for caches
 
 
 def jobs(trial: Trial) -> Iterator[Try]:
-    """All numbers of jobs, over one copy of the weights."""
+    """All numbers of jobs, over one copy of the weights; the most of them in wider forwards, too."""
     parts = trial.deep_parts()
     for num_jobs in trial.sizes.job_counts:
         yield f"{num_jobs} at a time", functools.partial(_steps, trial, parts, num_jobs)
+    for num_rows in trial.sizes.row_counts[1:]:
+        wide = functools.partial(_steps, trial, parts.with_rows(num_rows), num_jobs)
+        yield f"{num_jobs} at a time, {num_rows} rows", wide
 
 
 def _steps(trial: Trial, parts: Parts, num_jobs: int) -> Finding:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-import triton
 from torch import Tensor
 
 from swiftbatch.worker.bench.gpu.everything.decoding import random_ids, sequences_of
@@ -21,7 +20,8 @@ from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.exactness.first_run.findings import Finding, Row
 from swiftbatch.worker.exactness.first_run.parts import Parts
 from swiftbatch.worker.exactness.first_run.products import bits, weight_shapes
-from swiftbatch.worker.kernels.cuda.linear import TILE_COLUMNS, cublas_linear, multiply_columns, multiply_constants
+from swiftbatch.worker.exactness.probe import MAX_LENGTH, num_caches, probe_rows
+from swiftbatch.worker.kernels.cuda.linear import cublas_linear, triton_linear
 from swiftbatch.worker.kernels.decoder_weights import AnyLinear
 from swiftbatch.worker.target.partial_rows import partial_rows
 from swiftbatch.worker.target.target import TargetModel
@@ -32,14 +32,24 @@ NUM_PLACES = 16  # of a row that are tried
 
 
 def wide_products(trial: Trial) -> Iterator[Try]:
-    """Every weight shape with both kernels at each number of rows."""
+    """Every weight shape with both kernels at each number of rows, and whole forwards of more rows than the fewest."""
     parts = trial.parts(dtype="bfloat16" if trial.device.type == "cuda" else None)
     for num_rows in trial.sizes.row_counts:
         yield f"{num_rows} rows", functools.partial(_products_of, parts, num_rows)
+    for num_rows in trial.sizes.row_counts[1:]:
+        yield f"trees in forwards of {num_rows} rows", functools.partial(_trees_of, parts.with_rows(num_rows))
+
+
+def _trees_of(parts: Parts) -> Finding:
+    """Trees against plain decoding."""
+    target = parts.target(num_caches(parts.kernels.num_rows), MAX_LENGTH)
+    found = probe_rows(target, parts.extent.num_rows // 4 or 1, most_nodes=parts.extent.most_nodes)
+    words = f"{found.num_differing} of {found.num_rows} rows differ from plain decoding"
+    return Finding(passed=found.num_differing == 0, words=words, rows=[])
 
 
 def _products_of(parts: Parts, num_rows: int) -> Finding:
-    kernels: dict[str, Callable[..., None]] = {"cublas": cublas_linear, "triton": wide_triton_linear}
+    kernels: dict[str, Callable[..., None]] = {"cublas": cublas_linear, "triton": triton_linear}
     rows: list[Row] = []
     for name, linears in weight_shapes(parts.weights).items():
         columns = linears[0].weight.shape[0]
@@ -62,13 +72,6 @@ def _products_of(parts: Parts, num_rows: int) -> Finding:
     differing = {name: sum(int(row["differing"]) for row in rows if row["kernel"] == name) for name in kernels}
     words = ", ".join(f"{name}: {count} places differ" for name, count in differing.items())
     return Finding(passed=min(differing.values()) == 0, words=words, rows=rows)
-
-
-def wide_triton_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """`triton_linear` of any number of rows that is a power of two, 16 or more."""
-    num_columns, depth = weight.shape
-    constants = multiply_constants(depth, bias is not None) | {"NUM_ROWS": len(rows)}
-    multiply_columns[(triton.cdiv(num_columns, TILE_COLUMNS),)](rows, weight, bias, out, num_columns, **constants)
 
 
 def _seconds_of(

@@ -111,6 +111,8 @@ class TrialSizes:
     job_counts: tuple[int, ...] = (1, 4, 15, 32, 128)
     job_length: int = 4096
     num_steps: int = 24
+    host_counts: tuple[int, ...] = (1, 8, 32, 128)
+    num_host_steps: int = 60
     row_counts: tuple[int, ...] = (64, 128, 256)
     scanned_lengths: tuple[int, ...] = (20_000, 100_000)
     forced_length: int = 6000
@@ -151,6 +153,8 @@ SMALL_SIZES = TrialSizes(  # for Triton's interpreter: a second for each forward
     job_counts=(1, 2),
     job_length=64,
     num_steps=2,
+    host_counts=(2,),
+    num_host_steps=2,
     row_counts=(64, 128),
     scanned_lengths=(3000,),
     forced_length=1600,

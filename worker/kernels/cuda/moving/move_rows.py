@@ -24,16 +24,26 @@ from swiftbatch.worker.kernels.kv_codes import cuda_row_width
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # of a number's size in bytes
 MOVE_WARPS = 1  # a program holds one row at a time, so that the same warp reads and writes a number
 PADDING = (-1, -1, -1)
+Move = tuple[int, int, int]
+"""Slot, source and target of a row."""
 NUM_ROWS = 32  # of one program
 COPY_WARPS = 4
 
 
 def expect_arena(arena: torch.Tensor) -> None:
-    """Raise ValueError for anything but `[num_layers, 2, num_slots, num_kv_heads, capacity, head_dim]` side by side."""
-    if arena.dim() != 6 or arena.shape[1] != 2 or not arena.is_contiguous() or arena.element_size() not in BITS:
+    """Raise ValueError for anything but `[num_layers, num_parts, num_slots, num_kv_heads, capacity, head_dim]`.
+
+    All of it lies side by side.
+    """
+    if (
+        arena.dim() != 6
+        or arena.shape[1] not in (1, 2)
+        or not arena.is_contiguous()
+        or arena.element_size() not in BITS
+    ):
         raise ValueError(
             f"arena: found {arena.dtype} {list(arena.shape)} with strides {list(arena.stride())}, expected "
-            "[num_layers, 2, num_slots, num_kv_heads, capacity, head_dim] side by side, of 1, 2 or 4 bytes each"
+            "[num_layers, 1 or 2, num_slots, num_kv_heads, capacity, head_dim] side by side, of 1, 2 or 4 bytes each"
         )
 
 
@@ -61,7 +71,7 @@ def move_slot_rows(
             tl.debug_barrier()
 
 
-def moves_of(slot: int, root: int, path: Many[int]) -> list[tuple[int, int, int]]:
+def moves_of(slot: int, root: int, path: Many[int]) -> list[Move]:
     """Slot, source and target of the accepted nodes `path` of a tree whose root is entry `root`; none that stay.
 
     Raises ValueError for a path whose nodes do not increase.
@@ -73,7 +83,7 @@ def moves_of(slot: int, root: int, path: Many[int]) -> list[tuple[int, int, int]
 
 
 def move_rows(arena: torch.Tensor, moves: torch.Tensor) -> None:
-    """Move rows of `arena [num_layers, 2, num_slots, num_kv_heads, capacity, head_dim]` in one launch.
+    """Move rows of `arena [num_layers, num_parts, num_slots, num_kv_heads, capacity, head_dim]` in one launch.
 
     `moves [num_moves, 3] int32`, on the device and not looked at here: slot, source and target of each, those of a
     slot as `moves_of` gives them; -1 as a slot is padding. Raises ValueError for shapes that do not fit.
@@ -81,8 +91,8 @@ def move_rows(arena: torch.Tensor, moves: torch.Tensor) -> None:
     expect_arena(arena)
     if moves.dim() != 2 or moves.shape[1] != 3 or moves.dtype != torch.int32 or not moves.is_contiguous():
         raise ValueError(f"moves: found {moves.dtype} {list(moves.shape)}, expected torch.int32 [num_moves, 3]")
-    num_layers, _, num_slots, num_heads, capacity, head_dim = arena.shape
-    move_slot_rows[(num_layers * 2 * num_heads, num_slots)](
+    num_layers, num_parts, num_slots, num_heads, capacity, head_dim = arena.shape
+    move_slot_rows[(num_layers * num_parts * num_heads, num_slots)](
         bits_of(arena),
         moves,
         len(moves),

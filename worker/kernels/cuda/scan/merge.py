@@ -6,9 +6,10 @@ import triton
 import triton.language as tl
 
 from swiftbatch.worker.kernels.cuda.kept_rows import load_rows
+from swiftbatch.worker.kernels.cuda.prefix import split_blocks
 from swiftbatch.worker.kernels.cuda.rounding import rounded
 from swiftbatch.worker.kernels.cuda.scan.clouds import rest_of_cloud
-from swiftbatch.worker.kernels.cuda.tail import attend_tail, merge_part, merge_split
+from swiftbatch.worker.kernels.cuda.tail import MERGE_STAGES, attend_tail, merge_part, merge_split
 
 
 @triton.jit
@@ -31,8 +32,8 @@ def scan_merge(
     gains_ptr, limits_ptr, mixed_ptr, rows_ptr, tail_slots_ptr, num_chunks_ptr,
     scale_log2, scale, stride_slot, stride_head, stride_entry,
     NUM_ROWS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr, HEAD_DIM: tl.constexpr,
-    NUM_SPLITS: tl.constexpr, TILE_ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-    CLOUD_CHUNKS: tl.constexpr, MOST_CLOUDS: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, LEAST_BLOCKS: tl.constexpr, TILE_ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr, CLOUD_CHUNKS: tl.constexpr, MOST_CLOUDS: tl.constexpr,
 ):  # fmt: skip
     """Program (row, KV head): as `tail_merge`, and behind it splits of chosen keys and clouds, each in order."""
     row = tl.program_id(0)
@@ -55,14 +56,14 @@ def scan_merge(
         query, key_ptr + cache, value_ptr + cache, tail_slots_ptr + row * BLOCK, tail_length, columns, scale_log2,
         stride_entry, HEAD_DIM, BLOCK,
     )  # fmt: skip
-    per_split = tl.cdiv(num_blocks, NUM_SPLITS)  # as in `prefix_split`
-    for split in range(0, tl.cdiv(num_blocks, tl.maximum(per_split, 1))):
+    per_split = split_blocks(num_blocks, NUM_SPLITS, LEAST_BLOCKS)
+    for split in tl.range(0, tl.cdiv(num_blocks, tl.maximum(per_split, 1)), num_stages=MERGE_STAGES):
         place = split * (NUM_ROWS * num_heads) + row_head
         highest, total, acc = merge_split(output_ptr, lse_ptr, place, is_real, highest, total, acc, columns, HEAD_DIM)
 
     num_chunks = tl.load(num_chunks_ptr + slot)
     chunks_per_split = tl.cdiv(num_chunks, NUM_SPLITS)
-    for split in range(0, tl.cdiv(num_chunks, tl.maximum(chunks_per_split, 1))):
+    for split in tl.range(0, tl.cdiv(num_chunks, tl.maximum(chunks_per_split, 1)), num_stages=MERGE_STAGES):
         place = split * (NUM_ROWS * num_heads) + row_head
         highest, total, acc = merge_split(
             best_output_ptr, best_lse_ptr, place, is_real, highest, total, acc, columns, HEAD_DIM

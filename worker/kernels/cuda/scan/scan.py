@@ -15,7 +15,7 @@ from torch import Tensor
 from swiftbatch.worker.kernels.attention_view import SEES_ALL, AttentionView
 from swiftbatch.worker.kernels.cuda.attend import AttentionShape, Scratch
 from swiftbatch.worker.kernels.cuda.attentions import TritonAttention
-from swiftbatch.worker.kernels.cuda.cuda_row_table import NUM_ROWS, CudaRowTable, PageTable
+from swiftbatch.worker.kernels.cuda.cuda_row_table import CudaRowTable, PageTable
 from swiftbatch.worker.kernels.cuda.prefix import prefix_split
 from swiftbatch.worker.kernels.cuda.scan.best import attend_best
 from swiftbatch.worker.kernels.cuda.scan.clouds import look_at_clouds
@@ -42,7 +42,7 @@ class Scan:
     pages: PageTable | None = None  # of full caches; None: the entries of each lie side by side
 
     def choose(self, layer: int, query: Tensor, table: CudaRowTable[Tensor]) -> None:
-        """Fill the scratch but for what is attended: queries `[NUM_ROWS, num_heads, head_dim]` behind the table."""
+        """Fill the scratch but for what is attended: queries `[num_rows, num_heads, head_dim]` behind the table."""
         texts, scratch, num_kv_heads = self.texts, self.scratch, self.shape.num_kv_heads
         constants = scan_constants(self.shape, texts.sizes)
         codes, means, spreads = texts.codes[layer], texts.means[layer], texts.spreads[layer]
@@ -54,7 +54,7 @@ class Scan:
         sample_scores[(num_pairs, MOST_SAMPLED // SAMPLED_PER_PROGRAM)](
             query, codes, means, spreads, scratch.samples, table.groups, texts.num_chunks, **constants["sample_scores"],
         )  # fmt: skip
-        find_threshold[(NUM_ROWS, num_kv_heads * self.shape.heads_per_kv)](
+        find_threshold[(self.shape.num_rows, num_kv_heads * self.shape.heads_per_kv)](
             scratch.samples, scratch.stats, scratch.limits, table.rows, texts.num_chunks, texts.flat_deviations,
             texts.sizes.num_best, **constants["find_threshold"],
         )  # fmt: skip
@@ -80,7 +80,7 @@ class Scan:
     ) -> None:  # fmt: skip
         """Merge all parts and the tails of one layer of entries; padding rows of `mixed` stay as they are."""
         texts, scratch = self.texts, self.scratch
-        scan_merge[(NUM_ROWS, self.shape.num_kv_heads)](
+        scan_merge[(self.shape.num_rows, self.shape.num_kv_heads)](
             query, keys, values, prefixes.output, prefixes.lse, scratch.output, scratch.lse, texts.moments[layer],
             scratch.stats, scratch.gains, scratch.limits, mixed, table.rows, table.tail_slots, texts.num_chunks,
             self.scale * math.log2(math.e), self.scale, *keys.stride()[:3],
@@ -91,7 +91,7 @@ class Scan:
 def scan_attend(
     scan: Scan,
     layer: int,
-    query: Tensor,  # [NUM_ROWS, num_heads, head_dim], side by side
+    query: Tensor,  # [num_rows, num_heads, head_dim], side by side
     entries: tuple[Tensor, Tensor],  # keys and values of partial caches, [num_slots, num_kv_heads, capacity, head_dim]
     bias: Tensor,  # [num_slots, capacity] float32, added to scores of the entries' prefix
     table: CudaRowTable[Tensor],
@@ -120,7 +120,7 @@ class ScanAttention:
         `pages` are those of full caches, None where the entries of each lie side by side.
         """
         shape, num_heads = other.shape, other.query.shape[1]
-        scratch = ScanScratch.empty(texts.sizes, num_heads, shape.num_splits, full.device)
+        scratch = ScanScratch.empty(texts.sizes, num_heads, shape.num_splits, full.device, shape.num_rows)
         self._other = other
         self._scan = Scan(shape, texts, scratch, other.scale, full, pages)
         self.query = other.query

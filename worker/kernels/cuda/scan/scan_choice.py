@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from swiftbatch.worker.kernels.cuda.byte_search import byte_at, count_bytes
 from swiftbatch.worker.kernels.cuda.kept_rows import load_rows
 from swiftbatch.worker.kernels.cuda.rounding import dot, rounded
 from swiftbatch.worker.kernels.cuda.scan.scanned_texts import group_of, tile_of
@@ -104,6 +105,17 @@ def in_order(bits):
 
 
 @triton.jit
+def largest_number(numbers, is_counted, place):
+    """The number that takes a place, from 1 on, among those that count, the largest one first; there are so many."""
+    keys = numbers.to(tl.uint32, bitcast=True) ^ 0x80000000  # in the order of whole numbers without a sign
+    found = tl.full((), 0, tl.uint32)
+    for shift in range(24, -1, -8):
+        value, place = byte_at(count_bytes(keys, is_counted, found, shift), place)
+        found |= value << shift
+    return (found ^ 0x80000000).to(tl.int32, bitcast=True)
+
+
+@triton.jit
 def find_threshold(
     samples_ptr, stats_ptr, limits_ptr, rows_ptr, num_chunks_ptr, flat_deviations_ptr, num_best,
     NUM_HEADS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, CLOUD_CHUNKS: tl.constexpr,
@@ -131,15 +143,11 @@ def find_threshold(
     n = tl.arange(0, MOST_SAMPLED * BLOCK)
     is_sample = n < tl.cdiv(num_blocks, stride) * BLOCK
     scores = tl.load(samples_ptr + row_head * (MOST_SAMPLED * BLOCK) + n, mask=is_sample, other=0.0)
-    numbers = in_order(scores.to(tl.int32, bitcast=True)).to(tl.int64)
-    low = tl.min(tl.where(is_sample, numbers, 0x7FFFFFFF), 0)
-    high = tl.max(tl.where(is_sample, numbers, -0x80000000), 0) + 1
-    for _ in range(33):
-        middle = (low + high) >> 1
-        is_low = tl.sum((is_sample & (numbers >= middle)).to(tl.int32), 0) > share
-        low = tl.where(is_low, middle + 1, low)
-        high = tl.where(is_low, high, middle)
-    tl.store(limits_ptr + row_head, in_order(low.to(tl.int32)).to(tl.float32, bitcast=True))
+    numbers = in_order(scores.to(tl.int32, bitcast=True))
+    limit = largest_number(numbers, is_sample, share + 1) + 1
+    if tl.sum(is_sample.to(tl.int32), 0) <= share:
+        limit = tl.min(tl.where(is_sample, numbers, 0x7FFFFFFF), 0)
+    tl.store(limits_ptr + row_head, in_order(limit).to(tl.float32, bitcast=True))
 
 
 @triton.jit

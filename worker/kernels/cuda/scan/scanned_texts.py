@@ -12,8 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, NUM_ROWS
+from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK
 from swiftbatch.worker.kernels.scan_coding import CLOUD_CHUNKS, SCAN_CHUNK
+from swiftbatch.worker.kernels.sizes import NUM_ROWS, least_blocks
 
 if TYPE_CHECKING:
     from swiftbatch.worker.kernels.cuda.attend import AttentionShape
@@ -82,18 +83,20 @@ class ScannedTexts:
 class ScanScratch:
     """Buffers between the launches of one layer. All layers share them, since they run one after the other."""
 
-    stats: Tensor  # [NUM_ROWS, num_heads, most_clouds, 2] float32: mean and deviation of scores
-    gains: Tensor  # [most_clouds, NUM_ROWS, num_heads, head_dim] float32
-    samples: Tensor  # [NUM_ROWS, num_heads, MOST_SAMPLED * BLOCK] float32
-    limits: Tensor  # [NUM_ROWS, num_heads] float32: scores from which on keys are read
-    entries: Tensor  # [NUM_ROWS, num_kv_heads, most_chunks, SCAN_CHUNK] int32: keys, at a tile's first row
-    counts: Tensor  # [NUM_ROWS, num_kv_heads, most_chunks] int32
-    output: Tensor  # [num_splits, NUM_ROWS, num_heads, head_dim] float32
-    lse: Tensor  # [num_splits, NUM_ROWS, num_heads] float32, base 2
+    stats: Tensor  # [num_rows, num_heads, most_clouds, 2] float32: mean and deviation of scores
+    gains: Tensor  # [most_clouds, num_rows, num_heads, head_dim] float32
+    samples: Tensor  # [num_rows, num_heads, MOST_SAMPLED * BLOCK] float32
+    limits: Tensor  # [num_rows, num_heads] float32: scores from which on keys are read
+    entries: Tensor  # [num_rows, num_kv_heads, most_chunks, SCAN_CHUNK] int32: keys, at a tile's first row
+    counts: Tensor  # [num_rows, num_kv_heads, most_chunks] int32
+    output: Tensor  # [num_splits, num_rows, num_heads, head_dim] float32
+    lse: Tensor  # [num_splits, num_rows, num_heads] float32, base 2
 
     @classmethod
-    def empty(cls, sizes: TextSizes, num_heads: int, num_splits: int, device: torch.device) -> ScanScratch:
-        rows, lists = (NUM_ROWS, num_heads), (NUM_ROWS, sizes.num_kv_heads, sizes.most_chunks)
+    def empty(
+        cls, sizes: TextSizes, num_heads: int, num_splits: int, device: torch.device, num_rows: int = NUM_ROWS
+    ) -> ScanScratch:
+        rows, lists = (num_rows, num_heads), (num_rows, sizes.num_kv_heads, sizes.most_chunks)
         return cls(
             torch.empty(*rows, sizes.most_clouds, 2, device=device),
             torch.empty(sizes.most_clouds, *rows, sizes.head_dim, device=device),
@@ -115,12 +118,13 @@ def scan_constants(shape: AttentionShape, sizes: TextSizes) -> dict[str, dict[st
     """Return the constants of each kernel of the scan by its name, with its warps and stages."""
     width = triton.next_power_of_2(shape.head_dim)
     known = {
-        "NUM_ROWS": NUM_ROWS,
+        "NUM_ROWS": shape.num_rows,
         "NUM_KV_HEADS": shape.num_kv_heads,
         "HEADS_PER_KV": shape.heads_per_kv,
         "NUM_HEADS": shape.num_kv_heads * shape.heads_per_kv,
         "HEAD_DIM": shape.head_dim,
         "NUM_SPLITS": shape.num_splits,
+        "LEAST_BLOCKS": least_blocks(shape.num_rows),
         "TILE_ROWS": TILE_ROWS,
         "WIDTH": width,
         "QUARTER": max(16, width // 4),
@@ -143,7 +147,7 @@ def scan_constants(shape: AttentionShape, sizes: TextSizes) -> dict[str, dict[st
         "find_threshold": (*clouds, "NUM_HEADS", "BLOCK", "CHUNK", "MOST_SAMPLED", "CLOUDS_WIDTH"),
         "choose_keys": (*heads, *chunks, "QUARTER", "NUM_SPLITS"),
         "attend_best": (*heads, *chunks, "NUM_SPLITS", "NUM_ROWS"),
-        "scan_merge": (*heads, *clouds, "BLOCK", "CHUNK", "NUM_SPLITS", "NUM_ROWS"),
+        "scan_merge": (*heads, *clouds, "BLOCK", "CHUNK", "NUM_SPLITS", "LEAST_BLOCKS", "NUM_ROWS"),
     }
     wide = {"find_threshold", "choose_keys", "scan_merge"} if shape.dtype == torch.bfloat16 else names
     return {

@@ -9,10 +9,11 @@ from torch import Tensor
 from swiftbatch.worker.kernels.angles import angles
 from swiftbatch.worker.kernels.cuda.activations import activate
 from swiftbatch.worker.kernels.cuda.attend import AttentionShape, Scratch, attend
-from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, NUM_ROWS, CudaRowTable, TableLayout
+from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, CudaRowTable, TableLayout
 from swiftbatch.worker.kernels.cuda.layer_kernels import add_norm, rope_store
 from swiftbatch.worker.kernels.cuda.stacked import stacked_layer
 from swiftbatch.worker.kernels.decoder_weights import AnyLinear, DecoderSizes, Linear
+from swiftbatch.worker.kernels.sizes import NUM_ROWS
 from swiftbatch.worker.papers.griffin.native_griffin import GriffinWeights
 from swiftbatch.worker.papers.griffin.triton.draft_layer_kernels import add, keep, layer_norm, pair, silu
 from swiftbatch.worker.target.cuda.cuda_forwards import Surroundings
@@ -84,15 +85,17 @@ class CudaGriffin:
     def _run_layer(self, delta: Tensor | None) -> None:
         """The decoder layer over the state with `delta` added to it."""
         table, layer, epsilon = self._table, self._layer, self._sizes.epsilon
+        assert layer.attention is not None, "a draft layer attends"
+        in_front, behind = layer.attention
         add_norm(table.rows, self._state, delta, layer.input_norm, epsilon, self._normed)
-        self._run(self._normed, layer.query_key_value, self._qkv)
+        self._run(self._normed, in_front, self._qkv)
         rope_store(
             self._qkv, self._angles, layer.head_norms, epsilon, table.rows, self._query, self._keys, self._values
         )
         attend(
             self._query, self._keys, self._values, None, table, self._scratch, self._mixed, self._sizes.scale
         )  # fmt: skip
-        self._run(self._mixed.view(NUM_ROWS, -1), layer.output, self._delta)
+        self._run(self._mixed.view(NUM_ROWS, -1), behind, self._delta)
         add_norm(table.rows, self._state, self._delta, layer.mlp_norm, epsilon, self._normed)
         assert layer.own_products is not None, "a draft layer has no experts"
         gate_up, down = layer.own_products

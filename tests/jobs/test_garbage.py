@@ -1,0 +1,24 @@
+"""Garbage is looked for seldom while many jobs are handled, and as before afterwards."""
+
+from __future__ import annotations
+
+import gc
+
+from swiftbatch.jobs.garbage import MANY_OBJECTS, looked_for_seldom
+
+
+def test_garbage_is_looked_for_seldom_in_the_block_and_as_before_behind_it() -> None:
+    before = gc.get_threshold()
+    with looked_for_seldom():
+        assert gc.get_threshold() == (MANY_OBJECTS, *before[1:])
+    assert gc.get_threshold() == before
+
+
+def test_where_nobody_looks_for_garbage_nobody_does_in_the_block_either() -> None:
+    before = gc.get_threshold()
+    gc.set_threshold(0)
+    try:
+        with looked_for_seldom():
+            assert gc.get_threshold()[0] == 0
+    finally:
+        gc.set_threshold(*before)

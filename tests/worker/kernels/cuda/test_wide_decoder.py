@@ -1,0 +1,99 @@
+"""A decoder whose forwards have 64, 128 or 256 rows: each row's bits are those that it has alone."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from swiftbatch.worker.kernels.cuda.attend import AttentionShape
+from swiftbatch.worker.kernels.cuda.decoder import CudaDecoder
+from swiftbatch.worker.kernels.cuda.linear import triton_linear
+from swiftbatch.worker.kernels.cuda.stacked import stacked_weights
+from swiftbatch.worker.kernels.sizes import ROW_CHOICES
+from tests.worker.kernels.cuda.arenas import NUM_SPLITS, Arena, Placed, random_arena, random_rows
+from tests.worker.kernels.cuda.test_decoder import CPU, NUM_POSITIONS, is_near, run
+from tests.worker.kernels.kernel_parts import BF16, FLOAT32, LATENTS, WITH_EXPERTS, Shape, random_weights
+
+pytestmark = pytest.mark.long
+
+ROWS_OF_A_TREE = 8
+NUM_ALONE, NUM_ALONE_EVERY_DAY = 16, 2  # rows that are looked at; the interpreter takes a second for each
+SHAPES = {
+    "bfloat16": Shape(num_kv_heads=2, has_bias=True),
+    "float32": Shape(dtype=FLOAT32),
+    "experts": WITH_EXPERTS["glm4_moe"],
+    "latent": LATENTS[0],
+    "experts, float32": WITH_EXPERTS["gpt_oss in float32"],
+}
+EVERY_DAY = {("experts", 256)}  # which attend as those without experts do
+
+
+def decoder_of(arena: Arena, num_rows: int) -> CudaDecoder:
+    weights = stacked_weights(random_weights(arena.shape), CPU)
+    return CudaDecoder(weights, arena.buffer, NUM_POSITIONS, NUM_SPLITS, triton_linear, num_rows=num_rows)
+
+
+def company(shape: Shape, num_rows: int) -> tuple[Arena, list[Placed]]:
+    """Trees of as many sequences as a forward has room for, behind texts of all lengths."""
+    numbers = random.Random(num_rows)
+    lengths = [numbers.choice((0, 64, 130, 200, 400, 520)) for _ in range(num_rows // ROWS_OF_A_TREE)]
+    arena = random_arena(shape, lengths)
+    return arena, random_rows(numbers, arena, [numbers.randint(4, ROWS_OF_A_TREE) for _ in lengths])
+
+
+def in_other_order(decoder: CudaDecoder, placed: list[Placed]) -> tuple[Tensor, Tensor]:
+    """Hidden states and logits of the same rows, each in another place among others, in the order of `placed`."""
+    found = [each.split([len(rows) for rows, _ in placed[::-1]]) for each in run(decoder, placed[::-1])]
+    hidden, logits = (torch.cat(parts[::-1]) for parts in found)
+    return hidden, logits
+
+
+def alone(decoder: CudaDecoder, placed: list[Placed], number: int) -> tuple[Tensor, Tensor]:
+    """Hidden state and logits of one row, counted over all trees, whose ancestors lie in the arena."""
+    for rows, slot in placed:
+        if number < len(rows):
+            hidden, logits = run(decoder, [(rows.part(number, number + 1), slot)])
+            return hidden[0], logits[0]
+        number -= len(rows)
+    raise AssertionError("no such row")
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_rows"),
+    [
+        pytest.param(kind, num_rows, marks=() if (kind, num_rows) in EVERY_DAY else pytest.mark.slow)
+        for kind in SHAPES
+        for num_rows in ROW_CHOICES
+    ],
+)
+def test_a_row_has_the_bits_in_company_that_it_has_alone(kind: str, num_rows: int) -> None:
+    arena, placed = company(SHAPES[kind], num_rows)
+    decoder = decoder_of(arena, num_rows)
+    hidden, logits = run(decoder, placed)
+    assert num_rows // 2 <= len(hidden) <= num_rows
+    assert all(torch.equal(*pair) for pair in zip(in_other_order(decoder, placed), (hidden, logits), strict=True))
+    num_alone = NUM_ALONE_EVERY_DAY if (kind, num_rows) in EVERY_DAY else NUM_ALONE
+    for number in random.Random(3).sample(range(len(hidden)), num_alone):
+        found = alone(decoder, placed, number)
+        assert torch.equal(found[0], hidden[number]), number
+        assert torch.equal(found[1], logits[number]), number
+
+
+def test_a_wide_forward_computes_what_a_narrow_one_does() -> None:
+    """But for rounding: prefixes are cut into other splits."""
+    arena, placed = company(SHAPES["float32"], 64)
+    other = arena.copy()
+    narrow, wide = run(decoder_of(arena, 64), placed), run(decoder_of(other, 128), placed)
+    for mine, its in zip(narrow, wide, strict=True):
+        assert is_near(mine, its, FLOAT32)
+    assert not torch.equal(narrow[1], wide[1])
+
+
+def test_splits_of_wide_forwards_have_several_blocks() -> None:
+    shapes = [AttentionShape(8, 4, 128, 66 * 64 // num_rows, BF16, num_rows) for num_rows in ROW_CHOICES]
+    assert [shape.tail_constants()["LEAST_BLOCKS"] for shape in shapes] == [1, 4, 8]
+    for constants in (shapes[1].prefix_constants(), shapes[1].tail_constants()):
+        assert (constants["NUM_SPLITS"], constants["LEAST_BLOCKS"], constants["NUM_ROWS"]) == (33, 4, 128)

@@ -1,0 +1,44 @@
+"""States of layers on a GPU, and the steps of positions behind them: what kernels read and write, in buffers that stay.
+
+A slot has two states a layer: that at the boundary behind which its rows are, and that of the boundary before, so that
+the last block can be rolled back. Its steps are those of `step_layout.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from swiftbatch.worker.kernels.cuda.states.step_layout import NUM_STATES, HeadSizes, StepLayout
+from swiftbatch.worker.kernels.sizes import BLOCK
+
+
+@dataclass(frozen=True)
+class StateBuffers:
+    """The states and steps of all layers and slots."""
+
+    layout: StepLayout
+    states: Tensor  # [num_layers, num_slots, NUM_STATES, num_heads, key_dim, value_dim] float32
+    steps: Tensor  # [num_layers, num_slots, ring, words] float32
+    inputs: Tensor  # [num_layers, num_slots, ring, num_channels] of the model's dtype, within the steps
+
+    @classmethod
+    def empty(
+        cls, sizes: HeadSizes, num_layers: int, num_slots: int, dtype: torch.dtype, num_rows: int, device: torch.device
+    ) -> StateBuffers:
+        layout = StepLayout.of(sizes, dtype.itemsize, num_rows)
+        heads = (sizes.num_heads, sizes.key_dim, sizes.value_dim)
+        states = torch.empty(num_layers, num_slots, NUM_STATES, *heads, device=device)
+        steps = torch.empty(num_layers, num_slots, layout.ring, layout.words, device=device)
+        return cls(layout, states, steps, steps.view(dtype)[..., layout.inputs * 4 // dtype.itemsize :])
+
+    @property
+    def num_slots(self) -> int:
+        return self.states.shape[1]
+
+
+def number_of_state(boundary: int) -> int:
+    """Which of a slot's states is the one at a boundary."""
+    return boundary // BLOCK % NUM_STATES
