@@ -5,6 +5,7 @@
 
 #include "elementwise.h"
 #include "packing.h"
+#include "weights_memory.h"
 
 enum { ROWS_AT_ONCE = 128, DEPTH_AT_ONCE = 1024, LEAST_BLOCKS = 8, BLOCKS_AT_ONCE = 8, LINEAR_WORTH_HELP = 1 << 19 };
 
@@ -23,7 +24,7 @@ matrix matrix_new(element element, int depth, int columns) {
 }
 
 void matrix_free(matrix *matrix) {
-    free(matrix->packed);
+    weights_give_back(matrix->packed);
     free(matrix->quantized);
     quantized_free(matrix->parts);
     free(matrix->bias);
@@ -31,7 +32,7 @@ void matrix_free(matrix *matrix) {
 
 static void *packed_new(const matrix *matrix) {
     size_t count = (size_t)packed_depth(matrix) * (size_t)matrix->columns;
-    return allocate_clear(count * (matrix->element == BF16 ? 2 : 4));
+    return weights_take(count * (matrix->element == BF16 ? 2 : 4));
 }
 
 void matrix_pack(matrix *matrix, int block, const void *rows, int count) {

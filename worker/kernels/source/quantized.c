@@ -7,6 +7,7 @@
 
 #include "threads.h"
 #include "unpack.h"
+#include "weights_memory.h"
 
 #if defined(__AVX512F__)
 enum { MOST_FEW_ROWS = 8, MOST_FEW_BLOCKS = 4 };
@@ -14,7 +15,7 @@ enum { MOST_FEW_ROWS = 8, MOST_FEW_BLOCKS = 4 };
 enum { MOST_FEW_ROWS = 1, MOST_FEW_BLOCKS = 1 };
 #endif
 enum { PANEL_BLOCKS = 4, PANEL_DEPTH = 256, MOST_ABREAST = MOST_FEW_BLOCKS };
-enum { READ_AHEAD = 4096, CACHE_LINE = 64 };  // bytes
+enum { READ_AHEAD = 8192, CACHE_LINE = 64 };  // bytes
 enum { TOGETHER = 8 };  // groups that may share a float, which their scales are small whole multiples of
 
 // What becomes of two vectors of numbers. PAIRED: the first eight columns, then the others, two k of each side by side;
@@ -225,7 +226,7 @@ quantized_part *quantized_new(const quantized_rows *rows, int depth, int count, 
     part->header_bytes = scales_bytes(part) * (part->has_offsets ? 2 : 1);
     part->stretch_bytes = part->header_bytes + (long)stretch * LANES * bits / 8;
     part->block_bytes = part->stretch_bytes * (depth / stretch);
-    part->data = allocate_clear((size_t)(num_blocks * part->block_bytes));
+    part->data = weights_take((size_t)(num_blocks * part->block_bytes));
     memcpy(part->table, rows->table, sizeof(float) << bits);
     part->like = first_like(part);
     for (int first = 0; first < num_blocks; first += MOST_ABREAST) {
@@ -242,7 +243,7 @@ quantized_part *quantized_new(const quantized_rows *rows, int depth, int count, 
 void quantized_free(quantized_part *first) {
     while (first) {
         quantized_part *next = first->next;
-        free(first->data);
+        weights_give_back(first->data);
         free(first);
         first = next;
     }

@@ -29,7 +29,7 @@ typedef struct chunk {
     size_t size, used;  // bytes behind the header
 } chunk;
 
-// Never changes once it is open but for its two counters, so that a late helper finds nothing that misleads it.
+// Never changes once it is open but for what is claimed and finished, so that a late helper finds nothing that misleads it.
 typedef struct stage {
     struct stage *next;  // stages are kept for later calls
     unit_function run;
@@ -38,7 +38,7 @@ typedef struct stage {
     char *helper_slots;
     size_t bytes_per_helper;
     _Alignas(16) char job[MOST_JOB_BYTES];
-    atomic_int next_unit;
+    _Atomic unsigned char is_claimed[MOST_UNITS];
     _Atomic unsigned char finished_by[MOST_UNITS];  // 0, else 1 + the helper
 } stage;
 
@@ -74,15 +74,17 @@ struct team {
     pthread_t *threads;
 };
 
-static void *allocate(size_t bytes) {
-    bytes = (size_t)round_up((long)bytes, 64);
-    void *memory = aligned_alloc(64, bytes);
+void *allocate_aligned(size_t alignment, size_t bytes) {
+    bytes = (size_t)round_up((long)bytes, (long)alignment);
+    void *memory = aligned_alloc(alignment, bytes);
     if (!memory) {
-        fprintf(stderr, "swiftbatch: no memory for %zu bytes of scratch\n", bytes);
+        fprintf(stderr, "swiftbatch: no memory for %zu bytes\n", bytes);
         abort();
     }
     return memory;
 }
+
+static void *allocate(size_t bytes) { return allocate_aligned(64, bytes); }
 
 void *allocate_clear(size_t bytes) { return memset(allocate(bytes), 0, bytes); }
 
@@ -153,6 +155,32 @@ static void frame_free(frame *frame) {
     free(frame);
 }
 
+// ---- units
+
+// Where a thread looks for units: from its own share of a stage on, so that it reads one stretch of weights, then those of
+// others.
+typedef struct {
+    stage *stage;
+    int next, num_left;
+} unit_search;
+
+static unit_search search_from(stage *stage, int thread, int num_threads) {
+    return (unit_search){stage, (int)((long)thread * stage->num_units / num_threads), stage->num_units};
+}
+
+// A unit that is now this thread's own; -1 where all are somebody's.
+static int claim_unit(unit_search *search) {
+    for (; search->num_left > 0; search->num_left--) {
+        int unit = search->next;
+        _Atomic unsigned char *is_claimed = &search->stage->is_claimed[unit];
+        search->next = unit + 1 < search->stage->num_units ? unit + 1 : 0;
+        if (atomic_load_explicit(is_claimed, memory_order_relaxed) || atomic_exchange(is_claimed, 1)) continue;
+        search->num_left--;
+        return unit;
+    }
+    return -1;
+}
+
 // ---- helpers
 
 static void help(team *team, frame *frame, int number, void **scratch, size_t *scratch_bytes) {
@@ -171,7 +199,8 @@ static void help(team *team, frame *frame, int number, void **scratch, size_t *s
             *scratch = allocate_clear(*scratch_bytes = stage->scratch_bytes);
         }
         char *slots = stage->helper_slots + (size_t)number * stage->bytes_per_helper;
-        for (int unit; (unit = atomic_fetch_add(&stage->next_unit, 1)) < stage->num_units;) {
+        unit_search search = search_from(stage, 1 + number, 1 + team->num_helpers);
+        for (int unit; (unit = claim_unit(&search)) >= 0;) {
             stage->run(stage->job, unit, slots + (size_t)unit * stage->slot_bytes, *scratch);
             atomic_store(&stage->finished_by[unit], (unsigned char)(1 + number));
             if (atomic_load(&team->open_frame) != frame) return;
@@ -325,9 +354,10 @@ static stage *stage_of(frame *frame, const stage_plan *plan) {
     fresh->helper_slots = frame->helper_slots;
     fresh->bytes_per_helper = frame->bytes_per_helper;
     memcpy(fresh->job, plan->job, plan->job_bytes);
-    atomic_store(&fresh->next_unit, 0);
-    for (int i = 0; i < plan->num_units; i++)
+    for (int i = 0; i < plan->num_units; i++) {
+        atomic_store_explicit(&fresh->is_claimed[i], 0, memory_order_relaxed);
         atomic_store_explicit(&fresh->finished_by[i], 0, memory_order_relaxed);
+    }
     return fresh;
 }
 
@@ -367,7 +397,8 @@ void run_stage(frame *frame, const stage_plan *plan, void **results) {
     bool is_mine[MOST_UNITS] = {false};
     int num_mine = 0;
     double start = now();
-    for (int unit; (unit = atomic_fetch_add(&stage->next_unit, 1)) < plan->num_units; num_mine++) {
+    unit_search search = search_from(stage, 0, 1 + team->num_helpers);
+    for (int unit; (unit = claim_unit(&search)) >= 0; num_mine++) {
         plan->run(plan->job, unit, results[unit] = own_slot(plan, unit), scratch);
         is_mine[unit] = true;
     }

@@ -12,8 +12,9 @@ typedef void (*unit_function)(const void *job, int unit, void *slot, void *scrat
 // Memory of one call, which a late helper may look at after the call has ended: it is used again when all have left.
 typedef struct frame frame;
 
-// 64-aligned zeros, for `free`; ends the process where there is no memory.
-void *allocate_clear(size_t bytes);
+// For `free`; both end the process where there is no memory.
+void *allocate_aligned(size_t alignment, size_t bytes);
+void *allocate_clear(size_t bytes);  // 64-aligned zeros
 
 frame *frame_open(team *team);
 void frame_close(frame *frame);
