@@ -6,7 +6,6 @@ driver asks, too.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +19,7 @@ from swiftbatch.worker.model.dense_names import ALWAYS, ATTENTION, Form
 from swiftbatch.worker.model.expert_config import ExpertConfig, read_experts
 from swiftbatch.worker.model.latent_forms import LatentConfig, read_latent
 from swiftbatch.worker.model.layer_angles import num_turned_of, other_layers, other_rotary, own_rotary
-from swiftbatch.worker.model.layer_windows import Windows
+from swiftbatch.worker.model.layer_windows import Windows, that_hide
 from swiftbatch.worker.model.mixer_forms import MixerConfig, read_mixers
 from swiftbatch.worker.model.text_view import EMBEDDING, HEAD, HEAD_BIAS
 from swiftbatch.worker.model.unsupported_keys import what_is_not_understood
@@ -194,7 +193,7 @@ def _read(config: dict[str, Any]) -> DenseConfig:
         activation=form.activation(config),
         num_turned=num_turned,
         still_layers=form.still(config, windows) if form.still else frozenset(),
-        windows=_that_hide(windows, config),
+        windows=that_hide(windows, config),
         other_rotary=other_rotary(config, form, head_dim),
         other_layers=other_layers(config, form, windows),
         scales=_scales(config, form, latent),
@@ -259,12 +258,6 @@ def _head_dim(config: dict[str, Any]) -> int:
     if not isinstance(head_dim, int):
         raise ValueError("transformers tells more of it")
     return head_dim
-
-
-def _that_hide(windows: Windows, config: dict[str, Any]) -> Windows:
-    """The layers' windows, but for those that hide nothing of the longest text."""
-    longest = config.get("max_position_embeddings") or math.inf
-    return tuple(None if size is None or size >= longest else size for size in windows)
 
 
 def _parts(config: dict[str, Any], form: Form, names: Mapping[str, str], head_norms: Mapping[str, str]) -> list[str]:

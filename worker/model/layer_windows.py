@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,12 @@ WindowForm = Callable[[dict[str, Any]], Windows]
 """Reads them. Raises KeyError for what is left to a default, ValueError for what is not understood."""
 
 IS_WINDOWED = {"full_attention": False, "attention": False, "sliding_attention": True}
+
+
+def that_hide(windows: Windows, config: dict[str, Any]) -> Windows:
+    """Leave out windows that hide nothing of the longest text: as long as that, they are none."""
+    longest = config.get("max_position_embeddings") or math.inf
+    return tuple(None if size is None or size >= longest else size for size in windows)
 
 
 def in_all_layers(config: dict[str, Any]) -> Windows:

@@ -1,4 +1,4 @@
-"""The HTTP server: its routes, a count of their answers, and every error in the form of OpenAI's API."""
+"""The HTTP server: its routes, a count of their answers, and what stands in front of them."""
 
 from __future__ import annotations
 
@@ -7,15 +7,12 @@ import logging
 import re
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
+from fastapi import APIRouter, FastAPI, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
-from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from swiftbatch.jobs.errors import UserError
 from swiftbatch.metrics import discovery
 from swiftbatch.metrics.exporter import ServerCollector, registry_of
 from swiftbatch.metrics.server_counters import ServerCounters
@@ -23,9 +20,10 @@ from swiftbatch.scheduler.serve.api import batch_routes, file_routes, watching_r
 from swiftbatch.scheduler.serve.api.batch_routes import PAGE
 from swiftbatch.scheduler.serve.api.bounds import BodyLimit, Crowd
 from swiftbatch.scheduler.serve.api.connection import Shutdown
-from swiftbatch.scheduler.serve.api.dependencies import Served, service_of
+from swiftbatch.scheduler.serve.api.dependencies import Served
+from swiftbatch.scheduler.serve.api.error_responses import answer_errors
 from swiftbatch.scheduler.serve.api.gate import Gate
-from swiftbatch.scheduler.serve.api.objects import Object, batch_object, error_response, page_object
+from swiftbatch.scheduler.serve.api.objects import Object, batch_object, page_object
 from swiftbatch.scheduler.serve.api.watching_routes import progress_object
 from swiftbatch.scheduler.serve.batches import Batch
 from swiftbatch.scheduler.serve.page import page_routes
@@ -38,8 +36,6 @@ LIST = "/v1/batches"
 BATCH = re.compile(rf"{LIST}/([^/]+)(/progress)?")
 
 UPLOAD_PATHS = frozenset({file_routes.PATH, UPLOAD_PATH})
-
-NO_JSON = "the body of the request could not be read as JSON"
 
 server_router = (
     APIRouter()
@@ -144,11 +140,7 @@ def make_app(service: Service, only_loopback: bool) -> FastAPI:
     for routes in (file_routes, batch_routes, watching_routes, page_routes):
         app.include_router(routes.router)
     app.include_router(server_router)
-    app.add_exception_handler(RefusedError, _refused)
-    app.add_exception_handler(UserError, _failed)
-    app.add_exception_handler(RequestValidationError, _invalid)
-    app.add_exception_handler(HTTPException, _http)
-    app.add_exception_handler(Exception, _broken)
+    answer_errors(app)
     app.add_middleware(BodyLimit, upload_paths=UPLOAD_PATHS, max_file_bytes=service.max_file_bytes)
     app.add_middleware(Polls, service=service)
     app.add_middleware(Crowd, upload_paths=UPLOAD_PATHS)
@@ -156,34 +148,3 @@ def make_app(service: Service, only_loopback: bool) -> FastAPI:
     app.add_middleware(Counting, counters=service.counters)
     app.add_middleware(Shutdown)
     return app
-
-
-def _refused(_request: Request, error: Exception) -> Response:
-    assert isinstance(error, RefusedError)
-    return error_response(error)
-
-
-def _failed(request: Request, error: Exception) -> Response:
-    assert isinstance(error, UserError)
-    return error_response(service_of(request).refusal(error))
-
-
-def _invalid(_request: Request, error: Exception) -> Response:
-    """A parameter or a body that is not of its form."""
-    assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    if first["type"] == "json_invalid":
-        found = f"{first['ctx']['error']} at character {first['loc'][-1]}"
-        return error_response(RefusedError(f"{NO_JSON}: {found}", code="invalid_json"))
-    names = [str(part) for part in first["loc"][1:]]
-    param = names[0] if names else None
-    return error_response(RefusedError(f"{param or 'body'}: {first['msg']}", param=param))
-
-
-def _http(_request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return error_response(RefusedError(str(error.detail), error.status_code))
-
-
-def _broken(_request: Request, _error: Exception) -> Response:
-    return error_response(RefusedError("the server had an error while it worked on your request", 500))

@@ -14,7 +14,7 @@ from collections.abc import Set
 from fastapi import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from swiftbatch.scheduler.serve.api.objects import refuse
+from swiftbatch.scheduler.serve.api.error_responses import refuse
 from swiftbatch.scheduler.serve.refusals import RefusedError
 
 MOST_REQUESTS = 250  # of one key

@@ -11,7 +11,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from swiftbatch.scheduler.serve.api.objects import error_response
+from swiftbatch.scheduler.serve.api.error_responses import error_response
 from swiftbatch.scheduler.serve.refusals import RefusedError
 
 HEAD_SECONDS = 60.0  # from the connection, or the last answer, to the end of the next request's headers

@@ -11,7 +11,7 @@ from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from swiftbatch.metrics import discovery
-from swiftbatch.scheduler.serve.api.objects import refuse
+from swiftbatch.scheduler.serve.api.error_responses import refuse
 from swiftbatch.scheduler.serve.keyring import ApiKey, Keyring
 from swiftbatch.scheduler.serve.page.page_security import is_of_page
 from swiftbatch.scheduler.serve.page.sessions import Sessions
