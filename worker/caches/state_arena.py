@@ -106,19 +106,21 @@ class StateSlotCache(PagedKVCache):
         self._due.clear()
 
     def roll_back(self, length: int) -> None:
-        """Forget all positions from `length` on; where no state is near in front of it, those behind a kept one."""
+        """Forget all positions from `length` on; where no state is near in front of it, those behind a kept one.
+
+        Where the last page has to be copied and none is free for that, its positions are forgotten as well.
+        """
         if length == self.length:
             return
-        self._kept.roll_back(length)
-        nearest = None if length >= self._oldest else self._kept.nearest(length)
         super().roll_back(length)
-        if length >= self._oldest:
-            self.boundary = min(self.boundary, length // BLOCK * BLOCK)
-        elif nearest is not None:
-            self.set_states(nearest[1])
-        else:
-            super().roll_back(0)
-            self.boundary = self._oldest = 0
+        self._kept.roll_back(self.length)
+        while self.length < self._oldest:
+            if (nearest := self._kept.nearest(self.length)) is not None:
+                self.set_states(nearest[1])  # finds no free page either, perhaps
+            else:
+                super().roll_back(0)
+                self._oldest = 0
+        self.boundary = min(self.boundary, self.length // BLOCK * BLOCK)
 
     def clear(self) -> None:
         super().clear()

@@ -1,0 +1,43 @@
+"""Roll-backs of caches with states into pages of several, where no page is free: states and positions stay together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from swiftbatch.worker.caches.state_arena import StateArena, StateSlotCache
+from swiftbatch.worker.kernels.sizes import BLOCK
+from swiftbatch.worker.model.recurrent_sizes import RecurrentShape
+from tests.worker.caches.cache_parts import shape, write
+
+LENGTH, PAGE = 500, 4 * BLOCK
+
+
+@pytest.fixture
+def arena() -> StateArena:
+    states = RecurrentShape(
+        num_layers=1, num_heads=0, num_key_heads=0, key_dim=0, value_dim=0, num_channels=64, conv_width=3
+    )
+    return StateArena(replace(shape(1), recurrent=states), 2, LENGTH, 6, page=PAGE)
+
+
+def read_to(cache: StateSlotCache, end: int) -> None:
+    """Have positions up to `end`, as forwards of a block each leave them."""
+    while cache.length < end:
+        num_rows = min(BLOCK, end - cache.length)
+        cache.fold_to(cache.length // BLOCK * BLOCK)
+        write(cache, cache.shape, num_rows)
+        cache.advance(num_rows)
+
+
+@pytest.mark.parametrize("kept", [0, PAGE])
+def test_who_finds_no_page_to_go_back_into_has_no_state_behind_its_positions(arena: StateArena, kept: int) -> None:
+    cache = arena.new_cache(LENGTH)
+    assert isinstance(cache, StateSlotCache)
+    cache.expect_copies(kept)
+    read_to(cache, 2 * PAGE)
+    arena.pool.share(cache.pages)  # another has these as well
+    arena.pool.take(arena.pool.num_free)
+    cache.roll_back(2 * PAGE - BLOCK + 5)
+    assert (cache.length, cache.boundary) == (kept, kept)
