@@ -75,7 +75,7 @@ def _clear_finished(run: Run) -> None:
     A job with a kept token log may have been left its state on purpose, see `--keep-state`.
     """
     found = set(run.store.list(CHECKPOINTS)) - {WORKERS}
-    if found and (finished := with_results(run, found) - KeptLogs.of(run).sizes().keys()):
+    if found and (finished := with_results(run, found - KeptLogs.of(run).sizes().keys())):
         checkpoints = CheckpointStore.of(run)
         with ThreadPoolExecutor(NUM_READERS) as pool:
             list(pool.map(checkpoints.clear, finished))

@@ -28,9 +28,12 @@ class Slots:
         self._fleet = fleet
 
     def most_anywhere(self) -> int:
-        """The most jobs that run on any worker at a time; before one has started, those that the user wants."""
+        """The most jobs that run on any worker at a time; before one has started, those that the user wants.
+
+        One always may, also where those that were left when memory ran out have all ended.
+        """
         started = [self.most_jobs(worker) for worker in self._fleet.workers if worker.info]
-        return max(started, default=self._num_slots or MOST_SLOTS)
+        return max(1, max(started, default=self._num_slots or MOST_SLOTS))
 
     def is_full(self, worker: Worker, num_held: int) -> bool:
         """Tell whether a worker with so many jobs takes no other, however short it is."""

@@ -8,8 +8,12 @@ from typing import Any
 
 import pytest
 
+from swiftbatch.jobs.run.job_index import JobEntry
 from swiftbatch.scheduler.cluster.actors import WorkerInfo
+from swiftbatch.scheduler.driver.balance import Balance
+from swiftbatch.scheduler.driver.job_queue import JobQueue
 from swiftbatch.scheduler.driver.slots import MEMORY_SHARE, Slots
+from swiftbatch.scheduler.driver.speed import StepPace
 from swiftbatch.scheduler.driver.worker_fleet import Worker
 from swiftbatch.worker.caches.memory.pages import PAGE, Growth, PoolSize, most_pages
 from swiftbatch.worker.caches.room import HeldPositions
@@ -103,6 +107,20 @@ def test_a_worker_whose_memory_ran_out_takes_none_until_one_of_the_others_has_le
     one.num_fitting = 3
     assert slots(None, one).is_full(one, 3)
     assert not slots(None, one).is_full(one, 2)
+
+
+def test_a_plan_of_the_end_is_made_where_no_worker_has_a_job_left_of_those_that_its_memory_held() -> None:
+    """Each handed a job back while the last of its others ended."""
+    workers = [worker(10**9), worker(10**9)]
+    for one in workers:
+        one.num_fitting = 0
+    queue, fleet = JobQueue(5), SimpleNamespace(workers=workers, pace=StepPace())
+    queue.add(JobEntry("job", "job", 0, 1, 1000))
+    most = Slots(None, fleet).most_anywhere()  # type: ignore[arg-type]
+    plan = Balance(queue, fleet, 2).plan(most)  # type: ignore[arg-type]
+    assert most == 1
+    assert plan is not None
+    assert plan.most_jobs(1000) == 1
 
 
 def test_what_layers_with_windows_forget_is_room_for_more_jobs() -> None:
