@@ -268,7 +268,8 @@ class CudaDecoder:
 
         self._allocate_table(device)
         self._state, self._normed, self._delta = (rows(sizes.hidden) for _ in range(3))
-        self._beside, self._scaled = (rows(sizes.hidden) for _ in range(2))  # of attention beside a state
+        is_beside = any(layer.attention is not None and layer.mixer is not None for layer in layers)
+        self._beside, self._scaled = (rows(sizes.hidden if is_beside else 0) for _ in range(2))  # attention and a state
         latent, num_heads = sizes.latent, (1 + sizes.gates_heads) * sizes.num_heads + 2 * sizes.num_kv_heads
         self._latents = None if latent is None else CudaLatents(sizes, latent, self._linear, device, num_rows)
         self._qkv = rows(num_heads * sizes.head_dim if latent is None else 0)
