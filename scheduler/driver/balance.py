@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,7 +58,8 @@ class Balance:
     def plan(self, most_jobs: int) -> EndPlan | None:
         """The time in which workers with up to so many jobs each could end all that are left, long ones among few.
 
-        None for one worker, whose jobs need not be parted, and for very many jobs.
+        None for one worker, whose jobs need not be parted, for very many jobs, and where workers that take all the
+        jobs they can end about as soon: then no short job waits for a long one.
         """
         num_ready = sum(worker.state == "ready" for worker in self._fleet.workers)  # others may never come
         if num_ready < 2 or self._queue.num_unfinished > MOST_PLANNED:
@@ -71,7 +74,8 @@ class Balance:
                 high = middle
             else:
                 low = middle
-        return EndPlan(high, per_token)
+        unplanned = _seconds_of_first(np.sort(lefts)[::-1][::num_ready].tolist(), per_token)
+        return EndPlan(high, per_token) if unplanned > PLAN_SLACK * high else None
 
     def _seconds_per_token(self, most_jobs: int) -> NDArray[np.float64]:
         """The seconds of a token of a job among 1, 2, ...; any unit is good where nothing is known yet."""
@@ -135,6 +139,18 @@ class Balance:
             seconds += (left - before) * pace.seconds_per_token(len(lefts) - num_ended)
             before = left
         return seconds
+
+
+def _seconds_of_first(lefts: list[int], per_token: NDArray[np.float64]) -> float:
+    """Seconds of a worker with jobs of so many tokens, the longest first, that always runs as many as it can."""
+    running, waiting, seconds, drawn = lefts[: len(per_token)], deque(lefts[len(per_token) :]), 0.0, 0
+    heapify(running)  # by the tokens that each job of the worker has drawn when they end
+    while running:
+        seconds += (running[0] - drawn) * float(per_token[len(running) - 1])
+        drawn = heappop(running)
+        if waiting:
+            heappush(running, drawn + waiting.popleft())
+    return seconds
 
 
 def _worker_seconds(lefts: NDArray[np.int64], per_token: NDArray[np.float64], seconds: float) -> float:

@@ -21,6 +21,7 @@ from tests.scheduler.driver.simulated_fleet import SimulatedRun, StepModel
 
 STEP = StepModel(base=0.04, per_job=0.002)
 ROOMY = 10**6  # pages
+FREE = WorkerInfo("host", 1, None, "node", "", ROOMY)
 
 
 def run_of(folder: Path, lengths: dict[str, int], num_workers: int) -> SimulatedRun:
@@ -60,19 +61,30 @@ def test_long_jobs_run_among_few_of_their_like_where_they_decide_the_end(
     assert run_of(tmp_path / "without", lengths, 4).to_the_end() > 1.35 * bound(lengths, 4)
 
 
+def test_short_jobs_do_not_wait_for_long_ones_that_end_no_sooner_for_it() -> None:
+    queue = JobQueue(5)
+    for number, num_tokens in enumerate((4000, 4000, *[50] * 10)):
+        queue.add(JobEntry(f"{number}", f"{number}", number, 1, num_tokens))
+    pace = SimpleNamespace(seconds_per_token=STEP.seconds)
+    fleet: Any = SimpleNamespace(workers=[Worker(name, None, None, FREE) for name in ("w1", "w2")], pace=pace)
+    assert Balance(queue, fleet, 2).plan(32) is None
+    for number in range(12, 112):
+        queue.add(JobEntry(f"{number}", f"{number}", number, 1, 2000))
+    assert Balance(queue, fleet, 2).plan(32) is not None
+
+
 def test_who_runs_alone_or_before_others_have_started_has_no_plan() -> None:
     queue = JobQueue(5)
-    for number in range(40):
+    for number in range(112):
         queue.add(JobEntry(f"{number}", f"{number}", number, 1, 1000))
-    info = WorkerInfo("host", 1, None, "node", "", 10**6)
-    workers = [Worker(name, None, None, info) for name in ("w1", "w2")]
+    workers = [Worker(name, None, None, FREE) for name in ("w1", "w2")]
     fleet: Any = SimpleNamespace(workers=workers[:1], pace=StepPace())
     balance = Balance(queue, fleet, 50)
     assert balance.plan(32) is None
     fleet.workers = workers
     plan = balance.plan(32)
     assert plan is not None
-    assert plan.most_jobs(1000) >= 20, "each may have half of the jobs, though 48 workers have yet to come"
+    assert plan.most_jobs(1000) >= 20, "each may have many of the jobs, though 48 workers have yet to come"
     assert plan.most_jobs(10**9) == 1
 
 
