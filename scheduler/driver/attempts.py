@@ -134,7 +134,7 @@ class Attempts:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _content(self) -> AttemptCounts:
-        """What the file is to have; nobody changes it."""
+        """The content that the file is to have; nobody changes it."""
         return AttemptCounts.model_construct(attempts=self._counts.copy(), strikes=self._strikes.copy())
 
     def _base(self, newest: int) -> int:

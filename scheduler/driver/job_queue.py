@@ -33,7 +33,7 @@ PROGRESS_SHARE = 0.01  # an attempt that adds less than this share of max_tokens
 
 
 class Outlook(NamedTuple):
-    """What is expected of the jobs that run on a worker: `growths` with the fewest tokens left first."""
+    """The expected growth of the jobs that run on a worker: `growths` with the fewest tokens left first."""
 
     growths: list[Growth]
     mean_length: float  # tokens at their ends

@@ -185,7 +185,7 @@ class StateSlotCache(PagedKVCache):
         return boundary > 0 and self._oldest <= boundary <= self.boundary <= boundary + BLOCK
 
     def _copied(self, end: int) -> LayerStates:
-        """What the slot has of a boundary, on the host."""
+        """The states of a boundary that the slot has, on the host."""
         arrays = self._empty_arrays()
         for name, part, rows in self._parts_at(end):
             if rows.numel():

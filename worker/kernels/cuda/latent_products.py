@@ -1,4 +1,4 @@
-"""What a layer with latent attention launches besides what all layers do: norms, turns, and products of each head.
+"""The kernels of latent attention besides those of all layers: norms, turns, and products of each head.
 
 A row's latent vector goes to the cache normed, its keys' turned part behind it. Queries are made of the row, or of a
 latent vector of their own. Each head's query goes through the head's keys to the latent vector's dimensions, meets what

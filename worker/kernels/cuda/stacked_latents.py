@@ -1,4 +1,4 @@
-"""What a layer with latent attention has beside its stacked products, as the CUDA kernels read it."""
+"""The weights of latent attention beside the stacked products of its layer, as the CUDA kernels read them."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def test_one_long_job_makes_many_short_ones_no_slower() -> None:
 
 
 def test_a_step_of_the_model_is_the_measured_one() -> None:
-    """Of four slots of 100,000 positions: 25.26 ms on the GPU."""
+    """Four slots of 100,000 positions take 25.26 ms on the GPU."""
     costs = H100.costs(64)
     step = costs.forward_seconds(1, 100_000, 4) + 3 * H100.per_job
     assert step == pytest.approx(25.26e-3, rel=0.025)

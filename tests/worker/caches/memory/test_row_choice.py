@@ -27,7 +27,7 @@ def test_few_jobs_have_the_fewest_rows_and_many_short_ones_the_most() -> None:
 
 
 def test_jobs_that_have_no_room_beside_others_have_no_rows() -> None:
-    """Of jobs of 100,000 positions five run at a time, however many wait."""
+    """Five jobs of 100,000 positions run at a time, however many wait."""
     assert chosen(200, 100_000) == 64
 
 

@@ -56,7 +56,7 @@ def drawn_both_ways(branches: list[Branch], num_listed: int) -> list[bool]:
 
 
 def test_of_rows_of_which_only_the_best_tokens_are_sorted() -> None:
-    """Where all are listed, all rows are decided; of few listed tokens most still are."""
+    """All rows are decided if all tokens are listed; if few are, most rows still are."""
     chance, branches = random.Random(6), list[Branch]()
     for _ in range(40):
         settings = {"temperature": chance.choice([0.7, 1.0, 1.7]), "repetition_penalty": 1.0}

@@ -173,7 +173,7 @@ def gates_of_heads() -> dict[str, Any]:
 
 
 def latent_kernels(dtype: str) -> dict[str, Made]:
-    """Of GLM 4.7 Flash; DeepSeek V3 has more heads, which fill several tiles."""
+    """The sizes of GLM 4.7 Flash; DeepSeek V3 has more heads, which fill several tiles."""
     sizes, num_heads, paged = LatentSizes(512, 768, 192, 64, 256), 20, {"PAGE": GPU_PAGE}
     attention = latent_attention.LatentShape(num_heads, sizes, 132, DTYPES[dtype])
     many = dataclasses.replace(attention, num_heads=128, num_splits=16, num_rows=MOST_ROWS)

@@ -43,7 +43,7 @@ class Steps:
         self.shares, self.logs = rows(sizes.num_heads).sigmoid(), -rows(sizes.num_heads).exp() / 10
 
     def plainly(self) -> tuple[Tensor, Tensor]:
-        """What rows find, and the state at the boundary, position by position in float64."""
+        """Compute in float64, position by position, the outputs of rows and the state at the boundary."""
         group, found, kept = self.sizes.num_heads // self.sizes.num_key_heads, [], None
         state = torch.zeros(self.sizes.num_heads, self.sizes.key_dim, self.sizes.value_dim, dtype=torch.float64)
         for row in range(LENGTH):

@@ -54,7 +54,7 @@ class IdleDevice:
         return Repeated(lambda: times.append(time.thread_time()))
 
     def take(self) -> tuple[float, float]:
-        """When the first forward and the last draw since the last call were launched."""
+        """The moments at which the first forward and the last draw since the last call were launched."""
         found = self.launched[FORWARD][0], self.launched[DRAW][-1]
         for times in self.launched.values():
             times.clear()
@@ -135,6 +135,6 @@ class DrawnTokens:
 
 
 def _costs(target: ArenaTarget) -> StepCosts:
-    """What steps would take on the GPU that is stood for."""
+    """The seconds that steps would take on the GPU that is stood for."""
     seconds = [[FORWARD_SECONDS + POSITION_SECONDS * length] * len(ROW_COUNTS) for length in LENGTHS]
     return StepCosts(LENGTHS, np.array(seconds), target.forwards.rows_per_forward)

@@ -1,4 +1,4 @@
-"""What rows bring to their layer's state: a convolution over the inputs of their own path, then keys, values, factors.
+"""The inputs of rows to their layer's state: a convolution over their own path, then keys, values, factors.
 
 An input of a row that shares the forward is read where the product has left it; those of earlier rows lie among the
 steps. Rows are rounded where the kernels in C round, which is where `transformers` does.

@@ -40,5 +40,5 @@ class StateBuffers:
 
 
 def number_of_state(boundary: int) -> int:
-    """Which of a slot's states is the one at a boundary."""
+    """The number of a slot's state that is the one at a boundary."""
     return boundary // BLOCK % NUM_STATES

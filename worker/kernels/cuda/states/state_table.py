@@ -1,4 +1,4 @@
-"""What a forward's kernels read of rows whose layers have states: as a row table, in a buffer of int32 behind it."""
+"""The table of rows for layers with states: like a row table, in a buffer of int32 behind it."""
 
 from __future__ import annotations
 

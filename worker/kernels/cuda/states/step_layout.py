@@ -1,4 +1,4 @@
-"""What positions leave in layers with a state, and the bytes of a slot's states on a GPU. Without torch: it is planned.
+"""The steps that positions leave in layers with a state, and the bytes of a slot's states. Without torch: for plans.
 
 Steps lie in a ring by the entry of their position, for as long as a row may need them: nothing is moved where a
 boundary is passed, and nothing is undone where a draft fails.
@@ -33,7 +33,7 @@ class HeadSizes(Protocol):
 
 @dataclass(frozen=True)
 class StepLayout:
-    """What a position leaves in a layer, in float32 words: keys, updates, logarithms of decays, the inputs' bits."""
+    """The step of a position in a layer, in float32 words: keys, updates, logarithms of decays, the inputs' bits."""
 
     num_keys: int
     num_updates: int
