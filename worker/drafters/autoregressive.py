@@ -15,4 +15,4 @@ class AutoregressiveDrafter(Drafter):
         """Take what a `DrafterFactory` is given, and keep nothing."""
 
     def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
-        return [DraftTree() for _ in requests]
+        return [DraftTree()] * len(requests)

@@ -76,7 +76,7 @@ def rows_of_trees(caches: Many[FullKVCache], root_ids: Many[int], trees: Many[Dr
     for cache, root_id, tree, root, start in zip(caches, root_ids, trees, roots, starts, strict=True):
         end = row + 1 + len(tree.token_ids)
         own, before = lengths[row:end], cache.first_angle + start - 1
-        positions = [before + length for length in own]
+        positions = [before + length for length in own] if tree.token_ids else [before + own[0]]
         made.append(SequenceRows(cache, [root_id, *tree.token_ids], positions, root, start, entries[row:end], own))
         row = end
     return made
@@ -88,12 +88,13 @@ def tails(starts: Many[int], roots: Many[int], trees: Many[DraftTree]) -> tuple[
     A tree's root is at entry `root`, and nodes stand behind it, in their order. A row sees its ancestors alone; what is
     not real repeats `start`.
     """
-    firsts, lengths = list[int](), list[int]()
+    lengths = list[int]()
     places, nodes = list[int](), list[int]()  # where nodes' entries go, and these
     for start, root, tree in zip(starts, roots, trees, strict=True):
         before, row = root - start + 1, len(lengths)  # tail of the root; its row
-        firsts += [start] * (1 + len(tree.parents))
         lengths.append(before)
+        if not tree.parents:
+            continue
         paths = {ROOT: list[int]()}
         for node, parent in enumerate(tree.parents):
             paths[node] = path = [*paths[parent], root + 1 + node]
@@ -101,8 +102,9 @@ def tails(starts: Many[int], roots: Many[int], trees: Many[DraftTree]) -> tuple[
             place = (row + 1 + node) * BLOCK + before
             places += range(place, place + len(path))
             nodes += path
-    num_before = np.repeat(np.array(roots) + 1 - starts, [1 + len(tree.parents) for tree in trees])[:, None]
-    entries: np.ndarray = np.array(firsts)[:, None] + np.where(num_before > PLACES, PLACES, 0)
+    sizes, firsts = [1 + len(tree.parents) for tree in trees], np.array(starts)
+    num_before = np.repeat(np.array(roots) + 1 - firsts, sizes)[:, None]
+    entries: np.ndarray = np.repeat(firsts, sizes)[:, None] + np.where(num_before > PLACES, PLACES, 0)
     if places:
         entries.reshape(-1)[places] = nodes
     return entries, lengths
