@@ -45,7 +45,9 @@ class Verification(NamedTuple):
     @property
     def proposed_path(self) -> list[int]:
         """The accepted nodes with their numbers in the tree that was proposed."""
-        numbers = range(len(self.tree)) if self.numbers is None else self.numbers
+        if self.numbers is None:
+            return self.path
+        numbers = self.numbers
         return [numbers[node] for node in self.path if numbers[node] != GUESSED]
 
     @property

@@ -77,7 +77,7 @@ class RepeatingDrafter(Drafter):
             self._num_rests -= 1
             self._rested_at.append(seconds_now())
             self._num_passed.append(1)
-            return [DraftTree() for _ in requests]
+            return [DraftTree()] * len(requests)
         self._wake()
         promised = {
             r.sequence.sequence_id: tokens for r in requests if (tokens := self._promised(r.sequence)) > PROMISING
