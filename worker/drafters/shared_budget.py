@@ -104,6 +104,15 @@ class SharedBudget:
         self._num_planned, self._longest_planned = 0, 0  # sequences of the plan, and tokens of the longest one then
         self._vacant: list[int] = []  # what those of them had that have left
         self._forward_seconds: dict[tuple[int, ...], float] = {}  # by numbers of nodes, since the last plan
+        self._are_trees_allowed = True
+        self.measured_rate: float | None = None  # tokens per second of steps without trees, where that is known
+
+    def allow_trees(self, are_allowed: bool) -> None:
+        """Plan anew: with trees where they promise more, or with none, and no look at one."""
+        self._are_trees_allowed = are_allowed
+        self._plan.clear()
+        self._vacant.clear()
+        self._num_resting, self._is_resting = 0, False
 
     def rests(self, requests: list[DraftRequest]) -> bool:
         """Return whether the coming step drafts nothing, known from those before it; if not, ask for `num_nodes`."""
@@ -140,15 +149,16 @@ class SharedBudget:
         if not requests:
             return []
         self.clock.end()
-        names = [request.sequence.sequence_id for request in requests]
+        names = names_of(requests)
         self._keep_planned(names, requests)
         planned = [self._plan[name] for name in names]
-        choices = [
-            self._of(r.sequence).looked_at(choice, len(NODE_CHOICES))
-            for r, choice in zip(requests, planned, strict=True)
-        ]
-        if self.clock.is_plain_due:
+        if self.clock.is_plain_due or not self._are_trees_allowed:
             choices = [0] * len(names)
+        else:
+            choices = [
+                self._of(r.sequence).looked_at(choice, len(NODE_CHOICES))
+                for r, choice in zip(requests, planned, strict=True)
+            ]
         sizes = [min(r.max_nodes, NODE_CHOICES[choice]) for r, choice in zip(requests, choices, strict=True)]
         expected = self._expected_seconds(requests, tuple(sizes))
         self.clock.begin(expected, "tree" if any(sizes) else "plain")
@@ -158,13 +168,19 @@ class SharedBudget:
         return sizes
 
     def rate(self, requests: list[DraftRequest]) -> float:
-        """Tokens per second of all that the planned trees promise, by all that was seen since they were planned."""
-        names = [request.sequence.sequence_id for request in requests]
+        """Tokens per second of all that the planned trees promise, by all that was seen since they were planned.
+
+        No less than what steps without trees were measured to bring.
+        """
+        if self.measured_rate is not None and not self._are_trees_allowed:
+            return self.measured_rate
+        names = names_of(requests)
         self._keep_planned(names, requests)
         shares = np.array([self._plan[name] for name in names])
         own = self._costs.own_seconds(NUM_ROWS, lengths_of(requests))
         overhead, proposing = self._overhead(requests), self.clock.drafting_seconds
-        return rate_of(self._costs, self.tokens(requests), own, shares, overhead, proposing)
+        promised = rate_of(self._costs, self.tokens(requests), own, shares, overhead, proposing)
+        return max(promised, self.measured_rate or 0.0)
 
     def best(self, requests: list[DraftRequest], tokens: np.ndarray, has_trees: bool) -> tuple[np.ndarray, float]:
         """Choose shares for other drafts, that bring `tokens [num_sequences, num_choices]`; and their rate.
@@ -249,6 +265,8 @@ class SharedBudget:
         proposing = self.clock.drafting_seconds
         worth = WORTH_STAYING if self._is_drafting else WORTH_DRAFTING
         shares = best_shares(self._costs, tokens, lengths, overhead, proposing, worth)
+        if not self._are_trees_allowed:
+            shares[:] = 0
         self._is_drafting = bool(shares.any())
         plan = dict(zip(names, shares.tolist(), strict=True))
         if not self._is_drafting:
@@ -268,6 +286,8 @@ class SharedBudget:
         if are_trees_planned:
             return self.clock.num_plain_due
         to_plan = STEPS_PER_PLAN - self._num_observed // len(requests)
+        if not self._are_trees_allowed:
+            return max(0, min(MOST_RESTING, to_plan - 1))
         to_look = min(self._of(request.sequence).num_steps_to_look for request in requests)
         return max(0, min(MOST_RESTING, to_plan - 1, to_look - 1))
 
@@ -291,6 +311,11 @@ class SharedBudget:
 def lengths_of(requests: list[DraftRequest]) -> np.ndarray:
     """Cached positions of sequences, `[num_sequences]`."""
     return np.array([len(request.sequence) - 1 for request in requests])
+
+
+def names_of(requests: list[DraftRequest]) -> list[str]:
+    """The ids of sequences that share a step, in their order."""
+    return [request.sequence.sequence_id for request in requests]
 
 
 class RestingDrafter(Drafter):

@@ -36,6 +36,7 @@ class StepClock:
         self._kind: StepKind | None = None  # of the newest step
         self._num_alike = 0  # steps of that kind in a row
         self._num_drafted = 0  # steps with drafts since the last plain one
+        self._has_passed_by = False  # whether plain steps were seen that nobody was asked of: these are what plain is
 
     @property
     def is_plain_due(self) -> bool:
@@ -77,6 +78,7 @@ class StepClock:
         The begun one was no such step, and its end is not known.
         """
         self._open = None
+        self._has_passed_by = self._has_passed_by or bool(seconds)
         for each in seconds[max(0, SETTLED - self._num_alike) :][-FEWEST:]:
             self._keep("plain", each, expected_seconds)
         self._num_alike += len(seconds)
@@ -90,7 +92,8 @@ class StepClock:
         """End the step. What took ten times as long as it should was no step alone: it counts as ten times, no more."""
         if self._open is not None and self._kind is not None and self._num_alike > SETTLED:
             begun, expected = self._open
-            self._keep(self._kind, seconds_now() - begun, expected)
+            if self._kind != "plain" or not self._has_passed_by:
+                self._keep(self._kind, seconds_now() - begun, expected)
         self._open = None
 
     def doubt(self, kind: StepKind) -> None:

@@ -207,10 +207,11 @@ def test_repeats_that_did_not_pay_are_planned_for_again_after_a_while(target: Ta
 
     drafter._sizes_that_pay = counting  # type: ignore[method-assign]
     sequence, phrase = sequence_of([2, 7, 1, 8] * 12), [2, 7, 1, 8]
-    drafter.start(sequence, target.new_cache(300))
-    for step in range(4 * REFUSED_FOR):
+    drafter.start(sequence, target.new_cache(400))
+    for step in range(8 * REFUSED_FOR):  # of which many rest
         assert not any(map(len, drafter.propose([DraftRequest(sequence, 31, 31, 0.0)])))
         sequence.extend([phrase[step % 4]])
+        drafter.update(sequence, Verification(DraftTree(), [], [phrase[step % 4]], [1], None, None, None))
         drafter._texts["a"].catch_up(sequence)
     assert 2 <= num_plans <= 5
 

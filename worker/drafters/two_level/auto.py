@@ -22,7 +22,7 @@ from swiftbatch.worker.caches.scan_cache import SHORTEST_SCANNED, ScanKVCache
 from swiftbatch.worker.drafters.base import DraftCounters, Drafter, DraftRequest, ReadRows, Verified, WantedTree
 from swiftbatch.worker.drafters.catalogue import ENGINES, MTP, engine_entry
 from swiftbatch.worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
-from swiftbatch.worker.drafters.shared_budget import MUCH_LONGER, RestingDrafter, SharedBudget, lengths_of
+from swiftbatch.worker.drafters.shared_budget import MUCH_LONGER, RestingDrafter, SharedBudget, lengths_of, names_of
 from swiftbatch.worker.drafters.two_level.auto_plan import (
     ON_A_CPU,
     RoundCosts,
@@ -35,6 +35,7 @@ from swiftbatch.worker.drafters.two_level.chain import Chain, Proposer
 from swiftbatch.worker.drafters.two_level.drafter import TwoLevelDrafter
 from swiftbatch.worker.drafters.two_level.measured import MeasuredDrafter
 from swiftbatch.worker.drafters.two_level.repeating import RepeatingDrafter
+from swiftbatch.worker.drafters.two_level.turns import TreeTurns
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.drawing.verification import Verification
@@ -55,11 +56,12 @@ def auto(target: TargetModel, costs: Costs, parts_folder: Path | None) -> Drafte
     recycling, rounds = TokenRecyclingDrafter(target, costs), round_costs(target)
     if recycling.budget is None:
         return recycling
+    turns = None if target.forwards.draw_chains is None else TreeTurns()
     if rounds is None:
-        repeating = RepeatingDrafter(recycling, recycling.budget.rate, recycling, recycling.budget)
+        repeating = RepeatingDrafter(recycling, recycling.budget.rate, recycling, recycling.budget, turns)
     else:
         otherwise = AutoDrafter(target, RoundsPlanner(costs(), rounds), recycling, recycling.budget)
-        repeating = RepeatingDrafter(otherwise, otherwise.rate, recycling, recycling.budget)
+        repeating = RepeatingDrafter(otherwise, otherwise.rate, recycling, recycling.budget, turns)
     predicting = _predicting(target, costs, parts_folder)
     return repeating if predicting is None else MeasuredDrafter(repeating, predicting)
 
@@ -205,7 +207,9 @@ class AutoDrafter(RestingDrafter):
 
     def _rests(self, requests: list[DraftRequest]) -> bool:
         """Return whether the coming step drafts nothing, and no plan is due; then count it."""
-        if self._rounds is not None or self._num_steps + 1 >= self._steps_per_plan or not self._budget.rests(requests):
+        if self._rounds is not None or self._num_steps + 1 >= self._steps_per_plan or names_of(requests) != self._names:
+            return False
+        if not self._budget.rests(requests):
             return False
         self._num_steps += 1
         self._is_chain = self._recycling.is_drafting = False
@@ -213,7 +217,7 @@ class AutoDrafter(RestingDrafter):
 
     def _plan(self, requests: list[DraftRequest]) -> None:
         """Choose what brings most tokens per second, every few steps and where other sequences share the step."""
-        names = [request.sequence.sequence_id for request in requests]
+        names = names_of(requests)
         is_new = names != self._names
         self._num_steps += 1
         if not is_new and self._num_steps < self._steps_per_plan:

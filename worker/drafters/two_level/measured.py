@@ -14,6 +14,7 @@ import torch
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.drafters.base import DraftCounters, Drafter, DraftRequest, ReadRows, Verified
 from swiftbatch.worker.drafters.two_level.repeating import RepeatingDrafter
+from swiftbatch.worker.drafters.two_level.turns import TokenRate
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.drawing.verification import Verification
@@ -23,28 +24,6 @@ SETTLING = 4  # steps at the beginning of a turn that tell nothing
 FIRST_TURN, TRIAL = 48, 24  # steps
 SHORTEST_TURN, LONGEST_TURN = 256, 4096  # steps between trials
 BETTER = 1.05  # times the tokens per second of the way that steps go
-KEPT = 0.97  # share of what earlier steps count that stays with every step
-SLOWEST = 4.0  # times the mean step: what held one up for longer says nothing of its kind
-
-
-class TokenRate:
-    """The tokens per second of a turn's steps; the newest count most."""
-
-    def __init__(self) -> None:
-        self._tokens = self._seconds = self._steps = 0.0
-
-    def observe(self, num_tokens: int, seconds: float) -> None:
-        """Take in a step."""
-        if self._steps:
-            seconds = min(seconds, SLOWEST * self._seconds / self._steps)
-        self._tokens = KEPT * self._tokens + num_tokens
-        self._seconds = KEPT * self._seconds + seconds
-        self._steps = KEPT * self._steps + 1
-
-    @property
-    def value(self) -> float:
-        """Tokens per second; 0 before a step was seen."""
-        return self._tokens / self._seconds if self._seconds else 0.0
 
 
 class MeasuredDrafter(Drafter):

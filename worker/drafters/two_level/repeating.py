@@ -13,7 +13,8 @@ from swiftbatch.worker.drafters.base import DraftCounters, Drafter, DraftRequest
 from swiftbatch.worker.drafters.budget import NODE_CHOICES
 from swiftbatch.worker.drafters.lookup.repeated_text import RepeatedText, RepeatShares
 from swiftbatch.worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
-from swiftbatch.worker.drafters.shared_budget import RestingDrafter, SharedBudget
+from swiftbatch.worker.drafters.shared_budget import RestingDrafter, SharedBudget, names_of
+from swiftbatch.worker.drafters.two_level.turns import TreeTurns
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.drawing.verification import Verification
@@ -23,7 +24,7 @@ FEW_NODES = (7,)
 PROMISING = 1.3  # tokens a step of a chain that short: a repeat that promises less is not worth planning for
 BETTER = 1.05  # times the other drafter's rate
 REFUSED_FOR = 16  # steps until repeats as long are planned for again: to plan takes a tenth of a batch's step
-RESTS_AT_ONCE = 4  # steps without drafts that pass before anything is looked at: a look takes a fifth of a short step
+RESTS_AT_ONCE = 7  # steps without drafts that pass before anything is looked at: a look takes a fifth of a short step
 MOST_AT_ONCE = 32  # where rest after rest found no repeat
 
 
@@ -38,10 +39,14 @@ class RepeatingDrafter(Drafter):
         rate: Callable[[list[DraftRequest]], float],
         recycling: TokenRecyclingDrafter,
         budget: SharedBudget,
+        turns: TreeTurns | None = None,
     ) -> None:
-        """`rate`: the tokens per second that `otherwise` promises; `budget` is that of `recycling`."""
+        """`rate`: the tokens per second that `otherwise` promises; `budget` is that of `recycling`.
+
+        `turns` are taken where plain steps can pass by several at once.
+        """
         self.otherwise, self.phases, self._rate_otherwise = otherwise, otherwise.phases, rate
-        self._recycling, self._budget = recycling, budget
+        self._recycling, self._budget, self._turns = recycling, budget, turns
         self._shares = RepeatShares()
         self._texts: dict[str, RepeatedText] = {}
         self._repeated: set[str] = set()  # sequences that have chains in the newest step
@@ -51,9 +56,11 @@ class RepeatingDrafter(Drafter):
         self._names: list[str] = []  # of these sequences
         self._resting: list[Sequence] = []  # that draft nothing in the coming steps
         self._num_rests = 0  # such steps to come
+        self._begun: float | None = None  # when the newest step began, where it rests and its end is not known yet
         self._rested_at: list[float] = []  # when those began that nobody was told of yet
         self._num_passed: list[int] = []  # how many passed at once from then on
         self._rests_at_once = RESTS_AT_ONCE
+        budget.allow_trees(turns is None or turns.has_trees)
 
     @property
     def draft_kind(self) -> str:
@@ -73,11 +80,19 @@ class RepeatingDrafter(Drafter):
         self._texts[sequence.sequence_id] = RepeatedText(sequence, self._shares)
 
     def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
+        if self._turns is None:
+            return self._propose(requests)
+        if self._turns.begin(requests):
+            self._wake()
+            self._budget.allow_trees(self._turns.has_trees)
+        self._budget.measured_rate = self._turns.plain_rate
+        return self._propose(requests)
+
+    def _propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
         if self._rests(requests):
-            self._num_rests -= 1
-            self._rested_at.append(seconds_now())
-            self._num_passed.append(1)
+            self._begun = seconds_now()
             return [DraftTree()] * len(requests)
+        self._begun = None
         self._wake()
         promised = {
             r.sequence.sequence_id: tokens for r in requests if (tokens := self._promised(r.sequence)) > PROMISING
@@ -97,12 +112,15 @@ class RepeatingDrafter(Drafter):
         return trees
 
     def pass_plain(self, most: int) -> int:
-        if not self._rested_at:
+        if not self._num_rests:
             return 0
-        num_steps = min(most, self._num_rests)
-        self._num_rests -= num_steps
-        self._num_passed[-1] += num_steps
-        return num_steps
+        if self._begun is None:  # the newest step was asked for: it passes with those behind it
+            self._begun = seconds_now()
+            self._num_rests += 1
+        missing = most - (self._num_rests - 1)
+        if missing > 0:  # a call of fewer steps takes longer for each
+            self._num_rests += self.otherwise.rest(missing)
+        return min(most, self._num_rests - 1)
 
     def learn(self, rows: ReadRows) -> None:
         self.otherwise.learn(rows)
@@ -111,7 +129,12 @@ class RepeatingDrafter(Drafter):
         self.update_all([(sequence, verification)])
 
     def update_all(self, verified: Many[Verified]) -> None:
-        if self._rested_at:
+        if self._turns is not None and verified:
+            num_tokens = sum(len(verification.committed_ids) for _, verification in verified)
+            is_turns = not self._is_repeating and self.otherwise.draft_kind != "chain"
+            self._turns.hear(num_tokens, _num_steps_of(verified), is_turns)
+        if self._begun is not None:
+            self._pass_by(self._begun, _num_steps_of(verified))
             return
         for sequence, _ in verified:
             self._text(sequence).catch_up(sequence)
@@ -164,6 +187,13 @@ class RepeatingDrafter(Drafter):
         self._num_rests = self.otherwise.rest(self._rests_at_once)
         self._resting = sequences if self._num_rests else []
 
+    def _pass_by(self, begun: float, num_steps: int) -> None:
+        """Take steps of the rest that have passed; what they brought is looked at when it ends."""
+        self._rested_at.append(begun)
+        self._num_passed.append(num_steps)
+        self._num_rests = max(0, self._num_rests - num_steps)
+        self._begun = None
+
     def _wake(self, *ended_at: float) -> bool:
         """End a rest, and take in what its steps have brought: whether that promises repeats.
 
@@ -175,7 +205,7 @@ class RepeatingDrafter(Drafter):
                 self._text(sequence).catch_up(sequence)
             self._budget.rested(self._resting, sum(self._num_passed), self._num_rests, self._rested_seconds(*ended_at))
             promises = any(self._promised(sequence) > PROMISING for sequence in self._resting)
-            self._rests_at_once = RESTS_AT_ONCE if promises else min(2 * self._rests_at_once, MOST_AT_ONCE)
+            self._rests_at_once = RESTS_AT_ONCE if promises else min(2 * self._rests_at_once + 2, MOST_AT_ONCE)
         self._resting, self._num_rests = [], 0
         self._rested_at.clear()
         self._num_passed.clear()
@@ -196,7 +226,7 @@ class RepeatingDrafter(Drafter):
 
     def _sizes(self, requests: list[DraftRequest], repeated: set[str]) -> list[int] | None:
         """The nodes of each sequence; None where repeats as long as those of `repeated` did not pay just before."""
-        names = [request.sequence.sequence_id for request in requests]
+        names = names_of(requests)
         lengths = tuple(sorted(self._texts[name].num_told_apart for name in repeated))
         self._num_since += 1
         if names != self._names or self._num_since > REFUSED_FOR:
@@ -231,3 +261,7 @@ class RepeatingDrafter(Drafter):
                 chains[number] = DraftTree.chain(self._text(sequence).chain(sequence, length))
         trees = self._recycling.sized_trees(requests, most)
         return [chains.get(number, tree) for number, tree in enumerate(trees)]
+
+
+def _num_steps_of(verified: Many[Verified]) -> int:
+    return max((verification.num_steps for _, verification in verified), default=1)
