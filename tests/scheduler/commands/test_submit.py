@@ -138,6 +138,7 @@ def test_a_file_of_rejects_only_ends_with_exit_code_1_and_their_reasons(tmp_path
     assert "resume" not in status.stdout
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "name",
     [
