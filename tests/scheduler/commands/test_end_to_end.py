@@ -233,7 +233,7 @@ def test_the_same_file_again_runs_only_what_is_missing(submit_args: list[str], t
     assert set(outputs(run)) == {"a", "b"}
     assert result.stat().st_mtime_ns == written
     third = run_command("resume", str(run))
-    assert third.returncode == 0
+    assert third.returncode == 1  # it is still rejected
     assert "run finished; jobs: 2 finished" in third.stdout
 
 
