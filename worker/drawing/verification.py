@@ -32,6 +32,7 @@ class Verification(NamedTuple):
     draft_kind: str = "tree"  # of `metrics.worker_counters.DRAFT_KINDS`
     numbers: list[int] | None = None  # of the tree's nodes in the proposed tree; None: that one itself was verified
     num_left_out: int = 0  # nodes of that tree
+    num_steps: int = 1  # that brought the tokens: several where nothing was drafted
 
     @property
     def num_draft_tokens(self) -> int:

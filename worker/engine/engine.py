@@ -15,6 +15,7 @@ from swiftbatch.worker.drawing.sampling import NOT_FINITE, NotFiniteError, check
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.drawing.verification import Verification, Walk
+from swiftbatch.worker.engine.plain_runs import PlainRuns
 from swiftbatch.worker.engine.prefixes import KeptPrefixes, Sharing
 from swiftbatch.worker.engine.reading import Reader, Rider
 from swiftbatch.worker.engine.slot import Slot
@@ -48,6 +49,7 @@ class Engine:
         self._drawing = target.forwards.new_drawing()
         self.sharing = sharing or Sharing(KeptPrefixes(target.cache_shape.bytes_per_position()))
         self._reader = Reader(target, drafter, self._drawing, self.sharing, self.counters)
+        self._plain = PlainRuns(target, self.counters)
         self._slots: dict[str, Slot] = {}
 
     @property
@@ -118,6 +120,10 @@ class Engine:
         if not ready:
             return []
         trees = self._propose(ready)
+        if len(ready) == len(unfinished) and (run := self._run_plain(ready)):
+            results = [(slot.sequence, self._extended(slot, walk)) for slot, walk in zip(ready, run, strict=True)]
+            self._update(results)
+            return results
         riders = self._reader.riders(unfinished, sum(1 + len(each.tree) for each in trees), len(ready))
         outputs, walks = self._verify(ready, trees, riders)
         results = self._commit(ready, trees, outputs, walks)
@@ -160,6 +166,25 @@ class Engine:
             self._reader.take(riders, read)
         found = zip(trees, walks, strict=True)
         return outputs, [walk if each.masks is None else each.in_front_of_the_dead(walk) for each, walk in found]
+
+    def _run_plain(self, ready: list[Slot]) -> list[Walk]:
+        """Take several plain steps at once, where the drafter has no drafts for them; empty where only one is due."""
+        num_steps = self._plain.most_steps(ready)
+        if num_steps == 1 or (num_more := self.drafter.pass_plain(num_steps - 1)) == 0:
+            return []
+        with timed(self.counters.step_seconds, "verify"):
+            return self._plain.walks(ready, 1 + num_more)
+
+    def _extended(self, slot: Slot, walk: Walk) -> Verification:
+        """Commit the tokens of several plain steps."""
+        row_token_ids = [slot.sequence.last_token_id]
+        with timed(self.counters.step_seconds, "commit"):
+            drawn = slot.up_to_its_end(walk).drawn
+            slot.cache.advance(len(drawn))
+            slot.sequence.extend(drawn)
+        self.counters.num_generation_tokens += len(drawn)
+        self.counters.num_tokens_by_draft["none"] += len(drawn)
+        return Verification(DraftTree(), [], drawn, row_token_ids, None, None, draft_kind="none", num_steps=len(drawn))
 
     def _commit(
         self, ready: list[Slot], trees: list[ConstrainedTree], outputs: StepOutputs, walks: list[Walk]
@@ -213,7 +238,7 @@ class Engine:
     def _update(self, results: list[tuple[Sequence, Verification]]) -> None:
         with timed(self.counters.step_seconds, "commit"):
             self.drafter.update_all(results)
-        self.counters.num_steps += 1
+        self.counters.num_steps += max((verification.num_steps for _, verification in results), default=1)
         self._count_cached()
 
     def _count_cached(self) -> None:

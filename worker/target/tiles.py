@@ -111,6 +111,13 @@ def tails(starts: Many[int], roots: Many[int], trees: Many[DraftTree]) -> tuple[
     return entries, lengths
 
 
+def row_ahead(cache: FullKVCache, token_id: int) -> SequenceRows:
+    """The row of a token alone; in its tail, not seen yet, the entries of those that are to be drawn behind it."""
+    root, start = cache.length, cache.length // BLOCK * BLOCK
+    positions, tail = [cache.first_angle + root], start + PLACES[None]
+    return SequenceRows(cache, [token_id], positions, root, start, tail, [root - start + 1])
+
+
 def chain_rows(cache: FullKVCache, token_ids: list[int]) -> SequenceRows:
     """Rows that append known tokens (a prompt, or a replayed output) up to the end of the current tile at most."""
     num_rows = min(len(token_ids), TILE_ROWS - cache.length % TILE_ROWS)
