@@ -9,7 +9,7 @@ import click
 
 from swiftbatch.jobs import sampling
 from swiftbatch.scheduler.commands.ablation import ablation
-from swiftbatch.scheduler.commands.batches import mixed, tail
+from swiftbatch.scheduler.commands.batch_benches import mixed, tail
 from swiftbatch.scheduler.commands.model_options import (
     COMPUTING,
     CUDA_KERNELS,

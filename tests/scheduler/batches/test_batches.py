@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from swiftbatch.scheduler.batches import mixed, tail
+from swiftbatch.scheduler.batches import makespan, mixed
 from swiftbatch.scheduler.batches.batch_run import BatchError, Figures, figures_of
+from swiftbatch.scheduler.batches.makespan import TailOptions, run_tail_bench, tail_lengths
 from swiftbatch.scheduler.batches.mixed import MixedOptions, mixed_lengths, run_mixed_bench
-from swiftbatch.scheduler.batches.tail import TailOptions, run_tail_bench, tail_lengths
 from swiftbatch.scheduler.cli import main
 
 MIXED = MixedOptions(scale=100, num_threads=1, kv_memory=2.0)
@@ -43,7 +43,7 @@ class StubRuns:
 
 
 def put_in_place(runs: StubRuns, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (mixed, tail):
+    for module in (makespan, mixed):
         monkeypatch.setattr(module, "StartedRun", runs)
 
 
@@ -80,7 +80,7 @@ def test_a_makespan_is_set_against_what_one_worker_takes_over_the_workers(
     found = run_tail_bench(options, lambda line: None)
     assert found["together"]["over_bound"] == pytest.approx(1.1)  # both ran when the first was asked
     assert json.loads((tmp_path / "tail.json").read_text())["stages"] == found
-    assert tail.render(options, found).row_count == 5
+    assert makespan.render(options, found).row_count == 5
 
 
 def test_a_benchmark_that_was_stopped_goes_on_behind_its_last_stage(

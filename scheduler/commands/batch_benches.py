@@ -65,7 +65,7 @@ def tail(**options: Any) -> None:
     Example:
       swiftbatch bench tail --scale 10 --threads 1 --json tail.json
     """
-    from swiftbatch.scheduler.batches.tail import TailOptions, render, run_tail_bench
+    from swiftbatch.scheduler.batches.makespan import TailOptions, render, run_tail_bench
 
     asked = checked(TailOptions, options)
     show(render(asked, run_tail_bench(asked, say)))
