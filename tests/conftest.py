@@ -40,7 +40,7 @@ if TYPE_CHECKING:  # fixtures import these: the process that hands out the tests
 
 # No example has a time to keep: the machine may be busy. What fixtures of a test give is the same for all its examples
 no_checks = (hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture)
-hypothesis.settings.register_profile("busy machine", deadline=None, suppress_health_check=no_checks)
+hypothesis.settings.register_profile("busy machine", deadline=None, max_examples=50, suppress_health_check=no_checks)
 hypothesis.settings.load_profile("busy machine")
 
 DRIVER, WORKER = "tests/scheduler/driver/", "tests/worker/"

@@ -199,7 +199,7 @@ def test_standard_input_a_pipe_and_a_compressed_file_may_hold_parquet(
     writer.join()
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_data_that_is_cut_off_or_damaged_is_refused_in_one_line_or_read(tmp_path: Path, data: st.DataObject) -> None:
     whole = write(tmp_path / "whole", TABLE | {"messages": [None, [], None]}).read_bytes()
@@ -255,7 +255,7 @@ VALUES = st.recursive(
 
 
 @pytest.mark.long
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(
     value=VALUES, name=st.sampled_from(["custom_id", "prompt", "messages", "body", "max_tokens", "seed", "logit_bias"])
 )

@@ -168,7 +168,7 @@ BODIES = st.builds(
 )
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(
     lines=st.lists(
         OBJECTS | CHATS | BODIES | JSON_VALUES.map(lambda value: json.dumps(value).encode()) | st.binary(max_size=40)
@@ -230,7 +230,7 @@ GOOD_CHATS = st.fixed_dictionaries(
 ASKING_CHATS = st.builds(lambda chat, asked: chat | asked, GOOD_CHATS, CHAT_LOGPROBS)
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(fields=GOOD_FIELDS, text=GOOD_PROMPTS | GOOD_CHATS | ASKING_CHATS)
 def test_a_good_line_is_the_same_jobs_in_both_forms_and_they_come_back_from_a_run_s_table(
     tmp_path: Path, fields: dict[str, Any], text: dict[str, Any]

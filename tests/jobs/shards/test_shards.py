@@ -41,7 +41,7 @@ LINES = {"a": 1, "b": 3, "c": 1, "d": 1, "e": 2, "f": 1}
 
 
 @pytest.mark.long
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(data=st.data(), kind=st.sampled_from(["parquet", "jsonl"]), rows=st.integers(1, 5))
 def test_in_whatever_order_jobs_end_and_drivers_follow_each_job_is_in_one_shard_and_none_changes(
     data: st.DataObject, kind: str, rows: int

@@ -46,6 +46,7 @@ def test_a_group_that_is_told_to_end_while_ray_starts_is_gone_soon(tmp_path: Pat
         assert f"nothing is lost, go on with: swiftbatch resume {command.run}" in command.output()
 
 
+@pytest.mark.slow  # between the moments of the test above and of the one under nohup
 def test_a_group_that_is_told_to_end_while_workers_start_is_gone_soon(tmp_path: Path, tiny_model: Path) -> None:
     with submission(tmp_path, tiny_model) as command:
         command.wait_for(lambda: "starting workers" in command.output())

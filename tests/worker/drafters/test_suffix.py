@@ -41,13 +41,13 @@ def longest_repeated_suffix(tokens: list[int]) -> list[int]:
     return []
 
 
-@settings(max_examples=150)
+@settings(max_examples=75)
 @given(token_lists, st.lists(st.integers(0, 3), max_size=5))
 def test_it_holds_the_substrings_and_no_others(tokens: list[int], part: list[int]) -> None:
     assert (state_of(automaton_of(tokens), part) >= 0) == bool(ends(tokens, part))
 
 
-@settings(max_examples=150)
+@settings(max_examples=75)
 @given(token_lists)
 def test_the_longest_repeated_suffix_is_found_after_every_token(tokens: list[int]) -> None:
     automaton = SuffixAutomaton()
@@ -59,7 +59,7 @@ def test_the_longest_repeated_suffix_is_found_after_every_token(tokens: list[int
         assert state == state_of(automaton, expected)
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(token_lists)
 def test_followers_are_the_tokens_that_followed(tokens: list[int]) -> None:
     automaton = automaton_of(tokens)
@@ -69,7 +69,7 @@ def test_followers_are_the_tokens_that_followed(tokens: list[int]) -> None:
         assert {token for token, _ in automaton.followers(state_of(automaton, part), 99)} == expected
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(token_lists)
 def test_links_lead_to_the_longest_suffix_that_stands_in_more_places(tokens: list[int]) -> None:
     automaton = automaton_of(tokens)

@@ -139,7 +139,7 @@ def test_a_rewound_sequence_gives_others_what_it_still_has(tiny: TargetModel, mo
 PATHS = st.lists(st.integers(0, 1), min_size=1, max_size=4)
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(shapes=st.lists(st.tuples(PATHS, st.integers(1, 90)), min_size=1, max_size=6), num_at_once=st.integers(1, 4))
 def test_tokens_read_are_those_of_the_prompts_trie_in_blocks_at_most(
     tiny: TargetModel, shapes: list[tuple[list[int], int]], num_at_once: int

@@ -48,7 +48,7 @@ seeds = st.integers(0, 2**32)
     st.lists(st.tuples(st.sampled_from(EDGES), st.integers(0, 63)), min_size=1, max_size=4),
     seeds,
 )
-@settings(max_examples=50)
+@settings(max_examples=25)
 def test_a_row_among_others_has_the_bits_of_plain_decoding(
     shape: Shape, variant: str, num_threads: int, sequences: list[tuple[int, int]], seed: int
 ) -> None:

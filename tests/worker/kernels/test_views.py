@@ -89,7 +89,7 @@ def alone(cache: FullKVCache, path: list[int], inputs: Inputs, view: AttentionVi
     st.lists(st.tuples(st.sampled_from([0, *EDGES, 4100]), st.integers(0, 63)), min_size=1, max_size=3),
     seeds,
 )
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_a_row_among_others_has_the_bits_that_it_has_alone(
     shape: Shape,
     variant: str,

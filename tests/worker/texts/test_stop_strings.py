@@ -63,7 +63,7 @@ def stops(text: str) -> st.SearchStrategy[str]:
     return part | strings
 
 
-@settings(max_examples=150)
+@settings(max_examples=75)
 @given(data=st.data(), name=NAMES, min_tokens=st.integers(0, 8), is_kept=st.booleans())
 def test_a_stop_string_ends_the_text_where_a_search_over_the_definition_finds_it(
     data: st.DataObject, name: str, min_tokens: int, is_kept: bool

@@ -42,7 +42,7 @@ def brute_force(tokens: list[int], size: int, first_token: int) -> Ranked:
     return [(ngram[1:], counts[ngram]) for ngram in ranked if ngram[0] == first_token]
 
 
-@settings(max_examples=150)
+@settings(max_examples=75)
 @given(token_lists, st.integers(2, 5), st.integers(0, 4))
 def test_it_ranks_as_a_count_of_all_ngrams_does(tokens: list[int], size: int, k: int) -> None:
     table = table_of(tokens, size)
@@ -52,7 +52,7 @@ def test_it_ranks_as_a_count_of_all_ngrams_does(tokens: list[int], size: int, k:
         assert table.most_frequent(first_token, k) == expected[:k]
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(st.lists(token_lists, max_size=8))
 def test_pieces_give_the_table_that_all_tokens_at_once_give(pieces: list[list[int]]) -> None:
     by_pieces = NgramTable()
