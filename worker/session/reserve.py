@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import NamedTuple
 
-from swiftbatch.worker.caches.memory.pages import Growth, most_pages
+from swiftbatch.worker.caches.memory.pages import PAGE, Growth, has_window_pages, most_pages
 from swiftbatch.worker.session.running_job import JobSizes, RunningJob
 from swiftbatch.worker.session.work import Assignment, Orders
 
@@ -23,7 +23,8 @@ class CacheRoom(NamedTuple):
         job, num_tokens = assignment.sent, assignment.num_reported_tokens
         growths = [self._growth_of(job) for job in jobs]
         growths.append(self._growth(job.num_prompt_tokens, num_tokens, assignment))
-        return most_pages(growths, self.sizes.page, self.sizes.held) <= self.num_pages
+        has_pages = most_pages(growths, self.sizes.page, self.sizes.held) <= self.num_pages
+        return has_pages and has_window_pages(growths, self.sizes.page or PAGE, self.sizes.windows)
 
     def _growth_of(self, job: RunningJob) -> Growth:
         sequence = job.sequence
