@@ -20,6 +20,7 @@ from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 from swiftbatch.worker.kernels.sizes import BLOCK, FEWEST_COLUMNS, MIN_ROWS, TILE_ROWS
 
 PLACES = np.arange(BLOCK)  # in a tail
+TAILS = np.tril(np.broadcast_to(PLACES, (BLOCK + 1, BLOCK)), -1)  # by their lengths: places behind one repeat the first
 
 
 @dataclass(slots=True)
@@ -88,11 +89,11 @@ def tails(starts: Many[int], roots: Many[int], trees: Many[DraftTree]) -> tuple[
     A tree's root is at entry `root`, and nodes stand behind it, in their order. A row sees its ancestors alone; what is
     not real repeats `start`.
     """
-    firsts, lengths = list[int](), list[int]()
+    befores, lengths = list[int](), list[int]()
     places, nodes = list[int](), list[int]()  # where nodes' entries go, and these
     for start, root, tree in zip(starts, roots, trees, strict=True):
         before, row = root - start + 1, len(lengths)  # tail of the root; its row
-        firsts += [start] * (1 + len(tree.parents))
+        befores.append(before)
         lengths.append(before)
         paths = {ROOT: list[int]()}
         for node, parent in enumerate(tree.parents):
@@ -101,8 +102,8 @@ def tails(starts: Many[int], roots: Many[int], trees: Many[DraftTree]) -> tuple[
             place = (row + 1 + node) * BLOCK + before
             places += range(place, place + len(path))
             nodes += path
-    num_before = np.repeat(np.array(roots) + 1 - starts, [1 + len(tree.parents) for tree in trees])[:, None]
-    entries: np.ndarray = np.array(firsts)[:, None] + np.where(num_before > PLACES, PLACES, 0)
+    entries: np.ndarray = TAILS[befores] + np.array(starts)[:, None]
+    entries = entries.repeat([1 + len(tree.parents) for tree in trees], axis=0)
     if places:
         entries.reshape(-1)[places] = nodes
     return entries, lengths
