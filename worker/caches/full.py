@@ -241,6 +241,10 @@ class FullKVCache:
         """The last position, `limit` at most, up to which another sequence can copy what this one has."""
         return min(limit, self.length)
 
+    def end_of_copy(self, source: CacheSource, end: int) -> int:
+        """How far to copy at once what a source has up to `end`."""
+        return end
+
     def expect_copies(self, end: int) -> None:
         """Be ready to give others the first `end` positions, whatever comes behind them."""
 

@@ -24,7 +24,7 @@ from swiftbatch.worker.caches.memory.pages import GPU_PAGE, PoolSize, WindowPage
 from swiftbatch.worker.caches.paged_arena import NO_PAGE, PagedArena, PagedKVCache, PageLease
 from swiftbatch.worker.caches.room import PagesError
 from swiftbatch.worker.caches.windowed import ForgettingCache
-from swiftbatch.worker.kernels.sizes import BLOCK
+from swiftbatch.worker.kernels.sizes import BLOCK, ROW_CHOICES
 from swiftbatch.worker.model.layer_windows import Windows
 
 
@@ -89,6 +89,16 @@ class WindowedPages(ForgettingCache, PagedKVCache):
         self._window = widest + BLOCK  # kernels read all that the first row of a block sees
         self._granule = arena.page
 
+    @property
+    def holds_unwritten(self) -> bool:
+        """Whether positions are held until a checkpoint has them."""
+        return self._first_asked is not None
+
+    @property
+    def num_lost(self) -> int:
+        """The pages of its list that are others' by now."""
+        return max(0, self._lost.stop // self._page - -(-self._lost.start // self._page))
+
     def reserve(self, end: int) -> None:
         self.pages.extend([NO_PAGE] * (self._lost.stop // self._page - len(self.pages)))
         try:
@@ -152,9 +162,11 @@ class WindowSlotCache(PagedKVCache):
 
     @property
     def num_window_pages(self) -> int:  # type: ignore[override]
-        return len(self.window_pages) - self.window_pages.count(NO_PAGE)
+        return len(self.window_pages) - self._windowed.num_lost
 
     def num_window_pages_for(self, end: int) -> int:
+        if not self._windowed.holds_unwritten:
+            end = min(end, self.length + ROW_CHOICES[-1])  # those of one forward: behind each, others are forgotten
         return self.num_window_pages + max(0, -(-end // self._page) - len(self.window_pages))
 
     @property
@@ -202,6 +214,10 @@ class WindowSlotCache(PagedKVCache):
 
     def copyable_end(self, limit: int) -> int:
         return self._windowed.copyable_end(super().copyable_end(limit))
+
+    def end_of_copy(self, source: CacheSource, end: int) -> int:
+        """How far to copy: what has no pages to share takes some, and jobs are counted with so many for a step."""
+        return end if isinstance(source, WindowSlotCache) else min(end, self.length + ROW_CHOICES[-1])
 
     def expect_copies(self, end: int) -> None:
         self._windowed.expect_copies(end)

@@ -25,7 +25,7 @@ from swiftbatch.worker.session.diversity import distinct
 from swiftbatch.worker.session.resume import Recovery
 from swiftbatch.worker.session.work import Assignment, JobProgress
 
-MOST_READ = 2 * ROW_CHOICES[-1]  # known tokens of a job in a step, which has two forwards at most
+MOST_READ = 5 * ROW_CHOICES[-1]  # known tokens of a job in a step: twice copied, then read in three forwards at most
 
 
 @dataclass

@@ -147,8 +147,8 @@ class WorkerSession:
         while (assignment := self._reserve.next(self._running.values(), self._room())) is not None:
             self._slice.begun.append(assignment.job_id)
             self._take_in(assignment)
-        if self._sizes.windows is not None:  # where checkpoints lag, jobs hold more than they are expected to
-            self._make_room()
+            if self._sizes.windows is not None:  # where checkpoints lag, jobs hold more than they are expected to
+                self._make_room()
         if self._running and not (self._must_drain and self._lacks_window_pages()):
             self._slice.count_step(len(self._running))
             self._step()
@@ -262,15 +262,17 @@ class WorkerSession:
 
     def _make_room(self) -> None:
         """Hand back the jobs that have no room for another step."""
-        jobs = self._without_room()
+        if lacks_windows := self._lacks_window_pages():
+            for job in self._running.values():
+                job.cache.give_way()
+        jobs = self._without_room(lacks_windows)
         if jobs and gc.collect():  # caches of jobs that have left may hang in circles of references
-            jobs = self._without_room()
+            jobs = self._without_room(lacks_windows)
         if jobs:
             self._slice.outgrown += self._release([job.job_id for job in jobs], self._config.grace_seconds)
             self._reserve.keep_to(len(self._running))
-        while self._lacks_window_pages() and not self._must_drain:  # one is left, whose checkpoint lags
-            if self._checkpointing.catch_up(self._running.values(), CATCH_UP_SECONDS):
-                break
+        if lacks_windows:
+            self._wait_for_window_pages()
         num_pages = self.pool_size.num_pages if self.pool_size else self._num_pages
         self.engine.counters.count_pages(self._sizes.num_pages(self._running.values()), num_pages)
 
@@ -278,13 +280,16 @@ class WorkerSession:
         """The memory for all caches, as the driver plans with it."""
         return CacheRoom(self.pool_size.num_pages if self.pool_size else self._num_pages, self._sizes)
 
-    def _without_room(self) -> list[RunningJob]:
-        """The jobs that have to leave, of either pool of a GPU whose layers with a window have one of their own."""
-        jobs = self._running.values()
-        if self._lacks_window_pages():
-            for job in jobs:
-                job.cache.give_way()
-        return without_room(jobs, self._num_held_and_free(), self._sizes, self._num_window_pages())
+    def _without_room(self, lacks_windows: bool) -> list[RunningJob]:
+        """The jobs that have to leave, with those for which layers with a window lack pages of their own."""
+        num_windowed = self._num_window_pages() if lacks_windows else None
+        return without_room(self._running.values(), self._num_held_and_free(), self._sizes, num_windowed)
+
+    def _wait_for_window_pages(self) -> None:
+        """Have checkpoints catch up where those that stay lack pages, since they hold what is still to be written."""
+        while self._lacks_window_pages() and not self._must_drain:
+            if self._checkpointing.catch_up(self._running.values(), CATCH_UP_SECONDS):
+                return
 
     def _lacks_window_pages(self) -> bool:
         num_pages = self._num_window_pages()

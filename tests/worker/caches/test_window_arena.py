@@ -15,7 +15,7 @@ from swiftbatch.worker.caches.memory.pages import WindowPages
 from swiftbatch.worker.caches.paged_arena import NO_PAGE
 from swiftbatch.worker.caches.room import NUM_ASKED, HeldPositions, PagesError
 from swiftbatch.worker.caches.window_arena import WindowArena, WindowSlotCache
-from swiftbatch.worker.kernels.sizes import BLOCK
+from swiftbatch.worker.kernels.sizes import BLOCK, ROW_CHOICES
 from tests.worker.caches.cache_parts import shape, use_side_by_side, write
 from tests.worker.caches.window_parts import spoil_free_pages
 
@@ -67,6 +67,7 @@ def test_pages_that_no_row_sees_are_free_again_and_the_others_have_the_same_rows
     first = (800 - WINDOW - BLOCK - NUM_ASKED) // PAGE * PAGE
     assert cache.window_pages[: first // PAGE] == [NO_PAGE] * (first // PAGE)
     assert NO_PAGE not in [*cache.window_pages[first // PAGE :], *cache.pages]
+    assert cache.num_window_pages == len(cache.window_pages) - first // PAGE
     assert arena.windowed.num_free_pages == 20 - len(cache.window_pages[first // PAGE :])
     assert (cache.kv(first, 800) == alone.kv(first, 800)).all()
     with pytest.raises(ValueError, match="forgotten"):
@@ -102,6 +103,7 @@ def test_what_a_checkpoint_has_still_to_write_and_what_others_copy_is_held() -> 
     read_to(800, cache, alone)
     assert (cache.kv(320, 800) == alone.kv(320, 800)).all()
     assert cache.window_pages[3:5] == [NO_PAGE] * 2
+    assert cache.num_window_pages == len(cache.window_pages) - 2
     assert cache.copyable_end(700) == 130
     other = new_cache(arena)
     other.copy_from(cache, 130)
@@ -187,3 +189,12 @@ def test_what_is_held_for_others_and_for_a_way_back_gives_way_where_pages_run_ou
     assert first <= 700 - WINDOW - NUM_ASKED
     assert (cache.kv(first, 700) == alone.kv(first, 700)).all()
     assert arena.windowed.num_free_pages + cache.num_window_pages + len(taken) == 9
+
+
+def test_what_the_host_has_of_a_text_comes_a_part_at_a_time_and_pages_of_another_all_at_once() -> None:
+    arena = arena_of()
+    one, other = new_cache(arena), new_cache(arena)
+    one.expect_copies(300)
+    read_to(300, one)
+    assert other.end_of_copy(one, 300) == 300
+    assert other.end_of_copy(FullKVCache(SHAPE, LENGTH), 300) == ROW_CHOICES[-1] < 300
