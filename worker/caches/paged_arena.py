@@ -178,8 +178,8 @@ class PagedKVCache(ArenaKVCache):
         return self.layer(layer)
 
     def commit(self, path: list[int]) -> None:
-        self.reserve(self.length + 2 + max(path, default=-1))
-        if path:  # else the root's row lies where it stays
+        if path:  # the root's row lies where it stays
+            self.reserve(self.length + 2 + max(path))
             self._move(path)
         self.advance(1 + len(path))
 

@@ -1,13 +1,10 @@
-"""One job on a worker: its assignment, its sequence, and what was done for it in this attempt.
-
-Where the caches of a worker's jobs outgrow its memory, some of them go back to the queue.
-"""
+"""One job on a worker: its assignment, its sequence, and what was done for it in this attempt."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,17 +12,12 @@ from swiftbatch.jobs.checkpoints.checkpoint_store import AttemptRecord, AttemptS
 from swiftbatch.jobs.checkpoints.timeline import TimelineRecorder
 from swiftbatch.metrics.worker_counters import DRAFT_KINDS
 from swiftbatch.worker.caches.full import FullKVCache
-from swiftbatch.worker.caches.memory.pages import ROOM_BEHIND, WindowPages, pages_of
-from swiftbatch.worker.caches.room import HeldPositions
 from swiftbatch.worker.constraints.thought import Thinking
 from swiftbatch.worker.drawing.sequence import Sequence as TokenSequence
 from swiftbatch.worker.drawing.verification import Verification
-from swiftbatch.worker.kernels.sizes import ROW_CHOICES
 from swiftbatch.worker.session.diversity import distinct
 from swiftbatch.worker.session.resume import Recovery
 from swiftbatch.worker.session.work import Assignment, JobProgress
-
-MOST_READ = 5 * ROW_CHOICES[-1]  # known tokens of a job in a step: twice copied, then read in three forwards at most
 
 
 @dataclass
@@ -125,54 +117,3 @@ class RunningJob:
         resume = next((each.resume for each in found if each.number == number), None)
         known = {**self.start.model_dump(), "number": number, "resume": resume, "timeline": self.recorder.take()}
         return [*(each for each in found if each.number != number), AttemptRecord.model_validate(known)]
-
-
-@dataclass(frozen=True)
-class JobSizes:
-    """The memory of a worker's jobs."""
-
-    num_beside: int = 0  # positions that the states of a job's layers take room of
-    page: int | None = None  # positions of a page, as `pages_of` has it
-    held: HeldPositions | None = None  # of a job's positions; None for all
-    windows: WindowPages | None = None  # of layers that have pages of their own
-
-    def num_pages(self, jobs: Iterable[RunningJob]) -> int:
-        """The pages that jobs take for all tokens that they have, those that are still to be read included."""
-        return sum(pages_of(self._held(job) + self.num_beside, self.page) for job in jobs)
-
-    def num_window_pages(self, jobs: Iterable[RunningJob]) -> int:
-        """The same of layers with a window: what a checkpoint that lags keeps there counts, too."""
-        return 0 if self.windows is None else sum(self._in_windows(job, self.windows.held) for job in jobs)
-
-    def _in_windows(self, job: RunningJob, held: HeldPositions) -> int:
-        """What it is expected to hold, or has and takes for a step; what it holds for others gives way."""
-        num_tokens, cache = len(job.sequence), job.cache
-        end = min(num_tokens + ROOM_BEHIND, cache.length + MOST_READ)
-        return max(pages_of(held.of(num_tokens), self.page), cache.num_window_pages_for(end))
-
-    def _held(self, job: RunningJob) -> int:
-        """The positions that take as much; those of a shared prompt are all held, for others."""
-        num_positions = len(job.sequence)
-        return num_positions if self.held is None else self.held.of(num_positions, job.assignment.num_shared_tokens)
-
-
-def without_room(
-    jobs: Collection[RunningJob],
-    num_pages: int | None,
-    sizes: JobSizes = JobSizes(),
-    num_window_pages: int | None = None,
-) -> list[RunningJob]:
-    """The jobs that have to leave before the next step: the youngest, as few as possible; the eldest always stays.
-
-    Age counts from a job's first attempt in the run. So no job ever makes an older one leave, on no worker: two can't
-    throw each other out in turns, and the eldest of all reaches its end. The youngest is, as a rule, the one that loses
-    least, too: it has run for the shortest time, and long jobs begin first.
-    """
-    by_age = sorted(jobs, key=lambda job: job.assignment.seniority)
-    leaving = list[RunningJob]()
-    for most, num_taken in ((num_pages, sizes.num_pages), (num_window_pages, sizes.num_window_pages)):
-        num_used = num_taken(by_age)
-        while most is not None and num_used > most and len(by_age) > 1:
-            leaving.append(by_age.pop())
-            num_used -= num_taken(leaving[-1:])
-    return leaving

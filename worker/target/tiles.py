@@ -77,7 +77,7 @@ def rows_of_trees(caches: Many[FullKVCache], root_ids: Many[int], trees: Many[Dr
     for cache, root_id, tree, root, start in zip(caches, root_ids, trees, roots, starts, strict=True):
         end = row + 1 + len(tree.token_ids)
         own, before = lengths[row:end], cache.first_angle + start - 1
-        positions = [before + length for length in own]
+        positions = [before + length for length in own] if tree.token_ids else [before + own[0]]
         made.append(SequenceRows(cache, [root_id, *tree.token_ids], positions, root, start, entries[row:end], own))
         row = end
     return made
@@ -95,6 +95,8 @@ def tails(starts: Many[int], roots: Many[int], trees: Many[DraftTree]) -> tuple[
         before, row = root - start + 1, len(lengths)  # tail of the root; its row
         befores.append(before)
         lengths.append(before)
+        if not tree.parents:
+            continue
         paths = {ROOT: list[int]()}
         for node, parent in enumerate(tree.parents):
             paths[node] = path = [*paths[parent], root + 1 + node]
@@ -107,6 +109,13 @@ def tails(starts: Many[int], roots: Many[int], trees: Many[DraftTree]) -> tuple[
     if places:
         entries.reshape(-1)[places] = nodes
     return entries, lengths
+
+
+def row_ahead(cache: FullKVCache, token_id: int) -> SequenceRows:
+    """The row of a token alone; in its tail, not seen yet, the entries of those that are to be drawn behind it."""
+    root, start = cache.length, cache.length // BLOCK * BLOCK
+    positions, tail = [cache.first_angle + root], start + PLACES[None]
+    return SequenceRows(cache, [token_id], positions, root, start, tail, [root - start + 1])
 
 
 def chain_rows(cache: FullKVCache, token_ids: list[int]) -> SequenceRows:

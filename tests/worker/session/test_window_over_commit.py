@@ -20,7 +20,7 @@ from swiftbatch.worker.caches.memory.pages import WindowPages, has_window_pages,
 from swiftbatch.worker.caches.room import NUM_ASKED, HeldPositions, PagesError
 from swiftbatch.worker.caches.window_arena import WindowArena
 from swiftbatch.worker.kernels.sizes import BLOCK
-from swiftbatch.worker.session.running_job import JobSizes, without_room
+from swiftbatch.worker.session.reserve import JobSizes, without_room
 from tests.worker.caches.window_parts import spoil_free_pages
 
 NUM_JOBS, NUM_FITTING, LONGEST, PAGE, WINDOW, VOCAB = 40, 6, 320, 64, 40, 8

@@ -148,7 +148,7 @@ class AutoDrafter(RestingDrafter):
 
     def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
         if self._rests(requests):
-            return [DraftTree() for _ in requests]
+            return [DraftTree()] * len(requests)
         if requests:
             self._plan(requests)
         self._is_chain = self._rounds is not None and self._are_scanned(requests)
