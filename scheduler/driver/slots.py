@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from swiftbatch.worker.caches.memory.pages import PAGE, ROOM_BEHIND, Growth, most_pages
+from swiftbatch.worker.caches.memory.pages import PAGE, ROOM_BEHIND, Growth, has_window_pages, most_pages
 from swiftbatch.worker.kernels.sizes import MOST_SLOTS
 
 if TYPE_CHECKING:
@@ -65,6 +65,8 @@ class Slots:
             return not held or num_pages is None
         beside, pool = worker.info.num_state_positions, worker.info.pool_size
         page = PAGE if pool is None else pool.page
+        if pool is not None and not has_window_pages((*held, job), page, pool.windows):
+            return False
         if _at_their_ends(held, job, beside, page) <= num_pages * page:
             return True  # as most often; to look when each ends is dear
         jobs = [each._replace(now=each.now + beside, end=each.end + beside) for each in (*held, job)]

@@ -19,9 +19,11 @@ from swiftbatch.jobs.storage.uris import shown_uri
 from swiftbatch.scheduler.runs.settings import Settings
 from swiftbatch.worker.caches.memory.memory_plan import GPUMemory, splits_of
 from swiftbatch.worker.caches.memory.model_sizes import read_sizes
+from swiftbatch.worker.caches.memory.pages import held_in_windows
 from swiftbatch.worker.caches.memory.row_choice import RunLoad, most_rows, rows_that_pay
+from swiftbatch.worker.caches.room import NUM_UNWRITTEN
 from swiftbatch.worker.config import Computation
-from swiftbatch.worker.drafters.catalogue import PLAIN_ENGINE
+from swiftbatch.worker.drafters.catalogue import PLAIN_ENGINE, engine_entry
 from swiftbatch.worker.exactness.verdicts import known_verdict, verdict_key
 from swiftbatch.worker.inspection.inspection import CONTEXT_BYTES, GPU_BYTES, GPUS
 from swiftbatch.worker.kernels.choice import CudaKernels
@@ -106,6 +108,8 @@ def with_rows(manifest: RunManifest, files: ModelFiles, jobs: JobIndex, settings
     capability, free_bytes = gpu_here() if is_here else (None, GPU_BYTES - CONTEXT_BYTES)
     held = jobs.columns["num_prompt_tokens"] + jobs.columns["max_tokens"] / 2  # on average, if it ends at its limit
     num_jobs = min(settings.num_slots or len(jobs), -(-len(jobs) // settings.num_workers))
+    if not engine_entry(manifest.engine).reads_caches:
+        sizes = replace(sizes, held=held_in_windows(sizes.windows, NUM_UNWRITTEN))
     load = RunLoad(num_jobs, float(held.mean()), manifest.engine != PLAIN_ENGINE)
     most = most_rows(capability, sizes.item_size, bool(sizes.packed) or manifest.linear == "triton")
     gpu = GPUMemory(free_bytes, splits_of(max(GPUS.values()), sizes))

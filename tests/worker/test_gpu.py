@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,11 +26,12 @@ from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.exactness.doctor import diagnose
 from swiftbatch.worker.kernels.cuda.graph import CudaGraph
-from swiftbatch.worker.model.files import ModelFiles
+from swiftbatch.worker.model.files import ModelFiles, locate_model
 from swiftbatch.worker.model.text import TextCodec
 from swiftbatch.worker.target.cuda.cuda_forwards import CudaForwards
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.drafters.drafter_parts import free_rows
+from tests.worker.session.recurrent_parts import save_recurrent_model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -73,6 +75,23 @@ def test_every_engine_decodes_on_cuda_as_plain_decoding_does(
     plain = generated(target, "autoregressive", prompt_ids)
     assert len(plain) == PARAMS.max_tokens
     assert generated(target, engine_name, prompt_ids) == plain
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_layers_that_forget_what_is_behind_their_windows_give_the_tokens_of_those_that_hold_all(
+    tmp_path: Path, dtype: str
+) -> None:
+    """Pages are 256 positions, so those of the prompt's beginning are others' before it ends."""
+    layers = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 100}
+    files = locate_model(str(save_recurrent_model(tmp_path, "gemma3_text", **layers)))
+    prompt_ids, holding = list(range(3, 250)) * 3, SlotsWanted(950, num_slots=2)
+    found = []
+    for slots in (holding, replace(holding, num_unwritten=0)):
+        target = TargetModel.load(files, dtype, "cuda", slots=slots)
+        assert isinstance(target.forwards, CudaForwards)
+        assert (target.forwards.arena.windowed is None) == (slots is holding)
+        found += [generated(target, engine_name, prompt_ids) for engine_name in ("autoregressive", "token-recycling")]
+    assert found == found[:1] * 4
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

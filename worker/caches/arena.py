@@ -19,6 +19,7 @@ from swiftbatch.worker.caches.memory.pages import PoolSize
 from swiftbatch.worker.caches.room import GB, KVRoomError, TooLongError
 
 if TYPE_CHECKING:
+    from swiftbatch.worker.caches.paged_arena import PagedArena
     from swiftbatch.worker.kernels.cuda.cuda_row_table import PageTable
     from swiftbatch.worker.kernels.cuda.states.state_buffers import StateBuffers
 
@@ -45,6 +46,7 @@ class KVArena:
     holds_all = True  # layers of all slots, so that rows may move from one to another
     pages: PageTable | None = None  # on the device, where entries of slots lie in pages of a pool
     states: StateBuffers | None = None  # of slots' layers that have some
+    windowed: PagedArena | None = None  # of layers with a window, where these forget; then `buffer` is of all others
 
     def __init__(self, shape: CacheShape, num_slots: int, max_length: int, staging: Staging | None = None) -> None:
         """Slots for sequences of at most `max_length` positions. Checkpoints go through `staging`, None on a CPU."""
@@ -74,6 +76,10 @@ class KVArena:
     def num_free_pages(self) -> int:
         """Pages that nobody has."""
         return 0
+
+    def moving_together(self) -> contextlib.AbstractContextManager[None]:
+        """Within it rows may wait to be moved; they are at its end, all at once."""
+        return contextlib.nullcontext() if self.move_rows is None else self.move_rows.together()
 
     def new_cache(self, max_length: int) -> ArenaKVCache:
         """An empty cache in a slot, which comes back when the cache and all views of it are gone.

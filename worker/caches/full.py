@@ -139,6 +139,8 @@ class FullKVCache:
     comes_by_layer = False  # whether `layer` gives memory that holds other layers later
     boundary = 0  # behind which positions `states` are, of layers that have some
     pages: Sequence[int] = ()  # that its entries lie in, where these are a pool's
+    window_pages: Sequence[int] = ()  # the same of layers with a window, where these have a pool of their own
+    num_window_pages = 0  # of those, that it has
     is_by_position = True  # whether `kv` tells all that the positions leave behind: else there are states, too
 
     def __init__(self, shape: CacheShape, max_length: int, buffer: torch.Tensor | None = None) -> None:
@@ -239,6 +241,10 @@ class FullKVCache:
         """The last position, `limit` at most, up to which another sequence can copy what this one has."""
         return min(limit, self.length)
 
+    def end_of_copy(self, source: CacheSource, end: int) -> int:
+        """How far to copy at once what a source has up to `end`."""
+        return end
+
     def expect_copies(self, end: int) -> None:
         """Be ready to give others the first `end` positions, whatever comes behind them."""
 
@@ -250,6 +256,13 @@ class FullKVCache:
 
     def end_reads(self, end: int) -> None:
         """Take note that nobody will ask `kv` for positions in front of `end` any more."""
+
+    def num_window_pages_for(self, end: int) -> int:
+        """The pages of layers with a window that it has, and those that entries below `end` take beside them."""
+        return 0
+
+    def give_way(self) -> None:
+        """Forget what is held for others that might copy it, and for a way back: memory has run out."""
 
     @property
     def num_held(self) -> int:

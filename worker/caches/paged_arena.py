@@ -21,6 +21,8 @@ from swiftbatch.worker.caches.memory.pages import GPU_PAGE, PoolSize, pages_of
 from swiftbatch.worker.caches.room import MAX_TREE_NODES, PagesError
 from swiftbatch.worker.kernels.cuda.cuda_row_table import PageTable
 
+NO_PAGE = -1  # in a sequence's list, where it has given one back whose positions it has forgotten
+
 
 class PagePool:
     """The pages that nobody has, and how many sequences have each of the others. Any thread may ask."""
@@ -64,6 +66,8 @@ class PagePool:
         """Take pages from a sequence that has no use for them: from the end of its list, which then has `num_kept`."""
         with self._lock:
             for page in pages[num_kept:]:
+                if page == NO_PAGE:
+                    continue
                 self._num_holders[page] -= 1
                 if not self._num_holders[page]:
                     self._free.append(page)
@@ -108,8 +112,13 @@ class PagedArena(KVArena):
 
     def _allocate(self) -> torch.Tensor:
         shape = self.shape
-        size = (shape.num_layers, shape.num_parts, 1, shape.num_kv_heads, self.num_pages * self.page, shape.row_width)
+        size = (self._num_layers, shape.num_parts, 1, shape.num_kv_heads, self.num_pages * self.page, shape.row_width)
         return torch.empty(size, dtype=shape.row_dtype, device=shape.device)
+
+    @property
+    def _num_layers(self) -> int:
+        """The layers that lie in the pool."""
+        return self.shape.num_layers
 
     def _lease(self, slot: int) -> PageLease:
         lease = PageLease(slot)
@@ -174,14 +183,6 @@ class PagedKVCache(ArenaKVCache):
             self._move(path)
         self.advance(1 + len(path))
 
-    def _move(self, path: list[int]) -> None:
-        if self._arena.move_rows is not None:
-            self._arena.move_rows(self.slot, self.length, path, self._place)
-        else:
-            sources = [self._place(self.length + 1 + node) for node in path]
-            targets = [self._place(self.length + 1 + number) for number in range(len(path))]
-            self._buffer[..., targets, :] = self._buffer[..., sources, :]
-
     def load(self, kv: NDArray[Any]) -> None:
         self.reserve(self.length + kv.shape[1])
         super().load(kv)
@@ -241,6 +242,15 @@ class PagedKVCache(ArenaKVCache):
             return
         [(_, own)] = self._pieces(self.length - num_entries, self.length)
         self._buffer[..., own, :] = kept
+
+    def _move(self, path: list[int]) -> None:
+        """Bring the rows of the nodes `path` next to their root's."""
+        if self._arena.move_rows is not None:
+            self._arena.move_rows(self.slot, self.length, path, self._place)
+        else:
+            sources = [self._place(self.length + 1 + node) for node in path]
+            targets = [self._place(self.length + 1 + number) for number in range(len(path))]
+            self._buffer[..., targets, :] = self._buffer[..., sources, :]
 
     def _append(self, pages: list[int]) -> None:
         known = len(self.pages)

@@ -18,26 +18,19 @@ from swiftbatch.worker.caches.room import FORGETS_EVERY, NUM_ASKED
 from swiftbatch.worker.kernels.sizes import BLOCK
 
 
-class WindowedKVCache(FullKVCache):
-    """A `FullKVCache` on a CPU whose memory grows with the text in layers without a window alone.
+class ForgettingCache(FullKVCache):
+    """A `FullKVCache` that forgets what no row of layers with a window sees any more, however it keeps its memory.
 
     What is forgotten is one run of positions: those behind the ones that others copy, up to a window behind the end.
     """
 
-    def __init__(self, shape: CacheShape, max_length: int) -> None:
-        super().__init__(shape, max_length)
-        sizes = [size for size in shape.windows if size is not None]
-        self._window, self._share = max(sizes), len(sizes) / shape.num_layers
-        self._lost = range(0)  # positions that layers with a window have forgotten
-        self._copies_end = 0  # positions before it are not forgotten
-        self._first_asked: int | None = None  # nor those from here on, which `kv` will be asked for; None: for none
-        self._distance = 0  # that the sequence may go back
-        self._filled = None
-        self._whole_layers = [FilledPages(self._buffer[each]) for each, size in enumerate(shape.windows) if not size]
-        windowed = [self._buffer[each].flatten(0, 1) for each, size in enumerate(shape.windows) if size]
-        self._stripes = [rows for layer in windowed for rows in layer]  # [capacity, row_width] of one head's rows
-        for layer in windowed:  # whole layers: a system has room for some ten thousand such wishes
-            ask_for_small_pages(layer)
+    _window: int  # positions that a row sees at most
+    _share = 1.0  # of the layers that forget
+    _granule = BLOCK  # positions, of whose multiples one is the end of what is forgotten
+    _lost = range(0)  # positions that layers with a window have forgotten
+    _copies_end = 0  # positions before it are not forgotten
+    _first_asked: int | None = None  # nor those from here on, which `kv` will be asked for; None: for none
+    _distance = 0  # that the sequence may go back
 
     @property
     def num_held(self) -> int:
@@ -60,6 +53,8 @@ class WindowedKVCache(FullKVCache):
     def roll_back(self, length: int) -> None:
         """Forget all positions from `length` on; where rows there see forgotten ones, from the first of these on."""
         super().roll_back(length if self._has_all_behind(length) else self._lost.start)
+        if not self._has_all_behind(self.length):
+            self.roll_back(self.length)  # pages may have brought it further back
         if self.length <= self._lost.start:
             self._lost = range(0)
 
@@ -84,22 +79,52 @@ class WindowedKVCache(FullKVCache):
 
     def _grow(self, length: int) -> None:
         super()._grow(length)
-        for layer in self._whole_layers:
-            layer.fill(length)
         self._forget()
 
     def _forget(self) -> None:
         """Give back the memory of what no row sees that may still come, many positions at a time."""
         end = self.length - self._distance - NUM_ASKED - self._window
-        end = (end if self._first_asked is None else min(end, self._first_asked)) // BLOCK * BLOCK
+        end = end if self._first_asked is None else min(end, self._first_asked)
+        end -= end % self._granule
         start = self._lost.start if self._lost else self._copies_end
-        if end - max(start, self._lost.stop) < FORGETS_EVERY:
+        if end - max(start, self._lost.stop) < self._num_at_once():
             return
-        first = max(start, self._lost.stop - FORGETS_EVERY)  # a page that was not whole the last time is by now
-        for stripe in self._stripes:
-            give_back(stripe[first:end])
+        self._give_back(max(start, self._lost.stop), end, start)
         self._lost = range(start, end)
+
+    def _num_at_once(self) -> int:
+        """The least positions that are forgotten at a time."""
+        return FORGETS_EVERY
+
+    def _give_back(self, start: int, end: int, first: int) -> None:
+        """Give back the memory of positions `[start, end)` of these layers; those from `first` on are lost, too."""
+        raise NotImplementedError
 
     def _has_all_behind(self, length: int) -> bool:
         """Tell whether rows behind the first `length` positions see nothing that is forgotten."""
         return not self._lost or length <= self._lost.start or length - self._window >= self._lost.stop
+
+
+class WindowedKVCache(ForgettingCache):
+    """A `FullKVCache` on a CPU whose memory grows with the text in layers without a window alone."""
+
+    def __init__(self, shape: CacheShape, max_length: int) -> None:
+        super().__init__(shape, max_length)
+        sizes = [size for size in shape.windows if size is not None]
+        self._window, self._share = max(sizes), len(sizes) / shape.num_layers
+        self._filled = None
+        self._whole_layers = [FilledPages(self._buffer[each]) for each, size in enumerate(shape.windows) if not size]
+        windowed = [self._buffer[each].flatten(0, 1) for each, size in enumerate(shape.windows) if size]
+        self._stripes = [rows for layer in windowed for rows in layer]  # [capacity, row_width] of one head's rows
+        for layer in windowed:  # whole layers: a system has room for some ten thousand such wishes
+            ask_for_small_pages(layer)
+
+    def _grow(self, length: int) -> None:
+        for layer in self._whole_layers:
+            layer.fill(length)
+        super()._grow(length)
+
+    def _give_back(self, start: int, end: int, first: int) -> None:
+        start = max(first, start - FORGETS_EVERY)  # a page that was not whole the last time is by now
+        for stripe in self._stripes:
+            give_back(stripe[start:end])

@@ -92,6 +92,7 @@ class Sharing:
         source, end = max(self._sources(slot), key=lambda pair: pair[1])
         if source is None or end - start < SHORTEST:
             return 0
+        end = slot.cache.end_of_copy(source, end)
         slot.cache.copy_from(source, end)
         if isinstance(source, KeptPrefix):
             self.kept.use(source)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.frozen import Frozen
 from swiftbatch.worker.caches.memory.memory_plan import GPUMemory, splits_of
 from swiftbatch.worker.caches.memory.model_sizes import ModelSizes, sizes_of_stored
+from swiftbatch.worker.caches.memory.pages import held_in_windows
 from swiftbatch.worker.caches.memory.row_choice import most_together
-from swiftbatch.worker.caches.room import ITEM_SIZES, bytes_per_position, held_of, state_bytes_of
+from swiftbatch.worker.caches.room import ITEM_SIZES, NUM_UNWRITTEN, bytes_per_position, held_of, state_bytes_of
 from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.inspection.sources import Source, source_of
 from swiftbatch.worker.model.compute_path import path_on
@@ -149,6 +151,8 @@ def _num_bytes(source: Source) -> int | None:
 
 
 def _slots(sizes: ModelSizes, most_positions: int) -> dict[str, dict[int, int]]:
+    """Jobs of each length that fit each GPU; layers with a window forget there, behind what checkpoints lag by."""
+    sizes = replace(sizes, held=held_in_windows(sizes.windows, NUM_UNWRITTEN))
     found: dict[str, dict[int, int]] = {}
     for name, num_multiprocessors in GPUS.items():
         gpu = GPUMemory(GPU_BYTES - CONTEXT_BYTES, splits_of(num_multiprocessors, sizes))

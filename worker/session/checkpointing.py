@@ -72,6 +72,20 @@ class Checkpointing:
             kept_end = job.cache.length - rewind_distance(job.sequence)  # a rewind drops the segment that it falls into
             job.cache.end_reads(self._writer.num_written_positions(job.job_id, kept_end))
 
+    def catch_up(self, jobs: Collection[RunningJob], seconds: float) -> bool:
+        """Write what caches hold for that alone, for at most `seconds`; returns whether all is written.
+
+        A rewind may then read tokens again, whose segments it would else have found.
+        """
+        for job in jobs:
+            if self._config.checkpoint == "state" and self._num_new_positions(job) > 0:
+                self._put_state(job)
+        is_written = self._writer.flush(seconds)
+        self._writer.check()
+        for job in jobs:
+            job.cache.end_reads(self._writer.num_written_positions(job.job_id, job.cache.length))
+        return is_written
+
     def flush(self, jobs: Items[RunningJob], seconds: float) -> None:
         """Write all token logs, then as much state as `seconds` allow: these jobs are to go on elsewhere.
 

@@ -9,9 +9,20 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from swiftbatch.worker.caches.memory.pages import Growth, most_pages, pages_of
+from swiftbatch.worker.caches.memory.pages import (
+    PAGE,
+    ROOM_BEHIND,
+    Growth,
+    WindowPages,
+    has_window_pages,
+    most_pages,
+    pages_of,
+)
 from swiftbatch.worker.caches.room import HeldPositions
+from swiftbatch.worker.kernels.sizes import ROW_CHOICES
 from swiftbatch.worker.session.work import Assignment, Orders
+
+MOST_READ = 5 * ROW_CHOICES[-1]  # known tokens of a job in a step: twice copied, then read in three forwards at most
 
 if TYPE_CHECKING:  # a session without a model imports this, and no torch
     from swiftbatch.worker.session.running_job import RunningJob
@@ -24,10 +35,21 @@ class JobSizes:
     num_beside: int = 0  # positions that the states of a job's layers take room of
     page: int | None = None  # positions of a page, as `pages_of` has it
     held: HeldPositions | None = None  # of a job's positions; None for all
+    windows: WindowPages | None = None  # of layers that have pages of their own
 
     def num_pages(self, jobs: Iterable[RunningJob]) -> int:
         """The pages that jobs take for all tokens that they have, those that are still to be read included."""
         return sum(pages_of(self._held(job) + self.num_beside, self.page) for job in jobs)
+
+    def num_window_pages(self, jobs: Iterable[RunningJob]) -> int:
+        """The same of layers with a window: what a checkpoint that lags keeps there counts, too."""
+        return 0 if self.windows is None else sum(self._in_windows(job, self.windows.held) for job in jobs)
+
+    def _in_windows(self, job: RunningJob, held: HeldPositions) -> int:
+        """What it is expected to hold, or has and takes for a step; what it holds for others gives way."""
+        num_tokens, cache = len(job.sequence), job.cache
+        end = min(num_tokens + ROOM_BEHIND, cache.length + MOST_READ)
+        return max(pages_of(held.of(num_tokens), self.page), cache.num_window_pages_for(end))
 
     def _held(self, job: RunningJob) -> int:
         """The positions that take as much; those of a shared prompt are all held, for others."""
@@ -48,7 +70,8 @@ class CacheRoom(NamedTuple):
         job, num_tokens = assignment.sent, assignment.num_reported_tokens
         growths = [self._growth_of(job) for job in jobs]
         growths.append(self._growth(job.num_prompt_tokens, num_tokens, assignment))
-        return most_pages(growths, self.sizes.page, self.sizes.held) <= self.num_pages
+        has_pages = most_pages(growths, self.sizes.page, self.sizes.held) <= self.num_pages
+        return has_pages and has_window_pages(growths, self.sizes.page or PAGE, self.sizes.windows)
 
     def _growth_of(self, job: RunningJob) -> Growth:
         sequence = job.sequence
@@ -99,7 +122,12 @@ class Reserve:
         return waiting
 
 
-def without_room(jobs: Collection[RunningJob], num_pages: int | None, sizes: JobSizes = JobSizes()) -> list[RunningJob]:
+def without_room(
+    jobs: Collection[RunningJob],
+    num_pages: int | None,
+    sizes: JobSizes = JobSizes(),
+    num_window_pages: int | None = None,
+) -> list[RunningJob]:
     """The jobs that have to leave before the next step: the youngest, as few as possible; the eldest always stays.
 
     Age counts from a job's first attempt in the run. So no job ever makes an older one leave, on no worker: two can't
@@ -108,8 +136,9 @@ def without_room(jobs: Collection[RunningJob], num_pages: int | None, sizes: Job
     """
     by_age = sorted(jobs, key=lambda job: job.assignment.seniority)
     leaving: list[RunningJob] = []
-    num_used = sizes.num_pages(jobs)
-    while num_pages is not None and num_used > num_pages and len(by_age) > 1:
-        leaving.append(by_age.pop())
-        num_used -= sizes.num_pages(leaving[-1:])
+    for most, num_taken in ((num_pages, sizes.num_pages), (num_window_pages, sizes.num_window_pages)):
+        num_used = num_taken(by_age)
+        while most is not None and num_used > most and len(by_age) > 1:
+            leaving.append(by_age.pop())
+            num_used -= num_taken(leaving[-1:])
     return leaving

@@ -8,6 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -53,6 +54,7 @@ from swiftbatch.worker.target.step_costs import step_costs_of
 from swiftbatch.worker.target.target import TargetModel
 
 COUNTERS_SECONDS = 2.0  # between two reports with counters
+CATCH_UP_SECONDS = 1.0  # of waiting for checkpoints at a time, where one alone has more to write than pages hold
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +83,8 @@ class WorkerSession:
         self.numerics, self.num_slots, self.pool_size = target.forwards.numerics, target.num_slots, target.pool_size
         self.num_free_positions, self.num_state_positions = target.num_free_positions(), target.num_state_positions()
         self.held_positions = _held(target, config)
-        self._sizes = JobSizes(self.num_state_positions, self.pool_size and self.pool_size.page, self.held_positions)
+        pages = (self.pool_size.page, self.pool_size.windows) if self.pool_size else (None, None)
+        self._sizes = JobSizes(self.num_state_positions, pages[0], self.held_positions, pages[1])
         costs = step_costs_of(target)
         drafter = create_drafter(config.engine, target, costs, config.draft_model)
         self.engine = Engine(target, drafter, self._codec.output_text, counters, config.logprobs_mode)
@@ -104,7 +107,8 @@ class WorkerSession:
         if not longest_job:
             return None
         config = self._config
-        return slots_wanted(config.engine, files, config.dtype, longest_job, config.draft_model)
+        wanted = slots_wanted(config.engine, files, config.dtype, longest_job, config.draft_model)
+        return replace(wanted, num_unwritten=_num_unwritten(config))
 
     def work(self, orders: Orders, seconds: float) -> WorkReport:
         """Follow the orders, step all jobs for about `seconds`, and report. One job's fault fails that job alone."""
@@ -143,7 +147,9 @@ class WorkerSession:
         while (assignment := self._reserve.next(self._running.values(), self._room())) is not None:
             self._slice.begun.append(assignment.job_id)
             self._take_in(assignment)
-        if self._running:
+            if self._sizes.windows is not None:  # where checkpoints lag, jobs hold more than they are expected to
+                self._make_room()
+        if self._running and not (self._must_drain and self._lacks_window_pages()):
             self._slice.count_step(len(self._running))
             self._step()
         for job in [job for job in self._running.values() if job.sequence.finish_reason is not None]:
@@ -256,18 +262,45 @@ class WorkerSession:
 
     def _make_room(self) -> None:
         """Hand back the jobs that have no room for another step."""
-        jobs = without_room(self._running.values(), self._num_held_and_free(), self._sizes)
+        if lacks_windows := self._lacks_window_pages():
+            for job in self._running.values():
+                job.cache.give_way()
+        jobs = self._without_room(lacks_windows)
         if jobs and gc.collect():  # caches of jobs that have left may hang in circles of references
-            jobs = without_room(self._running.values(), self._num_held_and_free(), self._sizes)
+            jobs = self._without_room(lacks_windows)
         if jobs:
             self._slice.outgrown += self._release([job.job_id for job in jobs], self._config.grace_seconds)
             self._reserve.keep_to(len(self._running))
+        if lacks_windows:
+            self._wait_for_window_pages()
         num_pages = self.pool_size.num_pages if self.pool_size else self._num_pages
         self.engine.counters.count_pages(self._sizes.num_pages(self._running.values()), num_pages)
 
     def _room(self) -> CacheRoom:
         """The memory for all caches, as the driver plans with it."""
         return CacheRoom(self.pool_size.num_pages if self.pool_size else self._num_pages, self._sizes)
+
+    def _without_room(self, lacks_windows: bool) -> list[RunningJob]:
+        """The jobs that have to leave, with those for which layers with a window lack pages of their own."""
+        num_windowed = self._num_window_pages() if lacks_windows else None
+        return without_room(self._running.values(), self._num_held_and_free(), self._sizes, num_windowed)
+
+    def _wait_for_window_pages(self) -> None:
+        """Have checkpoints catch up where those that stay lack pages, since they hold what is still to be written."""
+        while self._lacks_window_pages() and not self._must_drain:
+            if self._checkpointing.catch_up(self._running.values(), CATCH_UP_SECONDS):
+                return
+
+    def _lacks_window_pages(self) -> bool:
+        num_pages = self._num_window_pages()
+        return num_pages is not None and self._sizes.num_window_pages(self._running.values()) > num_pages
+
+    def _num_window_pages(self) -> int | None:
+        """The pages of layers with a window that jobs have and that are free; None where there is no such pool."""
+        if self._sizes.windows is None:
+            return None
+        num_held = sum(job.cache.num_window_pages for job in self._running.values())
+        return self.engine.target.num_free_window_pages + num_held
 
     def _num_held_and_free(self) -> int | None:
         """The pages that jobs may take: as the orders say; of a GPU's pool those that they have and that are free.
@@ -356,7 +389,13 @@ class WorkerSession:
 
 def _held(target: TargetModel, config: EngineConfig) -> HeldPositions | None:
     """The part of a job's positions that its cache holds; None for all."""
+    num_unwritten = _num_unwritten(config)
+    return None if num_unwritten is None else target.held_positions(num_unwritten)
+
+
+def _num_unwritten(config: EngineConfig) -> int | None:
+    """The positions that checkpoints lag by, for which caches hold more; None where these may forget nothing."""
     are_written = config.checkpoint == "state"
     if engine_entry(config.engine).reads_caches or (config.keep_state and not are_written):
         return None
-    return target.held_positions(config.checkpoint_tokens if are_written else 0)
+    return config.checkpoint_tokens if are_written else 0

@@ -159,8 +159,12 @@ class TargetModel:
         return OffloadedKVCache(shape, max_length, self._kv_offload)
 
     def held_positions(self, num_unwritten: int) -> HeldPositions | None:
-        """The part of a text that a cache holds, if checkpoints lag by so much; None where it holds all of it."""
-        return None if self.is_offloaded else self.cache_shape.held_positions(num_unwritten)
+        """The part of a text that a cache holds, if checkpoints lag by so much; None where it holds all of it.
+
+        Where a GPU's caches forget, one pool's hold all, and the other's what `pool_size` says.
+        """
+        is_paged = self.forwards.arena is not None
+        return None if self.is_offloaded or is_paged else self.cache_shape.held_positions(num_unwritten)
 
     @property
     def num_slots(self) -> int | None:
@@ -176,6 +180,12 @@ class TargetModel:
     def num_free_pages(self) -> int:
         """Pages of the pool that no cache has."""
         return self.forwards.arena.num_free_pages if self.forwards.arena else 0
+
+    @property
+    def num_free_window_pages(self) -> int:
+        """The same of layers with a window, where these have a pool of their own."""
+        arena = self.forwards.arena
+        return 0 if arena is None or arena.windowed is None else arena.windowed.num_free_pages
 
     def num_state_positions(self) -> int:
         """The positions that would take as much as the states of one sequence do; 0 where layers have none."""
@@ -193,7 +203,7 @@ class TargetModel:
         Nobody looks at caches meanwhile.
         """
         arena = self.forwards.arena
-        return contextlib.nullcontext() if arena is None or arena.move_rows is None else arena.move_rows.together()
+        return contextlib.nullcontext() if arena is None else arena.moving_together()
 
     @torch.inference_mode()
     def verify(self, groups: list[SequenceRows]) -> StepOutputs:

@@ -15,7 +15,7 @@ from swiftbatch.scheduler.driver.job_queue import JobQueue
 from swiftbatch.scheduler.driver.slots import MEMORY_SHARE, Slots
 from swiftbatch.scheduler.driver.speed import StepPace
 from swiftbatch.scheduler.driver.worker_fleet import Worker
-from swiftbatch.worker.caches.memory.pages import PAGE, Growth, PoolSize, most_pages
+from swiftbatch.worker.caches.memory.pages import PAGE, Growth, PoolSize, WindowPages, most_pages
 from swiftbatch.worker.caches.room import HeldPositions
 from swiftbatch.worker.kernels.sizes import MOST_SLOTS
 
@@ -107,6 +107,17 @@ def test_a_gpu_with_a_pool_takes_what_its_pages_may_be_expected_to_hold() -> Non
     assert not slots(None, one).has_room(one, [LONG, LONG], LONG)
     assert slots(None, one).has_room(one, [], Growth(10, 10**6))
     assert slots(None, one).is_full(one, 4)
+
+
+def test_a_gpu_whose_layers_with_a_window_have_pages_of_their_own_takes_what_both_pools_hold() -> None:
+    held = HeldPositions(500, 0.0)
+    whole, windowed = most_pages([LONG] * 3, PAGE), most_pages([LONG] * 2, PAGE, held)
+    for num_windowed, most in ((windowed, 2), (10 * windowed, 3)):
+        pool = PoolSize(whole, PAGE, WindowPages(num_windowed, held))
+        one = Worker("w", None, None, WorkerInfo("host", 1, None, "node", "", 0, num_slots=9, pool_size=pool))
+        assert slots(None, one).has_room(one, [LONG] * (most - 1), LONG)
+        assert not slots(None, one).has_room(one, [LONG] * most, LONG)
+        assert slots(None, one).has_room(one, [], Growth(10, 10**6))
 
 
 def test_a_worker_whose_memory_ran_out_takes_none_until_one_of_the_others_has_left() -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from swiftbatch.worker.caches import windowed
+from swiftbatch.worker.caches.window_arena import WindowArena
 
 EVERY = 64
 
@@ -21,3 +22,18 @@ def spoil(rows: torch.Tensor) -> None:
         rows.fill_(torch.nan)
     else:
         rows.view(torch.uint8).fill_(255)  # their scales are NaN, too
+
+
+def spoil_free_pages(arena: WindowArena) -> None:
+    """Let pages be full of NaN that no sequence has, now and whenever one is given back."""
+    pool, buffer, page = arena.windowed.pool, arena.windowed.buffer, arena.page
+    give_back = pool.give_back
+
+    def give_back_and_spoil(pages: list[int], num_kept: int = 0) -> None:
+        before = set(pool._free)
+        give_back(pages, num_kept)
+        for number in set(pool._free) - before:
+            spoil(buffer[..., number * page : (number + 1) * page, :])
+
+    pool.give_back = give_back_and_spoil  # type: ignore[method-assign]
+    spoil(buffer)

@@ -1,4 +1,4 @@
-"""The tables of docs/gpu.md: slots that fit a GPU, with weights in bfloat16 and with packed ones.
+"""The tables of docs/gpu.md: slots that fit a GPU, with weights in bfloat16, packed, and where layers forget.
 
 `python -m swiftbatch.worker.bench.gpu.sizing` prints them; no GPU is needed.
 """
@@ -12,8 +12,9 @@ from itertools import product
 from swiftbatch.worker.caches.memory.memory_plan import NO_DRAFTS, DraftMemory, GPUMemory, one_slot, splits_of
 from swiftbatch.worker.caches.memory.model_sizes import ExpertSizes, ModelSizes
 from swiftbatch.worker.caches.memory.packed_sizes import PackedPart
+from swiftbatch.worker.caches.memory.pages import held_in_windows
 from swiftbatch.worker.caches.memory.row_choice import most_together
-from swiftbatch.worker.caches.room import GB
+from swiftbatch.worker.caches.room import GB, NUM_UNWRITTEN
 from swiftbatch.worker.caches.summary import summary_positions
 from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.inspection.inspection import CONTEXT_BYTES, GPU_BYTES, GPUS, SLOT_LENGTHS
@@ -43,6 +44,14 @@ EXPERTS = {  # with what of their weights is packed: all experts, and where FP8 
     ),
 }
 
+WINDOWED = {  # with layers that have a window, and others that see all
+    "Gemma 3 27B": ModelSizes(
+        *(27_009_346_304, 507_904, 32, 16, 128, 5376, 21504, 262_208, 2),
+        windows=((1024,) * 5 + (None,)) * 10 + (1024,) * 2,
+    ),
+    "gpt-oss-20b": replace(EXPERTS["gpt-oss-20b"][0], windows=(128, None) * 12),
+    "gpt-oss-120b": replace(EXPERTS["gpt-oss-120b"][0], windows=(128, None) * 18),
+}
 MODELS = {
     "Llama 3.1 8B": ModelSizes(8_030_261_248, 131_072, 32, 8, 128, 4096, 14336, 128_256, 2),
     "Qwen2.5 32B": ModelSizes(32_763_876_352, 262_144, 40, 8, 128, 5120, 27648, 152_064, 2),
@@ -97,6 +106,26 @@ def _packed_rows() -> Iterator[list[str]]:
         yield [model, form, f"{sizes.weight_bytes / GB:.1f}", name, *slots]
 
 
+def window_table() -> str:
+    """Markdown: what a job takes of models whose layers with a window forget, in GB, and how many fit one H100.
+
+    Beside both is what it would be if they forgot nothing.
+    """
+    headers = ("model with windows", "positions", "a job", "all held", "slots", "slots, all held")
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [headers, ["---"] * len(headers), *_window_rows()])
+
+
+def _window_rows() -> Iterator[list[str]]:
+    for (model, plain), length in product(WINDOWED.items(), SLOT_LENGTHS):
+        if model in EXPERTS:
+            plain = replace(plain, packed=(PackedPart(EXPERTS[model][2], 4, 32),), experts=CHOSEN[model])
+        gpu = gpu_memory(GPUS["H100 80 GB"], GPU_BYTES - CONTEXT_BYTES, plain)
+        forgetting = replace(plain, held=held_in_windows(plain.windows, NUM_UNWRITTEN))
+        both = (forgetting, plain)
+        figures = [f"{one_slot(sizes, gpu, length).slot_bytes / GB:.2f}" for sizes in both]
+        yield [model, f"{length:,}", *figures, *(_slots(sizes, gpu, length) for sizes in both)]
+
+
 def _slots(sizes: ModelSizes, gpu: GPUMemory, length: int, drafts: DraftMemory = NO_DRAFTS) -> str:
     return str(most_together(sizes, gpu, length, drafts) or "none")
 
@@ -121,4 +150,4 @@ def num_in_products(sizes: ModelSizes) -> int:
 
 
 if __name__ == "__main__":
-    print(sizing_table(), packed_table(), sep="\n\n")
+    print(sizing_table(), packed_table(), window_table(), sep="\n\n")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from swiftbatch.jobs.run.option_values import AttentionName
-from swiftbatch.worker.caches.memory.pages import GPU_PAGE
+from swiftbatch.worker.caches.memory.pages import GPU_PAGE, WindowPages
 from swiftbatch.worker.caches.room import GB, MAX_TREE_NODES, KVRoomError
 from swiftbatch.worker.kernels.sizes import MOST_SLOTS, NUM_ROWS, most_slots
 
@@ -105,6 +105,7 @@ class SlotsWanted:
     draft_length: int = 0
     engine: DraftMemoryOf | None = None  # what the engine takes beside that
     host_bytes: int | None = None  # host memory that caches may lie in; None: they lie on the GPU
+    num_unwritten: int | None = None  # positions that checkpoints lag by, where caches forget; None: they forget none
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,8 @@ class MemoryPlan:
     slot_scratch_bytes: int = 0  # of attention, for each slot
     num_pages: int = 0  # that all slots share, beside what each has
     page_bytes: int = 0
+    windows: WindowPages | None = None  # of layers with a window, where caches forget: beside the other pages
+    window_page_bytes: int = 0
     reserve_bytes: int = GRAPH_RESERVE
 
     @property
@@ -158,7 +161,7 @@ class MemoryPlan:
         """The plan as a table: what it is for, and bytes."""
         return [
             ("weights", self.weight_bytes),
-            (self._kept, self.num_slots * self.slot_bytes + self.num_pages * self.page_bytes),
+            (self._kept, self.num_slots * self.slot_bytes + self.pool_bytes),
             ("drafts", self.drafts.part_bytes + self.num_slots * self.drafts.slot_bytes),
             ("scratch of attention", self.scratch_bytes + self.num_slots * self.slot_scratch_bytes),
             ("activations and logits", self.row_bytes),
@@ -168,16 +171,24 @@ class MemoryPlan:
         ]
 
     @property
+    def pool_bytes(self) -> int:
+        """The bytes of all pages."""
+        num_windowed = 0 if self.windows is None else self.windows.num_pages
+        return self.num_pages * self.page_bytes + num_windowed * self.window_page_bytes
+
+    @property
     def _kept(self) -> str:
         """The keys and values that there is room for, in words."""
         if self.num_pages:
-            return f"keys and values, {self.num_pages:,} pages of {GPU_PAGE:,} positions for {self.num_slots} jobs"
+            behind = "" if self.windows is None else f" and {self.windows.num_pages:,} of layers with a window"
+            pages = f"{self.num_pages:,} pages of {GPU_PAGE:,} positions{behind}"
+            return f"keys and values, {pages} for {self.num_slots} jobs"
         return f"keys and values, {self.num_slots} x {self.capacity:,} positions"
 
     @property
     def _fixed_bytes(self) -> int:
         """The bytes that do not depend on the number of slots."""
-        return self.weight_bytes + self.drafts.part_bytes + self.work_bytes + self.num_pages * self.page_bytes
+        return self.weight_bytes + self.drafts.part_bytes + self.work_bytes + self.pool_bytes
 
 
 PlanMemory = Callable[["ModelSizes", GPUMemory, int, int | None, DraftMemory], MemoryPlan]
@@ -214,7 +225,7 @@ def one_slot(sizes: ModelSizes, gpu: GPUMemory, longest_job: int, drafts: DraftM
         num_slots=1,
         free_bytes=gpu.free_bytes,
         weight_bytes=sizes.weight_bytes,
-        slot_bytes=capacity * sizes.kept_bytes_per_position + sizes.state_bytes,
+        slot_bytes=sizes.kept_bytes(capacity) + sizes.state_bytes,
         drafts=drafts,
         scratch_bytes=gpu.scratch_bytes(sizes),
         row_bytes=_row_bytes(sizes, gpu.num_rows) + _draw_bytes(sizes, gpu.num_rows),

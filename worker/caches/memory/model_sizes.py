@@ -9,7 +9,7 @@ from typing import Any
 
 from swiftbatch.jobs.run.option_values import KVDtype
 from swiftbatch.worker.caches.memory.packed_sizes import PackedPart, num_beside, num_floats, packed_parts
-from swiftbatch.worker.caches.room import ITEM_SIZES, MAX_TREE_NODES, bytes_per_position
+from swiftbatch.worker.caches.room import ITEM_SIZES, MAX_TREE_NODES, HeldPositions, bytes_per_position
 from swiftbatch.worker.kernels.cuda.states.step_layout import slot_bytes
 from swiftbatch.worker.kernels.sizes import CUDA_SCALE_BYTES, LatentSizes
 from swiftbatch.worker.model.dense_config import (
@@ -21,6 +21,7 @@ from swiftbatch.worker.model.dense_config import (
 from swiftbatch.worker.model.files import ModelFiles, read_config, stored_layout
 from swiftbatch.worker.model.formats.contract import StoredTensor
 from swiftbatch.worker.model.formats.layout import heads_in
+from swiftbatch.worker.model.layer_windows import Windows
 from swiftbatch.worker.model.recurrent_sizes import RecurrentShape, recurrent_shape
 from swiftbatch.worker.model.text_view import is_of_text
 
@@ -59,6 +60,8 @@ class ModelSizes:
     experts: ExpertSizes | None = None  # that our kernels multiply
     latent: LatentSizes | None = None  # then a cache has one head, whose rows are keys and values at once
     is_scannable: bool = True  # drafts may scan its keys: rows see all positions as they are
+    windows: Windows = ()  # of its layers; () where none has one, or caches hold more than positions
+    held: HeldPositions | None = None  # of layers with a window, where caches on a GPU forget; None: all
 
     @property
     def value_dim(self) -> int:
@@ -84,6 +87,21 @@ class ModelSizes:
             return self.bytes_per_position
         num_rows = self.bytes_per_position // (self.head_dim * self.item_size)
         return num_rows * (self.head_dim + CUDA_SCALE_BYTES)
+
+    @property
+    def window_bytes_per_position(self) -> int:
+        """The part of `kept_bytes_per_position` that layers with a window take, where these forget."""
+        if self.held is None:
+            return 0
+        num_windowed = sum(size is not None for size in self.windows)
+        return self.kept_bytes_per_position // len(self.windows) * num_windowed
+
+    def kept_bytes(self, num_positions: int) -> int:
+        """The bytes of so many positions' keys and values in a full cache on a GPU, but for what is forgotten."""
+        num_bytes = num_positions * self.kept_bytes_per_position
+        if self.held is None:
+            return num_bytes
+        return num_bytes - (num_positions - self.held.of(num_positions)) * self.window_bytes_per_position
 
     @property
     def weight_bytes(self) -> int:
@@ -155,6 +173,7 @@ def sizes_of(config: dict[str, Any], number: int, dtype: str, packed: tuple[Pack
         recurrent=recurrent_shape(config),
         latent=latent,
         is_scannable=dense is None or not _hides(dense),
+        windows=() if dense is None or dense.mixer is not None or latent is not None else dense.windows,
     )
 
 

@@ -1,11 +1,12 @@
 """The plan of a GPU's memory where caches take pages as they grow: a pool for all jobs, and slots for what drafts keep.
 
 The pool holds the longest job at least. Beyond that more jobs are taken than it may hold at their longest: the youngest
-leaves when pages run out.
+leaves when pages run out. Where layers with a window forget, these have a second pool.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from swiftbatch.worker.caches.memory.memory_plan import (
@@ -19,7 +20,7 @@ from swiftbatch.worker.caches.memory.memory_plan import (
     too_many_slots,
 )
 from swiftbatch.worker.caches.memory.model_sizes import ModelSizes
-from swiftbatch.worker.caches.memory.pages import GPU_PAGE, pages_of
+from swiftbatch.worker.caches.memory.pages import GPU_PAGE, WindowPages, pages_of
 from swiftbatch.worker.caches.room import MAX_TREE_NODES
 from swiftbatch.worker.kernels.sizes import most_slots
 
@@ -38,22 +39,46 @@ def plan_pages(
     Raises KVRoomError where the longest job, or what drafts keep for so many slots beside it, does not fit.
     """
     least = most_of_a_job(longest_job)
-    page_bytes = GPU_PAGE * sizes.kept_bytes_per_position
-    alone = one_slot(sizes, gpu, longest_job, drafts)
-    longest = replace(alone, slot_bytes=sizes.state_bytes + least * page_bytes)
+    alone = replace(one_slot(sizes, gpu, longest_job, drafts), slot_bytes=sizes.state_bytes)
+    window_bytes = GPU_PAGE * sizes.window_bytes_per_position
+    pool = replace(alone, num_pages=least, page_bytes=GPU_PAGE * sizes.kept_bytes_per_position - window_bytes)
+    if sizes.held is not None:
+        most_held = min(least, pages_of(sizes.held.num_whole, GPU_PAGE))
+        pool = replace(pool, windows=WindowPages(most_held, sizes.held), window_page_bytes=window_bytes)
+    longest = replace(alone, slot_bytes=sizes.state_bytes + pool.pool_bytes)
     if longest.num_fitting < 1:
         raise none_fits(longest)
-    pool = replace(alone, slot_bytes=sizes.state_bytes, num_pages=least, page_bytes=page_bytes)
     plan = replace(pool, num_slots=_slots_that_pay(pool, most_slots(gpu.num_rows)) if num_slots is None else num_slots)
     if plan.used_bytes > plan.free_bytes:
         raise too_many_slots(plan, f"what drafts keep for each, beside the longest job of {longest_job:,} positions,")
-    num_beside = (plan.free_bytes - plan.used_bytes) // page_bytes
+    if plan.windows is not None:
+        return _divided(plan, plan.windows)
+    num_beside = (plan.free_bytes - plan.used_bytes) // plan.page_bytes
     return replace(plan, num_pages=min(plan.num_slots * least, least + num_beside))
 
 
 def most_of_a_job(longest_job: int) -> int:
     """The pages of the longest job that a slot takes."""
     return pages_of(slot_capacity(longest_job) - MAX_TREE_NODES, GPU_PAGE)
+
+
+def _divided(plan: MemoryPlan, windows: WindowPages) -> MemoryPlan:
+    """Divide what is left between the pools of a plan, which have the pages of the longest job each.
+
+    So that both are full together where jobs are of a length between a window and the longest job: those of shorter
+    ones have pages of the first pool left, and those of longer ones pages of the second.
+    """
+    whole_bytes, window_bytes, longest, most_held = (
+        *(plan.page_bytes, plan.window_page_bytes),
+        *(plan.num_pages, windows.num_pages),
+    )
+    num_bytes = plan.free_bytes - plan.used_bytes + plan.pool_bytes
+    between = math.isqrt(longest * most_held)
+    number = min(plan.num_slots, max(1, num_bytes // (between * whole_bytes + most_held * window_bytes)))
+    num_windowed = min(number * most_held, (num_bytes - longest * whole_bytes) // window_bytes)
+    num_pages = min(plan.num_slots * longest, (num_bytes - num_windowed * window_bytes) // whole_bytes)
+    num_windowed = min(plan.num_slots * most_held, (num_bytes - num_pages * whole_bytes) // window_bytes)
+    return replace(plan, num_pages=num_pages, windows=windows._replace(num_pages=num_windowed))
 
 
 def _slots_that_pay(pool: MemoryPlan, most: int) -> int:
@@ -63,7 +88,7 @@ def _slots_that_pay(pool: MemoryPlan, most: int) -> int:
     """
     if not pool.bytes_per_slot:
         return most
-    longest = pool.num_pages * pool.page_bytes
+    longest = pool.pool_bytes
     beside_weights = pool.left_bytes + longest
     num_longest = beside_weights // (pool.bytes_per_slot + longest)
     by_share = int(DRAFT_SHARE * beside_weights) // pool.bytes_per_slot

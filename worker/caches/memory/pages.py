@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
-from swiftbatch.worker.caches.room import MAX_TREE_NODES, HeldPositions
+from swiftbatch.worker.caches.room import MAX_TREE_NODES, NUM_ASKED, HeldPositions
+from swiftbatch.worker.kernels.sizes import BLOCK, ROW_CHOICES
+from swiftbatch.worker.model.layer_windows import Windows
 
 PAGE = 64  # positions; a CPU's memory is taken in less
 GPU_PAGE = 256  # positions of a GPU's: of many short jobs each wastes half of one, and one look-up is a block's anyway
@@ -25,11 +27,19 @@ class Growth(NamedTuple):
         return max(0, self.end - self.now)
 
 
+class WindowPages(NamedTuple):
+    """The pages of layers with a window, which have a pool of their own where caches forget."""
+
+    num_pages: int
+    held: HeldPositions  # that a job's pages are for
+
+
 class PoolSize(NamedTuple):
     """The pool of pages that a GPU's caches lie in."""
 
     num_pages: int
     page: int  # positions of a page
+    windows: WindowPages | None = None  # beside it; None where all layers lie in the pool
 
 
 def pages_of(num_positions: int, page: int | None = None) -> int:
@@ -38,6 +48,19 @@ def pages_of(num_positions: int, page: int | None = None) -> int:
     `page` is the number of a page's positions, None on a CPU.
     """
     return -(-(num_positions + ROOM_BEHIND) // (page or PAGE))
+
+
+def held_in_windows(windows: Windows, num_unwritten: int) -> HeldPositions | None:
+    """What layers with a window hold in pages of their own, if checkpoints lag by so much; None where none see all.
+
+    Beside what is asked for, kernels read all that the first row of a block sees, the first page may be lost in part,
+    and a forward may read as many rows as it has.
+    """
+    sizes = [size for size in windows if size is not None]
+    if not sizes or len(sizes) == len(windows):
+        return None
+    num_behind = ROW_CHOICES[-1] - ROOM_BEHIND
+    return HeldPositions(max(sizes) + BLOCK + NUM_ASKED + GPU_PAGE + num_behind + num_unwritten, 0.0)
 
 
 def most_pages(jobs: Iterable[Growth], page: int | None = None, held: HeldPositions | None = None) -> int:
@@ -58,3 +81,12 @@ def most_pages(jobs: Iterable[Growth], page: int | None = None, held: HeldPositi
         )
         most = max(most, grown + count * (ROOM_BEHIND + page - 1))
     return -(-most // page)
+
+
+def has_window_pages(jobs: Collection[Growth], page: int, windows: WindowPages | None) -> bool:
+    """Tell whether layers with a window have pages enough for jobs, as `most_pages` counts; so without such a pool."""
+    if windows is None:
+        return True
+    own = [job._replace(num_shared=0) for job in jobs]  # what is held for others gives way
+    at_their_ends = sum(windows.held.of(job.end) + ROOM_BEHIND + page - 1 for job in own)
+    return at_their_ends <= windows.num_pages * page or most_pages(own, page, windows.held) <= windows.num_pages

@@ -29,7 +29,7 @@ class RunLoad:
 
 def rows_that_pay(sizes: ModelSizes, gpu: GPUMemory, load: RunLoad, most: int) -> int:
     """The fewest rows that hold all jobs that run together, with their drafts; `most` where no choice does."""
-    job_bytes = (load.mean_length + HORIZON / 2) * sizes.kept_bytes_per_position + sizes.state_bytes
+    job_bytes = sizes.kept_bytes(round(load.mean_length + HORIZON / 2)) + sizes.state_bytes
     num_together = max(1, min(load.num_jobs, int(one_slot(sizes, gpu, 1).left_bytes / job_bytes)))
     num_wanted = num_together * (ROWS_OF_A_DRAFT if load.has_drafts else 1)
     for num_rows in ROW_CHOICES:

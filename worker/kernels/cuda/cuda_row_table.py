@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
@@ -68,6 +68,7 @@ class TableLayout:
     boundary_step: int = BLOCK  # boundaries are multiples of it: behind a partial cache it is 1
     page: int | None = None  # entries of a page, where slots' entries lie in pages of a pool
     num_rows: int = NUM_ROWS  # of every forward: one shape means one numerics, one graph, one cost
+    has_window_pages: bool = False  # behind the table are entries and tails in a second pool, of layers with a window
 
     @property
     def num_groups(self) -> int:
@@ -78,7 +79,9 @@ class TableLayout:
     @property
     def size(self) -> int:
         """Numbers in the buffer."""
-        return sum(math.prod(shape) for shape in self._shapes())
+        if self.has_window_pages:
+            return self._start_of_windows + self.num_rows * (5 + BLOCK)
+        return self._end_of_table
 
     def table(self, buffer: Ints) -> CudaRowTable[Ints]:
         """A buffer `[size] int32` by its parts."""
@@ -89,8 +92,19 @@ class TableLayout:
             start = end
         return CudaRowTable(*cast("list[Any]", parts))
 
+    def window_table(self, buffer: Ints) -> CudaRowTable[Ints]:
+        """The table as layers with a window read it, whose entries lie in pages of a pool of their own."""
+        start = self._start_of_windows
+        middle = start + self.num_rows * 5
+        rows, tails = buffer[start:middle].reshape(self.num_rows, 5), buffer[middle:].reshape(self.num_rows, BLOCK)
+        return replace(self.table(buffer), rows=rows, tail_slots=tails)
+
     def fill(
-        self, buffer: NDArray[np.int32], sequences: Sequence[tuple[Rows, int]], pages: Sequence[Sequence[int]] = ()
+        self,
+        buffer: NDArray[np.int32],
+        sequences: Sequence[tuple[Rows, int]],
+        pages: Sequence[Sequence[int]] = (),
+        window_pages: Sequence[Sequence[int]] = (),
     ) -> None:
         """Write the rows of some sequences, each with its slot, in order; biases go to the device on their own.
 
@@ -110,6 +124,10 @@ class TableLayout:
         table.rows[:num_rows, 3] = given.positions
         table.rows[:num_rows, 4], table.tail_slots[:num_rows] = places
         table.token_ids[:num_rows] = given.token_ids
+        if self.has_window_pages and self.page is not None and num_rows:
+            windows = self.window_table(buffer)
+            windows.rows[:] = table.rows
+            windows.rows[:num_rows, 4], windows.tail_slots[:num_rows] = given.in_pages(window_pages, self.page)
         self._fill_groups(table, given)
 
     def _fill_groups(self, table: CudaRowTable[NDArray[np.int32]], given: _Given) -> None:
@@ -128,6 +146,14 @@ class TableLayout:
 
     def _num_groups_of(self, given: _Given) -> NDArray[np.int64]:
         return -(-given.sizes // self.rows_per_group)
+
+    @property
+    def _end_of_table(self) -> int:
+        return sum(math.prod(shape) for shape in self._shapes())
+
+    @property
+    def _start_of_windows(self) -> int:
+        return -(-self._end_of_table // 4) * 4  # as the parts of the table, where a GPU reads 16 bytes at a time
 
     def _shapes(self) -> tuple[tuple[int, ...], ...]:
         groups, rows = self.num_groups, self.num_rows

@@ -28,7 +28,7 @@ from swiftbatch.worker.kernels.cuda.attentions import (
     new_attention,
     shape_of,
 )
-from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, PageTable, TableLayout
+from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, CudaRowTable, PageTable, TableLayout
 from swiftbatch.worker.kernels.cuda.expert_products import CudaExperts
 from swiftbatch.worker.kernels.cuda.latent_products import CudaLatents
 from swiftbatch.worker.kernels.cuda.layer_kernels import add_norm, embed, norm_heads, rope_store
@@ -66,6 +66,7 @@ class CudaDecoder:
         pages: PageTable | None = None,
         states: StateBuffers | None = None,
         num_rows: int = NUM_ROWS,
+        windowed: tuple[Tensor, PageTable] | None = None,
     ) -> None:
         """Rows see entries of `arena [num_layers, 2, num_slots, num_kv_heads, capacity, row_width]`, on its device.
 
@@ -73,23 +74,29 @@ class CudaDecoder:
         two. It may have room for `RING_LAYERS` layers alone, which take turns; whoever runs layer by layer fills them.
         `bias [num_slots, capacity] float32` is added to scores of prefixes. `reduce` sums a layer's part of the
         outputs `[num_rows, hidden]` over devices that hold the others, in place. With `pages` the arena is a pool, one
-        slot that all see, in whose pages their entries lie. Raises ValueError.
+        slot that all see, in whose pages their entries lie. Layers with a window may lie in a second pool `windowed`,
+        with pages of its own; the first is then of all others. Raises ValueError.
         """
         sizes = self.sizes = weights.sizes
-        _check_arena(arena, weights)
+        attending = [layer for layer in weights.layers if layer.attention is not None]
+        self._in_windows = [windowed is not None and layer.window is not None for layer in attending]
+        _check_arena(arena, weights, self._in_windows.count(False))
+        if windowed is not None:
+            _check_arena(windowed[0], weights, self._in_windows.count(True))
         if pages is not None:
             arena = arena.expand(-1, -1, len(pages.numbers), -1, -1, -1)  # a stride of 0
+        self._kept = _layers_of(arena, None if windowed is None else windowed[0], self._in_windows)
         capacity = arena.shape[4] if pages is None else pages.capacity
         shape = self._shape = shape_of(sizes, num_splits, num_rows)
         step = BLOCK if bias is None else 1
         num_angles = weights.rotary.num_rows(num_positions)
         table = (arena.shape[2], capacity, shape.rows_per_group, num_angles, sizes.vocab, step)
-        self.layout = TableLayout(*table, None if pages is None else pages.page, num_rows)
+        self.layout = TableLayout(*table, None if pages is None else pages.page, num_rows, windowed is not None)
+        self._window_pages = None if windowed is None else windowed[1]
         self._weights, self._arena, self._bias, self._pages = weights, arena, bias, pages
         self._linear, self._reduce = WeightKernel(linear), reduce
         self._attending, self._mixing = _numbers_of(weights.layers)
         self.mixers = _mixers_of(weights, states, self._linear, num_rows)
-        attending = [layer for layer in weights.layers if layer.attention is not None]
         self._views = [AttentionView(layer.window, sizes.score_cap or None, layer.sinks) for layer in attending]
         self._angles = self._angles_of(np.arange(num_angles), arena.device)
         self._still = self._angles  # of layers that turn no heads
@@ -112,11 +119,14 @@ class CudaDecoder:
 
         Rows see `texts` beside their entries, whose best keys are read from this decoder's arena.
         """
-        _check_arena(arena, self._weights)
+        _check_arena(arena, self._weights, len(self._in_windows))
         if self.mixers is not None:
             raise ValueError("found layers with a state, whose rows no part of a cache would do for")
+        if any(self._in_windows):
+            raise ValueError("found layers whose caches forget, where no part of one is all there")
         other = copy.copy(self)
         other._arena, other._bias, other._pages = arena, bias, None
+        other._kept = _layers_of(arena, None, self._in_windows)
         other._views = [replace(view, window=None) for view in self._views]  # entries are no positions
         num_slots, capacity = arena.shape[2], arena.shape[4]
         other.layout = replace(self.layout, num_slots=num_slots, capacity=capacity, boundary_step=1, page=None)
@@ -208,12 +218,14 @@ class CudaDecoder:
 
     def _attend(self, number: int, layer: StackedLayer, rows: Tensor, in_front: AnyLinear, behind: AnyLinear) -> None:
         """Attend in a layer, the `number`-th of those that do; in latent attention keys and values are the same."""
-        kept = self._arena[number % len(self._arena)]
-        keys, values, view = kept[0], kept[-1], self._views[number]
+        kept, view, table, pages = self._kept[number], self._views[number], self._table, self._pages
+        if self._in_windows[number]:
+            table, pages = self._window_table, self._window_pages
+        keys, values = kept[0], kept[-1]
         if self.sizes.attention_in_scale != 1.0:
             rows = torch.mul(rows, self.sizes.attention_in_scale, out=self._scaled)
-        self._take_heads(layer, in_front, rows, keys, values)
-        self.attention.attend(number, keys, values, self._bias, self._table, self._mixed, view, self._pages)
+        self._take_heads(layer, in_front, rows, keys, values, table)
+        self.attention.attend(number, keys, values, self._bias, table, self._mixed, view, pages)
         found = self._mixed
         if self.sizes.gates_heads:
             gate_heads(self._table.rows, self._qkv, found)
@@ -222,9 +234,17 @@ class CudaDecoder:
         self._linear(found.flatten(1), behind.weight, behind.bias, self._delta)
         scale(self._delta, self.sizes.attention_out_scale)
 
-    def _take_heads(self, layer: StackedLayer, in_front: AnyLinear, rows: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Keep the rows' keys and values, and hand their queries to the attention."""
-        table, attention, sizes = self._table, self.attention, self.sizes
+    def _take_heads(
+        self,
+        layer: StackedLayer,
+        in_front: AnyLinear,
+        rows: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        table: CudaRowTable[Tensor],
+    ) -> None:
+        """Keep the rows' keys and values where a table says, and hand their queries to the attention."""
+        attention, sizes = self.attention, self.sizes
         if layer.latent is not None and self._latents is not None:
             self._latents.keep(layer.latent, in_front, rows, table, self._angles, keys, attention.query)
             return
@@ -287,7 +307,10 @@ class CudaDecoder:
     def _allocate_table(self, device: torch.device) -> None:
         num_states = 0 if self.mixers is None else self.mixers.layout.size
         self.table_buffer = torch.zeros(self.layout.size + num_states, dtype=torch.int32, device=device)
-        self._table = self.layout.table(self.table_buffer[: self.layout.size])
+        own = self.table_buffer[: self.layout.size]
+        self._table = self._window_table = self.layout.table(own)
+        if self.layout.has_window_pages:
+            self._window_table = self.layout.window_table(own)
         if self.mixers is not None:
             self._state_table = self.mixers.layout.table(self.table_buffer[self.layout.size :])
 
@@ -315,9 +338,17 @@ def _of_width(buffer: Tensor, width: int) -> Tensor:
     return buffer.flatten()[: len(buffer) * width].view(len(buffer), width)
 
 
-def _check_arena(arena: Tensor, weights: StackedWeights) -> None:
+def _layers_of(arena: Tensor, windowed: Tensor | None, in_windows: Sequence[bool]) -> list[Tensor]:
+    """The rows of each attending layer; a pool's are one slot, that of windows likewise."""
+    if windowed is None:
+        return [arena[number % len(arena)] for number in range(len(in_windows))]
+    pools = windowed.expand(-1, -1, arena.shape[2], -1, -1, -1), arena
+    places = [(in_window, in_windows[:number].count(in_window)) for number, in_window in enumerate(in_windows)]
+    return [pools[0 if in_window else 1][place] for in_window, place in places]
+
+
+def _check_arena(arena: Tensor, weights: StackedWeights, num_layers: int) -> None:
     sizes = weights.sizes
-    num_layers = sum(layer.attention is not None for layer in weights.layers)
     width = cuda_row_width(arena.dtype, sizes.dtype, sizes.head_dim)
     num_parts = 2 if sizes.latent is None else 1
     expected = (num_layers, num_parts, arena.shape[2], sizes.num_kv_heads, arena.shape[4], width or sizes.head_dim)

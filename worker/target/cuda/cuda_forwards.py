@@ -88,6 +88,7 @@ class CudaForwards:
         self._decoder = CudaDecoder(
             weights, arena.buffer, arena.capacity, num_splits, linear, attention=attention, pages=arena.pages,
             states=arena.states, num_rows=kernels.num_rows,
+            windowed=None if arena.windowed is None else (arena.windowed.buffer, arena.windowed.pages),
         )  # fmt: skip
         self._table = Upload(self._decoder.table_buffer)
         num_routed, met = sum(layer.experts is not None for layer in weights.layers), self._decoder.experts_met
@@ -168,7 +169,9 @@ class CudaForwards:
 
     def _prepare(self) -> None:
         """Capture what `_pass` replays."""
-        self.arena.move_rows = RowMover(self.arena.buffer, self.capture)
+        for arena in (self.arena, self.arena.windowed):
+            if arena is not None:
+                arena.move_rows = RowMover(arena.buffer, self.capture)
         self._graph = self.capture(self._decoder.forward, self.device)
 
     def _prepare_queries(self) -> None:
@@ -187,7 +190,8 @@ class CudaForwards:
             cache.reserve(group.first_entry + len(group.token_ids))
         placed = [(group, cache.slot) for group, cache in zip(groups, caches, strict=True)]
         decoder, buffer = self._decoder, self._table.buffer()
-        decoder.layout.fill(buffer[: decoder.layout.size], placed, [cache.pages for cache in caches])
+        pages = [cache.pages for cache in caches], [cache.window_pages for cache in caches]
+        decoder.layout.fill(buffer[: decoder.layout.size], placed, *pages)
         if decoder.mixers is not None:
             rows = [StateRows(group, slot, cache.boundary) for (group, slot), cache in zip(placed, caches, strict=True)]
             decoder.mixers.layout.fill(buffer[decoder.layout.size :], rows)

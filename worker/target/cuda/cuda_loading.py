@@ -30,11 +30,14 @@ from swiftbatch.worker.caches.memory.memory_plan import (
 from swiftbatch.worker.caches.memory.model_sizes import ModelSizes, read_sizes
 from swiftbatch.worker.caches.memory.offload import plan_offload
 from swiftbatch.worker.caches.memory.page_plan import most_of_a_job, plan_pages
+from swiftbatch.worker.caches.memory.pages import held_in_windows
 from swiftbatch.worker.caches.offloaded_arena import OffloadedArena
 from swiftbatch.worker.caches.paged_arena import PagedArena
+from swiftbatch.worker.caches.room import HeldPositions
 from swiftbatch.worker.caches.scan_slots import scan_memory
 from swiftbatch.worker.caches.state_arena import StateArena
 from swiftbatch.worker.caches.summary import CHUNK_SIZE, summary_positions
+from swiftbatch.worker.caches.window_arena import WindowArena
 from swiftbatch.worker.kernels.choice import CUBLAS_WORKSPACES, DEFAULT_KERNELS, CudaKernels
 from swiftbatch.worker.kernels.cuda.stacked import handed_over, stacked_weights
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights
@@ -75,7 +78,7 @@ def load_cuda_forwards(
         return None
     if sizes.latent is not None:
         refuse_latent(kv_dtype, files.name)
-    sizes = replace(sizes, kv_dtype=kv_dtype)
+    sizes = replace(sizes, kv_dtype=kv_dtype, held=_held(sizes, wanted, kernels))
     kernels.refuse_absent()
     kernels.refuse_unfit(dtype_name, sizes.head_dim)
     hold_products_steady()
@@ -108,7 +111,8 @@ def planned_forwards(
     weights = dense_weights(files, dtype, device)
     if weights is None:
         return None
-    shape = cuda_cache_shape(weights, device, kv_dtype)  # first: the layers are handed over behind it
+    forgets = plan.windows is not None
+    shape = cuda_cache_shape(weights, device, kv_dtype, forgets)  # first: the layers are handed over behind it
     stacked = stacked_weights(weights, device, handed_over(weights))
     try:
         if isinstance(copies, Streams):
@@ -123,7 +127,9 @@ def planned_forwards(
 
 
 def arena_of(shape: CacheShape, plan: MemoryPlan, staging: Staging | None) -> KVArena:
-    """The memory of caches on a GPU as planned: a pool of pages where the plan has some."""
+    """The memory of caches on a GPU as planned: a pool of pages where the plan has some, or two."""
+    if plan.windows is not None:
+        return WindowArena(shape, plan.num_slots, plan.longest_job, plan.num_pages, plan.windows, staging)
     if plan.num_pages:
         paged = PagedArena if shape.recurrent is None else StateArena
         return paged(shape, plan.num_slots, plan.longest_job, plan.num_pages, staging)
@@ -140,9 +146,20 @@ def whole_arena(
     return KVArena(shape, num_slots, max_length, staging)
 
 
-def cuda_cache_shape(weights: DecoderWeights, device: torch.device, kv_dtype: KVDtype | None) -> CacheShape:
-    """The shape of caches whose rows a GPU's kernels read."""
-    return replace(CacheShape.of(weights, device, kv_dtype), kv_scale_bytes=CUDA_SCALE_BYTES)
+def cuda_cache_shape(
+    weights: DecoderWeights, device: torch.device, kv_dtype: KVDtype | None, forgets: bool = False
+) -> CacheShape:
+    """The shape of caches whose rows a GPU's kernels read; with the windows of layers where these forget."""
+    windows = tuple(layer.window for layer in weights.layers) if forgets else ()
+    return replace(CacheShape.of(weights, device, kv_dtype), kv_scale_bytes=CUDA_SCALE_BYTES, windows=windows)
+
+
+def _held(sizes: ModelSizes, wanted: SlotsWanted, kernels: CudaKernels) -> HeldPositions | None:
+    """What layers with a window hold; None for all, as where drafts read caches, or these lie in slots."""
+    in_slots = wanted.host_bytes is not None or PLANS[kernels.attention] is not plan_pages
+    if in_slots or wanted.partial_budget or wanted.num_unwritten is None:
+        return None
+    return held_in_windows(sizes.windows, wanted.num_unwritten)
 
 
 def forwards_beside(target: Forwards, files: ModelFiles, longest_job: int, num_slots: int) -> CudaForwards | None:

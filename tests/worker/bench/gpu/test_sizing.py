@@ -16,6 +16,7 @@ from swiftbatch.worker.bench.gpu.sizing import (
     packed_models,
     packed_table,
     sizing_table,
+    window_table,
 )
 from swiftbatch.worker.caches.copies import STAGING_BYTES
 from swiftbatch.worker.caches.memory.memory_plan import CAPACITY_BLOCK, GRAPH_RESERVE, one_slot
@@ -34,8 +35,9 @@ PROSE = " ".join(GPU_PAGE.split())
 def test_the_page_has_the_tables_that_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
     assert sizing_table() in GPU_PAGE, "python -m swiftbatch.worker.bench.gpu.sizing prints the new one"
     assert packed_table() in GPU_PAGE, "python -m swiftbatch.worker.bench.gpu.sizing prints the new one"
+    assert window_table() in GPU_PAGE, "python -m swiftbatch.worker.bench.gpu.sizing prints the new one"
     runpy.run_module("swiftbatch.worker.bench.gpu.sizing", run_name="__main__")
-    assert capsys.readouterr().out == f"{sizing_table()}\n\n{packed_table()}\n"
+    assert capsys.readouterr().out == f"{sizing_table()}\n\n{packed_table()}\n\n{window_table()}\n"
 
 
 def test_the_slots_are_those_that_follow_by_hand() -> None:

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from swiftbatch.worker.bench.gpu.sizing import MODELS, gpu_memory
+from swiftbatch.worker.bench.gpu.sizing import MODELS, WINDOWED, gpu_memory
 from swiftbatch.worker.caches.full import CacheShape
 from swiftbatch.worker.caches.memory.memory_plan import DraftMemory, GPUMemory, plan_memory
 from swiftbatch.worker.caches.memory.model_sizes import ModelSizes
 from swiftbatch.worker.caches.memory.page_plan import DRAFT_SHARE, most_of_a_job, plan_pages
-from swiftbatch.worker.caches.memory.pages import GPU_PAGE
+from swiftbatch.worker.caches.memory.pages import GPU_PAGE, PoolSize, held_in_windows, pages_of
 from swiftbatch.worker.caches.room import KVRoomError
 from swiftbatch.worker.inspection.inspection import CONTEXT_BYTES, GPU_BYTES, GPUS
 from swiftbatch.worker.kernels.sizes import MOST_SLOTS
@@ -59,7 +59,59 @@ def test_an_arena_takes_what_the_plan_says() -> None:
     sizes = ModelSizes(0, shape.bytes_per_position(), 4, 2, 32, 64, 128, 100, 2)
     plan = replace(plan_pages(sizes, GPUMemory(10**9, 8), 1000, 3), num_pages=5)
     arena = arena_of(shape, plan, None)
-    assert arena.pool_size == (5, GPU_PAGE)
+    assert arena.pool_size == PoolSize(5, GPU_PAGE)
     assert arena.buffer.nbytes == 5 * plan.page_bytes
     assert arena.pages is not None
     assert arena.pages.numbers.shape == (3, 5)
+
+
+GEMMA = WINDOWED["Gemma 3 27B"]
+FORGETTING = replace(GEMMA, held=held_in_windows(GEMMA.windows, 1024))
+
+
+@pytest.mark.parametrize("longest_job", [1_000, 8_192, 32_768, 100_000])
+def test_pools_of_layers_with_and_without_windows_hold_the_longest_job_and_share_all_that_is_left(
+    longest_job: int,
+) -> None:
+    plan = plan_pages(FORGETTING, H100, longest_job)
+    assert plan.windows is not None
+    assert FORGETTING.held is not None
+    most, most_held = most_of_a_job(longest_job), pages_of(FORGETTING.held.num_whole, GPU_PAGE)
+    assert most <= plan.num_pages <= MOST_SLOTS * most
+    assert min(most, most_held) <= plan.windows.num_pages <= MOST_SLOTS * min(most, most_held)
+    assert plan.used_bytes <= plan.free_bytes
+    largest = max(plan.page_bytes, plan.window_page_bytes)
+    assert longest_job == 1_000 or plan.free_bytes < plan.used_bytes + 2 * largest, "what is left holds no page of both"
+    both = f"{plan.num_pages:,} pages of {GPU_PAGE} positions and {plan.windows.num_pages:,} of layers with a window"
+    assert plan.rows()[1][0] == f"keys and values, {both} for 32 jobs"
+
+
+def test_more_jobs_of_any_length_fit_where_layers_forget_and_as_many_of_those_that_are_shorter_than_a_window() -> None:
+    whole = plan_pages(GEMMA, H100, 32_768).num_pages
+    plan = plan_pages(FORGETTING, H100, 32_768)
+    assert plan.windows is not None
+    for length in (4_096, 8_192, 16_384, 32_768):
+        num_held = pages_of(plan.windows.held.of(length), GPU_PAGE)
+        num_fitting = min(plan.num_pages // pages_of(length, GPU_PAGE), plan.windows.num_pages // num_held)
+        assert num_fitting > whole // pages_of(length, GPU_PAGE)
+    with pytest.raises(KVRoomError, match="the longest job, 100,000 positions, has no room"):
+        plan_pages(GEMMA, H100, 100_000)
+
+
+def test_two_pools_take_what_the_plan_says() -> None:
+    windows = (100, None, None, 100, 100)
+    shape = CacheShape(5, 2, 32, torch.bfloat16, torch.device("meta"), windows=windows)
+    sizes = ModelSizes(0, shape.bytes_per_position(), 4, 2, 32, 64, 128, 100, 2, windows=windows)
+    sizes = replace(sizes, held=held_in_windows(windows, 64))
+    plan = plan_pages(sizes, GPUMemory(10**9, 8), 3000, 3)
+    arena = arena_of(shape, plan, None)
+    assert plan.windows is not None
+    assert arena.windowed is not None
+    assert arena.pool_size == PoolSize(plan.num_pages, GPU_PAGE, plan.windows)
+    assert arena.buffer.nbytes == plan.num_pages * plan.page_bytes
+    assert arena.windowed.buffer.nbytes == plan.windows.num_pages * plan.window_page_bytes
+    assert arena.buffer.nbytes + arena.windowed.buffer.nbytes == plan.pool_bytes
+
+
+def test_models_all_or_none_of_whose_layers_have_a_window_have_one_pool() -> None:
+    assert held_in_windows((), 0) is held_in_windows((None, None), 0) is held_in_windows((64, 64), 0) is None

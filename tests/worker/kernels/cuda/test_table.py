@@ -117,3 +117,22 @@ def test_more_groups_than_a_table_has_are_refused() -> None:
 def test_a_group_fills_a_tile() -> None:
     assert AttentionShape(8, 4, 128, 54, torch.bfloat16).rows_per_group == 16
     assert AttentionShape(8, 5, 128, 54, torch.bfloat16).rows_per_group == 12
+
+
+def test_layers_with_a_window_have_entries_and_tails_in_their_own_pages_and_all_else_alike() -> None:
+    layout = dataclasses.replace(ARENA.layout, page=BLOCK, has_window_pages=True, num_slots=3)
+    placed = sequences(3, 20, 1)
+    whole, windowed = (
+        [[first + number for number in range(16)] for first in firsts] for firsts in ((0, 20, 40), (9, 50, 70))
+    )
+    windowed[2][:3] = [-1] * 3  # of others by now
+    buffer = np.full(layout.size, -1, dtype=np.int32)
+    layout.fill(buffer, placed, whole, windowed)
+    table, windows = layout.table(buffer), layout.window_table(buffer)
+    assert (windows.tail_slots.ctypes.data - buffer.ctypes.data) % 16 == 0
+    assert (windows.rows[:, :4] == table.rows[:, :4]).all()
+    moved = np.repeat([9, 30, 30], [3, 20, 1]) * BLOCK
+    assert (windows.rows[:24, 4] == table.rows[:24, 4] + moved).all()
+    is_tail = np.arange(BLOCK) < table.rows[:24, 2, None]
+    assert ((windows.tail_slots[:24] - table.tail_slots[:24])[is_tail] == np.repeat(moved, table.rows[:24, 2])).all()
+    assert not windows.rows[24:].any()

@@ -11,10 +11,11 @@ from swiftbatch.worker.caches.arena import KVArena, SlotLease
 from swiftbatch.worker.caches.copies import HostStream
 from swiftbatch.worker.caches.full import CacheShape
 from swiftbatch.worker.caches.layer_ring import Streams
-from swiftbatch.worker.caches.memory.pages import pages_of
+from swiftbatch.worker.caches.memory.pages import WindowPages, pages_of
 from swiftbatch.worker.caches.offloaded_arena import OffloadedArena, OffloadedSlotCache
 from swiftbatch.worker.caches.paged_arena import PagedArena
 from swiftbatch.worker.caches.state_arena import StateArena
+from swiftbatch.worker.caches.window_arena import WindowArena
 from swiftbatch.worker.kernels.choice import CudaKernels
 from swiftbatch.worker.kernels.cuda.stacked import stacked_weights
 from swiftbatch.worker.kernels.sizes import NUM_ROWS
@@ -25,6 +26,7 @@ from swiftbatch.worker.target.cuda.cuda_loading import cuda_cache_shape
 from swiftbatch.worker.target.cuda.offloaded_forwards import OffloadedForwards
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.caches.lazy_stream import LazyStream
+from tests.worker.caches.window_parts import spoil_free_pages
 from tests.worker.target.cuda.checked_graph import CheckedGraph
 
 CPU = torch.device("cpu")
@@ -41,18 +43,36 @@ def leave_unwritten(rows: torch.Tensor) -> None:
 
 
 def arena_of(
-    shape: CacheShape, num_slots: int, longest_job: int, attention: AttentionName, num_pages: int | None
+    shape: CacheShape,
+    num_slots: int,
+    longest_job: int,
+    attention: AttentionName,
+    num_pages: int | None,
+    windows: WindowPages | None = None,
 ) -> KVArena:
     """Slots for flash-attn, which has no pages; else small pages in any order, so that jobs have several."""
     if attention == "flash":
         return KVArena(shape, num_slots, longest_job)
     num_pages = num_pages or num_slots * pages_of(longest_job + PAGE, PAGE)
+    if windows is not None:
+        return window_arena_of(shape, num_slots, longest_job, num_pages, windows)
     paged = PagedArena if shape.recurrent is None else StateArena
     arena = paged(shape, num_slots, longest_job, num_pages, page=PAGE)
     if arena.states is not None:
         leave_unwritten(arena.states.states)
         leave_unwritten(arena.states.steps)
     random.Random(num_pages).shuffle(arena.pool._free)
+    return arena
+
+
+def window_arena_of(
+    shape: CacheShape, num_slots: int, longest_job: int, num_pages: int, windows: WindowPages
+) -> WindowArena:
+    """The same with a pool for layers with a window, where a page that is nobody's is full of NaN."""
+    arena = WindowArena(shape, num_slots, longest_job, num_pages, windows, page=PAGE)
+    spoil_free_pages(arena)
+    for pool in (arena.pool, arena.windowed.pool):
+        random.Random(num_pages).shuffle(pool._free)
     return arena
 
 
@@ -66,11 +86,16 @@ def cuda_target(
     kv_dtype: KVDtype | None = None,
     num_pages: int | None = None,
     num_rows: int = NUM_ROWS,
+    windows: WindowPages | None = None,
 ) -> TargetModel:
-    """Caches are full of NaN where nothing was written. `num_pages` None: as many as all slots may have."""
+    """Caches are full of NaN where nothing was written. `num_pages` None: as many as all slots may have.
+
+    With `windows` layers that have one forget, in pages of their own.
+    """
     weights = dense_weights(files, dtype)
     assert weights is not None
-    arena = arena_of(cuda_cache_shape(weights, CPU, kv_dtype), num_slots, longest_job, attention, num_pages)
+    shape = cuda_cache_shape(weights, CPU, kv_dtype, windows is not None)
+    arena = arena_of(shape, num_slots, longest_job, attention, num_pages, windows)
     leave_unwritten(arena.buffer)
     stacked = stacked_weights(weights, CPU)
     kernels = CudaKernels(attention, linear, num_rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,10 +12,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from swiftbatch.worker.bench.gpu.sizing import MODELS, WINDOWED
 from swiftbatch.worker.caches.copies import computing_stream
 from swiftbatch.worker.caches.layer_ring import Streams
 from swiftbatch.worker.caches.memory.memory_plan import GPUMemory, MemoryPlan, SlotsWanted, plan_memory
 from swiftbatch.worker.caches.memory.model_sizes import ModelSizes, read_sizes
+from swiftbatch.worker.caches.memory.pages import held_in_windows
 from swiftbatch.worker.caches.room import KVRoom
 from swiftbatch.worker.kernels.choice import CudaKernels, triton_version
 from swiftbatch.worker.model.files import ModelFiles, locate_model
@@ -128,3 +131,13 @@ def test_memory_is_planned_for_once_a_killed_worker_has_given_it_back(
     monkeypatch.setattr(loading.time, "sleep", lambda wait: now.__setitem__(0, now[0] + wait))
     assert loading.settled_free_bytes(torch.device("cuda")) == found
     assert round(now[0], 1) == seconds
+
+
+def test_layers_with_a_window_forget_where_nobody_reads_what_they_forget_and_caches_lie_in_pages() -> None:
+    sizes, kernels = WINDOWED["gpt-oss-20b"], CudaKernels()
+    wanted = SlotsWanted(1000, num_unwritten=512)
+    assert loading._held(sizes, wanted, kernels) == held_in_windows(sizes.windows, 512) is not None
+    for other in (SlotsWanted(1000), replace(wanted, partial_budget=64), replace(wanted, host_bytes=10**9)):
+        assert loading._held(sizes, other, kernels) is None
+    assert loading._held(sizes, wanted, CudaKernels("flash")) is None
+    assert loading._held(MODELS["Llama 3.1 8B"], wanted, kernels) is None
