@@ -13,7 +13,8 @@ BUILD_NEEDS = $(BIN)/python -c '$(PROJECT); print(*project["build-system"]["requ
 # The kernels are compiled by then: pip itself would compile them before it unpacks anything, with a backend of its own.
 INSTALL = PYTHONPATH=$(BACKEND) $(PIP) --no-deps --no-build-isolation -e .
 
-# Two processes compute, three more go on while tests wait for Ray or a store; without those, one more is enough.
+# Two processes compute, two more go on while tests wait for Ray or a store; without those, one more is enough. Each
+# one costs ten seconds of a core: it imports all tests, and has models and servers of its own.
 PYTEST = $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder --numprocesses
 # A hundred processes start: where they may not write bytecode, each compiles all that it imports anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -24,9 +25,9 @@ MAKEFLAGS += --jobs=2
 demo: $(VENV)/installed
 	$(BIN)/python -m swiftbatch.scheduler.demo
 
-test: CHOSEN = 5
+test: CHOSEN = 4
 test-quick: CHOSEN = 3 -m "not slow and not ray and not long"
-test-all: CHOSEN = 5 -m ""
+test-all: CHOSEN = 4 -m ""
 test test-quick test-all: lint tests
 
 tests: style $(VENV)/imported

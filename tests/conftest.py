@@ -156,43 +156,17 @@ def target(embedded_targets: dict[str, TargetModel]) -> TargetModel:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a random two-layer Llama, its parts (heads, draft model) and a tokenizer of 300 entries."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from tests.tiny_model import write_tiny_model
 
-    from swiftbatch.worker.model.files import DRAFT_FOLDER, PARTS_FOLDER, locate_model
-    from swiftbatch.worker.papers.griffin.griffin_weights import save_griffin
-    from swiftbatch.worker.papers.griffin.model import GriffinConfig, GriffinModel
-    from swiftbatch.worker.papers.tokenswift.heads import save_heads
-    from swiftbatch.worker.training.target.training import train_tokenizer
+    return write_tiny_model(tmp_path_factory.mktemp("tiny-model"), 2)
 
-    folder = tmp_path_factory.mktemp("tiny-model")
-    tokenizer = train_tokenizer(["the quick brown fox jumps over the lazy dog. " * 20], 300)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,  # as the kernels take it
-        max_position_embeddings=4096,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=tokenizer.eos_token_id,
-        tie_word_embeddings=False,
-        initializer_range=0.15,
-    )
-    model = LlamaForCausalLM(config).to(torch.bfloat16)
-    parts = folder / PARTS_FOLDER
-    for path in (folder, parts / DRAFT_FOLDER):
-        model.save_pretrained(path)
-        tokenizer.save_pretrained(path)
-        model.model.layers = model.model.layers[:1]  # the draft model is the target without its second layer
-        model.config.num_hidden_layers = 1
-    fingerprint = locate_model(str(folder)).fingerprint
-    save_heads(parts, 0.02 * torch.randn(3, 64, 64), fingerprint)
-    save_griffin(parts, GriffinModel(GriffinConfig.for_target(config)), fingerprint)
-    return folder
+
+@pytest.fixture(scope="session")
+def one_layer_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with one layer, for Triton's interpreter, which takes its time for each. The draft model is as it is."""
+    from tests.tiny_model import write_tiny_model
+
+    return write_tiny_model(tmp_path_factory.mktemp("one-layer-model"), 1)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from graphlib import CycleError, TopologicalSorter
 
 import pytest
@@ -49,11 +50,12 @@ MAY_IMPORT = {  # besides itself; a room's name holds for the rooms below that a
     "scheduler.serve": (*DRIVER, "scheduler.driver", "scheduler.runs", "scheduler.webhooks"),
     "scheduler.commands": (
         *(*DRIVER, "scheduler.driver", "scheduler.runs", "scheduler.serve"),
-        *("scheduler.chaos", "scheduler.scale", "scheduler.webhooks"),
+        *("scheduler.batches", "scheduler.chaos", "scheduler.scale", "scheduler.webhooks"),
     ),
     "scheduler.demo": (*DRIVER, "scheduler.driver", "scheduler.runs"),
     "scheduler.chaos": (*DRIVER, "scheduler.driver", "scheduler.runs", "scheduler.demo"),
     "scheduler.scale": (*DRIVER, "scheduler.driver", "scheduler.runs"),
+    "scheduler.batches": DRIVER,
     "scheduler": (  # the command
         *("jobs", "scheduler.chaos", "scheduler.commands", "scheduler.display", "scheduler.process"),
     ),
@@ -92,9 +94,15 @@ def _short(name: str) -> str:
     return name.removeprefix(f"{PACKAGE}.")
 
 
+@functools.cache
+def parsed(source: str) -> ast.Module:
+    """Parse a source once for all tests that look at it."""
+    return ast.parse(source)
+
+
 def imports_of(source: str, modules: set[str], not_at_import: tuple[str, ...] = NOT_AT_IMPORT) -> set[str]:
     visitor = Imports(modules, not_at_import)
-    visitor.visit(ast.parse(source))
+    visitor.visit(parsed(source))
     return visitor.found
 
 

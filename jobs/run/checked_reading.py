@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.input.reasons import reasons
-from swiftbatch.jobs.run.run_records import RUN_VERSION
+from swiftbatch.jobs.run.run_records import FORM, RUN_FORM, RUN_VERSION
 from swiftbatch.jobs.storage.store import Store
 
 NUM_READERS = 16  # at once: an object store takes its time for each
@@ -69,13 +69,24 @@ def read_model(store: Store, path: str, model: type[Model]) -> Model | None:
         try:
             return model.model_validate(values)
         except ValidationError as error:
-            raise ValueError(reasons(error, model)) from None
+            problem = reasons(error, model)
+            if (form := _form_of(values)) > RUN_FORM:
+                newer = f"a newer swiftbatch made it (form {form}, this one knows {RUN_FORM}): {problem}"
+                raise RunError(_unusable(store, path, newer, "update swiftbatch")) from None
+            raise ValueError(problem) from None
 
     return read_parsed(store, path, parse)
 
 
-def _unusable(store: Store, path: str, problem: str) -> str:
-    return f"cannot use {path} in {store.shown_uri}: {problem}; restore it or use another folder"
+def _form_of(values: dict[str, Any]) -> int:
+    """The form of a run folder as a manifest has it; 0 for an older one, and for other files."""
+    versions = values.get("versions")
+    form = versions.get(FORM) if isinstance(versions, dict) else None
+    return int(form) if isinstance(form, str) and form.isdecimal() else 0
+
+
+def _unusable(store: Store, path: str, problem: str, remedy: str = "restore it or use another folder") -> str:
+    return f"cannot use {path} in {store.shown_uri}: {problem}; {remedy}"
 
 
 def _parse_object(data: bytes) -> dict[str, Any]:

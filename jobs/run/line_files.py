@@ -5,6 +5,7 @@ What is damaged counts as not there, is kept, and can be told of.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, islice
@@ -18,6 +19,8 @@ from swiftbatch.jobs.storage.store import Store
 DAMAGED = "damaged"
 NO_FILE = "found no file, but something else of that name"
 SUFFIX = ".json"
+NUM_SHORT_AHEAD = 256  # lines whose lengths are known
+BYTES_AHEAD = 2**24  # of these, and of files as if all were equally long
 
 
 class LinePlace(NamedTuple):
@@ -137,7 +140,7 @@ def read_lines(
     fingerprint: str | None,
     elsewhere: Callable[[LinePlace], Iterable[LinePlace]] = lambda place: (),
 ) -> Iterator[dict[str, Any] | None]:
-    """`parsed_line` of many places in their order, None for a place that is None. Reads ahead, a bounded number.
+    """`parsed_line` of many places in their order, None for a place that is None. Reads ahead, but not far.
 
     Where a line is not whole, the first whole one of those `elsewhere` stands for it.
     """
@@ -149,8 +152,20 @@ def read_lines(
     def lines_of(some: list[LinePlace | None]) -> list[dict[str, Any] | None]:
         return [None if place is None else line_of(place) for place in some]
 
-    remaining, each = iter(places), NUM_READ_AHEAD // NUM_READERS  # a thread takes several: handing over costs, too
+    remaining = iter(places)
     with ThreadPoolExecutor(NUM_READERS) as pool:
-        while batch := list(islice(remaining, NUM_READ_AHEAD)):
+        while batch := _some(remaining):
+            each = math.ceil(len(batch) / NUM_READERS)  # a thread takes several: handing over costs, too
             for lines in pool.map(lines_of, (batch[start : start + each] for start in range(0, len(batch), each))):
                 yield from lines
+
+
+def _some(places: Iterator[LinePlace | None]) -> list[LinePlace | None]:
+    """The next places: fewer where lines are long, or nobody knows how long they are."""
+    some, num_bytes = list[LinePlace | None](), 0
+    for place in islice(places, NUM_SHORT_AHEAD):
+        some.append(place)
+        num_bytes += 0 if place is None else place.length or BYTES_AHEAD // NUM_READ_AHEAD
+        if num_bytes >= BYTES_AHEAD:
+            break
+    return some

@@ -315,12 +315,12 @@ class Run:
             self.store.delete_leftovers(folder)
         self.store.delete_leftovers("drivers", min_age_seconds=60)  # others may try to take the run just now
 
-    def clear_errors(self) -> int:
-        """Make failed and cancelled jobs pending again; returns how many errors there were."""
+    def clear_errors(self) -> set[str]:
+        """Make failed and cancelled jobs pending again; returns the ids of all that had errors."""
         job_ids = self._errors.job_ids()
         for job_id in job_ids:
             self._errors.delete(job_id)
-        return len(job_ids)
+        return job_ids
 
     def write_progress(self, progress: Progress) -> None:
         self.store.write(PROGRESS, pretty(progress))

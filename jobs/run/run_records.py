@@ -24,6 +24,8 @@ from swiftbatch.jobs.run.option_values import (
 from swiftbatch.jobs.sampling import ThinkingEnd
 
 RUN_VERSION = 1
+RUN_FORM = 1  # to be raised with every field that comes to `run.json`: a newer folder is then known as one
+FORM = "run folder"  # its name among a manifest's versions, where older versions pass it over
 
 Exactness = Literal["exact", "exact up to ties", "not probed"]
 RunState = Literal["running", "finished", "cancelled", "interrupted"]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from itertools import chain
+from sys import intern
+from typing import Any, Literal, NamedTuple, Self
 
 from pydantic import ValidationError
 
@@ -15,7 +18,31 @@ from swiftbatch.jobs.checkpoints.timeline import Timeline
 Outcome = Literal["finished", "released", "lost", "cancelled", "running"]
 
 
-@dataclass(frozen=True)
+class Marks(NamedTuple):
+    """A timeline in few bytes: four columns, one behind the other; a million jobs have several of them each."""
+
+    started: float
+    is_released: bool
+    columns: array[float]
+
+    @classmethod
+    def of(cls, timeline: Timeline) -> Self:
+        columns = (timeline.seconds, timeline.num_tokens, timeline.num_drafts, timeline.num_accepted_tokens)
+        return cls(timeline.started, timeline.is_released, array("d", chain.from_iterable(columns)))
+
+    @property
+    def last(self) -> float:
+        """The moment of the last mark."""
+        return self.started + self.columns[len(self.columns) // 4 - 1]
+
+    def rows(self) -> Iterator[tuple[float, float, float, float]]:
+        """The marks: the moment of each, its tokens, drafts and accepted tokens."""
+        num_marks = len(self.columns) // 4
+        seconds, *counts = (self.columns[start : start + num_marks] for start in range(0, 4 * num_marks, num_marks))
+        return zip((self.started + each for each in seconds), *counts, strict=True)
+
+
+@dataclass(frozen=True, slots=True)
 class Attempt:
     """One attempt at a job; times in seconds since the epoch. `driver` counts the run's drivers from 1."""
 
@@ -26,14 +53,19 @@ class Attempt:
     end: float
     outcome: Outcome
     resume: ResumeRecord | None
-    timeline: Timeline | None
+    marks: Marks | None
 
     @property
     def first_token(self) -> float:
         """The moment when the attempt went on, as far as that is known."""
-        if self.timeline is not None:
-            return max(self.start, self.timeline.started)
+        if self.marks is not None:
+            return max(self.start, self.marks.started)
         return self.start if self.resume is None else max(self.start, self.resume.resumed)
+
+    @property
+    def has_guessed_end(self) -> bool:
+        """True for a lost attempt that has left no timeline: of its end, only its successor's claim is known."""
+        return self.marks is None and self.outcome == "lost"
 
 
 def attempts_of(
@@ -53,13 +85,13 @@ def attempts_of(
             outcome = "released"
         attempt = Attempt(
             number=record.attempt,
-            worker_id=record.worker_id,
+            worker_id=intern(record.worker_id),
             driver=max(1, bisect_right(driver_starts, record.claimed)),
             start=record.claimed,
             end=last_end if is_newest else followers[index],
             outcome=outcome,
             resume=record.resume,
-            timeline=record.timeline,
+            marks=None if record.timeline is None else Marks.of(record.timeline),
         )
         attempts.append(replace(attempt, end=_end(attempt)))
     return tuple(attempts)
@@ -72,8 +104,7 @@ def without_guesses(attempts: Iterable[Attempt]) -> tuple[Attempt, ...]:
     claim is known of its end.
     """
     return tuple(
-        replace(attempt, end=attempt.first_token) if attempt.timeline is None and attempt.outcome == "lost" else attempt
-        for attempt in attempts
+        replace(attempt, end=attempt.first_token) if attempt.has_guessed_end else attempt for attempt in attempts
     )
 
 
@@ -87,6 +118,6 @@ def parsed_history(attempts: Any) -> list[AttemptRecord]:
 
 def _end(attempt: Attempt) -> float:
     """The end of the attempt by its own files, if they say something and it is over."""
-    if attempt.timeline is None or attempt.outcome == "running":
+    if attempt.marks is None or attempt.outcome == "running":
         return max(attempt.first_token, attempt.end)
-    return max(attempt.first_token, attempt.timeline.started + attempt.timeline.seconds[-1])
+    return max(attempt.first_token, attempt.marks.last)

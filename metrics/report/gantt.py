@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from heapq import nlargest
 
 from swiftbatch.metrics.report.attempts import Attempt
 from swiftbatch.metrics.report.clock import clock
@@ -59,18 +60,16 @@ class Gantt:
 
 def gantt(facts: RunFacts, begin: float, end: float) -> Gantt:
     """The attempts of a run between two times, in seconds since the epoch; of too many the longest."""
-    entries = [
-        (attempt, _bar(job, number, attempt, begin, end))
-        for number, job in enumerate(facts.jobs, 1)
-        for attempt in job.attempts
-    ]
-    longest = sorted(entries, key=lambda entry: entry[1].width, reverse=True)[:MAX_BARS]
+    num_attempts = sum(len(job.attempts) for job in facts.jobs)
+    entries = ((attempt, job, number) for number, job in enumerate(facts.jobs, 1) for attempt in job.attempts)
+    longest = nlargest(MAX_BARS, entries, key=lambda entry: entry[0].end - entry[0].start)
     workers: dict[tuple[int, str], list[tuple[Attempt, Bar]]] = {}
-    for attempt, bar in sorted(longest, key=lambda entry: entry[0].start):
+    for attempt, job, number in sorted(longest, key=lambda entry: (entry[0].start, entry[2])):
+        bar = _bar(job, number, attempt, begin, end)
         workers.setdefault((attempt.driver, attempt.worker_id), []).append((attempt, bar))
     by_age = sorted(workers, key=lambda key: (key[0], len(key[1]), key[1]))  # w2 before w10
     rows = tuple(WorkerRow(_name(key, facts.num_drivers), _lanes(workers[key])) for key in by_age)
-    return Gantt(rows, len(entries) - len(longest))
+    return Gantt(rows, num_attempts - len(longest))
 
 
 def attempt_line(attempt: Attempt, begin: float) -> str:
@@ -95,8 +94,8 @@ def _bar(job: JobFacts, number: int, attempt: Attempt, begin: float, end: float)
         outcome=attempt.outcome,
         is_resume=attempt.resume is not None,
         job_number=number,
-        label=job.record.job.name,
-        text=f"{job.record.job.name}: {attempt_line(attempt, begin)}",
+        label=job.name,
+        text=f"{job.name}: {attempt_line(attempt, begin)}",
     )
 
 

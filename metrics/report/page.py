@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from heapq import nsmallest
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from swiftbatch.jobs.job import Job
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.metrics.report.clock import clock, date, ticks
 from swiftbatch.metrics.report.curves import (
@@ -20,14 +20,13 @@ from swiftbatch.metrics.report.curves import (
     throughput,
     throughput_chart,
 )
-from swiftbatch.metrics.report.facts import EXCERPT_CHARACTERS, JobFacts, RunFacts, excerpt
+from swiftbatch.metrics.report.facts import MAX_JOBS, JobFacts, RunFacts
 from swiftbatch.metrics.report.gantt import attempt_line, gantt
 from swiftbatch.metrics.report.html_text import in_html
 from swiftbatch.metrics.report.stretches import Stretches, job_pace, stretches
 from swiftbatch.metrics.report.summary import summary
 
 FOLDER = Path(__file__).parent
-MAX_JOBS = 5000
 MAX_REJECTS = 1000
 NUM_GANTT_TICKS = 6
 MAX_TICK_PERCENT = 94
@@ -96,8 +95,7 @@ def _gantt_ticks(seconds: float) -> list[tuple[float, str]]:
 
 def _shown(facts: RunFacts) -> list[tuple[int, JobFacts]]:
     """Jobs with their numbers from 1; of too many the dead-letters go first, then others without a result."""
-    numbered = list(enumerate(facts.jobs, 1))
-    urgent = sorted(numbered, key=lambda entry: URGENCY.get(entry[1].state, 1))[:MAX_JOBS]
+    urgent = nsmallest(MAX_JOBS, enumerate(facts.jobs, 1), key=lambda entry: URGENCY.get(entry[1].state, 1))
     return sorted(urgent, key=lambda entry: entry[0])
 
 
@@ -107,7 +105,7 @@ def _row(job: JobFacts, number: int, begin: float, store: Store, folder: str | N
     return {
         "number": number,
         "job": job,
-        "prompt": excerpt(_prompt(job.record.job)),
+        "prompt": job.prompt,
         "resumes": ", ".join(f"{count} {kind}" for kind, count in sorted(resumes.items())),
         "attempts": [attempt_line(attempt, begin) for attempt in job.attempts],
         "seconds": clock(job.attempts[-1].end - job.attempts[0].start) if job.attempts else "",
@@ -116,13 +114,6 @@ def _row(job: JobFacts, number: int, begin: float, store: Store, folder: str | N
         "file": job.file,
         "link": None if job.file is None else _link(store, job.file, folder),
     }
-
-
-def _prompt(job: Job) -> str:
-    """A job's prompt as a text; token ids are numbers to a page, which has no tokenizer."""
-    if job.prompt_ids is not None:
-        return f"tokens {' '.join(map(str, job.prompt_ids[:EXCERPT_CHARACTERS]))}"
-    return job.prompt or "\n".join(message.content for message in job.messages or ())
 
 
 def _link(store: Store, file: str, folder: str | None) -> str | None:

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from swiftbatch.metrics.report.attempts import Attempt
+from swiftbatch.metrics.report.attempts import Marks
 from swiftbatch.metrics.report.facts import JobFacts, RunFacts
 
 Row = tuple[float, float, float, float, float, float]
@@ -31,9 +31,9 @@ class Stretches:
 
 def stretches(facts: RunFacts) -> Stretches:
     """The stretches of all attempts that drew tokens."""
-    is_measured = any(attempt.timeline for _, attempt in facts.attempts)
-    rows = [row for job in facts.jobs for row in _rows(job)]
-    start, end, num_tokens, length, num_drafts, num_accepted = np.array(rows, dtype=np.float64).reshape(-1, 6).T
+    is_measured = any(attempt.marks for _, attempt in facts.attempts)
+    numbers = np.fromiter((number for job in facts.jobs for row in _rows(job) for number in row), np.float64)
+    start, end, num_tokens, length, num_drafts, num_accepted = numbers.reshape(-1, 6).T
     return Stretches(start, end, num_tokens, length, num_drafts, num_accepted, is_measured)
 
 
@@ -50,19 +50,15 @@ def job_pace(job: JobFacts) -> tuple[float | None, float | None]:
 def _rows(job: JobFacts) -> list[Row]:
     rows: list[Row] = []
     for index, attempt in enumerate(job.attempts):
-        rows += _whole_attempt(job, index) if attempt.timeline is None else _between_marks(job, attempt)
+        rows += _whole_attempt(job, index) if attempt.marks is None else _between_marks(job, attempt.marks)
     return rows
 
 
-def _between_marks(job: JobFacts, attempt: Attempt) -> list[Row]:
-    timeline = attempt.timeline
-    assert timeline is not None
-    moments = [timeline.started + seconds for seconds in timeline.seconds]
-    marks = zip(moments, timeline.num_tokens, timeline.num_drafts, timeline.num_accepted_tokens, strict=True)
-    prompt = job.record.num_prompt_tokens
+def _between_marks(job: JobFacts, marks: Marks) -> list[Row]:
+    prompt = job.num_prompt_tokens
     return [
         (start, end, after - before, prompt + (before + after) / 2, drafts - old_drafts, accepted - old_accepted)
-        for (start, before, old_drafts, old_accepted), (end, after, drafts, accepted) in pairwise(marks)
+        for (start, before, old_drafts, old_accepted), (end, after, drafts, accepted) in pairwise(marks.rows())
         if end > start
     ]
 
@@ -77,9 +73,8 @@ def _whole_attempt(job: JobFacts, index: int) -> list[Row]:
         follower = job.attempts[index + 1].resume
         after = follower.num_recovered_tokens + follower.num_recomputed_tokens if follower else before
     else:
-        drafts = int(job.metrics.get("num_drafts") or 0)
-        accepted = int(job.metrics.get("num_accepted_tokens") or 0)
+        drafts, accepted = job.num_drafts, job.num_accepted_tokens
     if attempt.end <= start or after <= before:
         return []
-    length = job.record.num_prompt_tokens + (before + after) / 2
+    length = job.num_prompt_tokens + (before + after) / 2
     return [(start, attempt.end, after - before, length, drafts, accepted)]

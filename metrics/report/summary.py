@@ -41,7 +41,7 @@ def _jobs(facts: RunFacts) -> Figure:
 
 
 def _tokens(facts: RunFacts) -> Figure:
-    prompts = sum(job.record.num_prompt_tokens for job in facts.jobs)
+    prompts = sum(job.num_prompt_tokens for job in facts.jobs)
     return Figure("tokens generated", f"{sum(job.num_tokens for job in facts.jobs):,}", f"{prompts:,} of prompts")
 
 
@@ -67,11 +67,10 @@ def _acceptance(facts: RunFacts, found: Stretches) -> Figure:
 
 def _shares_of_drafts(facts: RunFacts) -> list[str]:
     """The shares of the jobs' last attempts' tokens that came by chains, trees or plain steps; none if no job says."""
-    counts: Counter[str] = Counter()
-    for job in facts.jobs:
-        counts.update(job.metrics.get("num_tokens_by_draft") or {})
-    words = {"chain": "chains", "tree": "trees", "none": "plain steps"}
-    return [f"{counts[kind] / counts.total():.0%} by {words[kind]}" for kind in words if counts[kind]]
+    words = ("chains", "trees", "plain steps")  # in the order of `DRAFTS`
+    known = [job.num_tokens_by_draft for job in facts.jobs if job.num_tokens_by_draft is not None]
+    counts = [sum(counts) for counts in zip(*known, strict=True)]
+    return [f"{count / sum(counts):.0%} by {word}" for word, count in zip(words, counts, strict=False) if count]
 
 
 def _preemptions(facts: RunFacts) -> Figure:

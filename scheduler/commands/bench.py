@@ -9,6 +9,7 @@ import click
 
 from swiftbatch.jobs import sampling
 from swiftbatch.scheduler.commands.ablation import ablation
+from swiftbatch.scheduler.commands.batches import mixed, tail
 from swiftbatch.scheduler.commands.model_options import (
     COMPUTING,
     CUDA_KERNELS,
@@ -413,4 +414,5 @@ def everything(**options: Any) -> None:
     click.echo(f"tables: {suite.output / PAGE}")
 
 
-bench.add_command(ablation)
+for command in (ablation, mixed, tail):
+    bench.add_command(command)

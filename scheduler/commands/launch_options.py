@@ -20,6 +20,7 @@ from swiftbatch.worker.kernels.sizes import MOST_SLOTS, ROW_CHOICES
 
 MAX_HOURS = 1_000_000_000
 
+MAX_GIGABYTES = 1_000_000_000
 MAX_SECONDS = 1_000_000_000  # 31 years
 
 
@@ -79,7 +80,17 @@ class Seconds(Number):
         return seconds
 
 
-SECONDS = Seconds(0, min_open=True)
+class Gigabytes(Number):
+    """An amount of memory: click takes NaN and infinity for numbers in any range."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        gigabytes = float(super().convert(value, param, ctx))
+        if not gigabytes <= MAX_GIGABYTES:
+            self.fail(f"found {value}, expected at most {MAX_GIGABYTES:,} GB", param, ctx)
+        return gigabytes
+
+
+SECONDS, GIGABYTES = Seconds(0, min_open=True), Gigabytes(0, min_open=True)
 COUNT = WholeNumber(1)
 MOST_WORKERS = 100_000  # more is a slip, and beyond what Ray can count
 
@@ -136,6 +147,12 @@ WORKERS = (
         callback=filled,
         metavar="DIR",
         help="Keep caches in files (GPU: pinned). [default: the run's, else off]",
+    ),
+    worker_option(
+        "--kv-memory",
+        type=GIGABYTES,
+        metavar="GB",
+        help="CPU: memory for caches of a worker. [default: most of it]",
     ),
     worker_option("--address", metavar="HOST:PORT", help="Join a running Ray cluster. [default: start one]"),
     worker_option(

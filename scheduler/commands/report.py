@@ -19,6 +19,7 @@ def report(run_uri: str, output: str) -> None:
     Example:
       swiftbatch report my-run --output report.html
     """
+    from swiftbatch.jobs.garbage import looked_for_seldom
     from swiftbatch.jobs.run.run import Run
     from swiftbatch.metrics.report.facts import gather
     from swiftbatch.metrics.report.page import render
@@ -27,8 +28,9 @@ def report(run_uri: str, output: str) -> None:
     from swiftbatch.scheduler.driver.takeover import claims
 
     run = Run.open(run_uri)
-    facts = gather(run, current_progress(run), claims(run))
-    page = render(facts, run.store, str(Path(output).resolve().parent)).encode(errors="replace")
+    with looked_for_seldom():
+        facts = gather(run, current_progress(run), claims(run))
+        page = render(facts, run.store, str(Path(output).resolve().parent)).encode(errors="replace")
     try:
         Path(output).write_bytes(page)
     except OSError as error:

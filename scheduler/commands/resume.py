@@ -20,7 +20,8 @@ from swiftbatch.scheduler.commands.options.webhook import shown
 def resume(run_uri: str, retry_failed: bool, may_take_over: bool, **options: Any) -> None:
     """Continue an interrupted run: every unfinished job resumes from its checkpoint.
 
-    Other workers, another number of them or another engine give the same output.
+    Other workers, another number of them or another engine give the same output. The exit code is as for `submit`: 1
+    also where the run's newest file had lines that were rejected.
 
     \b
     Example:
@@ -28,6 +29,7 @@ def resume(run_uri: str, retry_failed: bool, may_take_over: bool, **options: Any
     """
     from swiftbatch.jobs.run.run import Run
     from swiftbatch.scheduler.display.events import ErrorsCleared
+    from swiftbatch.scheduler.driver.attempts import forget_strikes
     from swiftbatch.scheduler.driver.hold import Hold
     from swiftbatch.scheduler.driver.takeover import refuse_if_taken
     from swiftbatch.scheduler.runs.manifest import refuse_changed_model
@@ -38,6 +40,8 @@ def resume(run_uri: str, retry_failed: bool, may_take_over: bool, **options: Any
     refuse_changed_model(run)
     with showing as display, Hold(run, may_take_over, forgets_cancel=retry_failed) as hold:
         if retry_failed:
-            display.note(ErrorsCleared(run.clear_errors()))
+            cleared = run.clear_errors()
+            forget_strikes(run.store, hold.epoch.number, cleared)
+            display.note(ErrorsCleared(len(cleared)))
         outcome = launch_shown(hold, len(run.job_ids()), settings, display)
-    end(run, outcome, 0, display)
+    end(run, outcome, len(run.rejects()), display)

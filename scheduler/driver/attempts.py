@@ -148,6 +148,17 @@ class Attempts:
         return epoch * NUMBERS_PER_EPOCH
 
 
+def forget_strikes(store: Store, epoch: int, job_ids: Collection[str]) -> None:
+    """Have jobs that are tried again after an error get all their attempts; for a driver of this epoch, before others.
+
+    The driver that gave a job up may have been killed before it forgot its strikes itself. Raises StoreError.
+    """
+    found = _read_counts(store)
+    if forgotten := found.strikes.keys() & job_ids:
+        strikes = {job_id: each for job_id, each in found.strikes.items() if job_id not in forgotten}
+        _write_counts(store, epoch, AttemptCounts(attempts=found.attempts, strikes=strikes))
+
+
 def _write_counts(store: Store, epoch: int, content: AttemptCounts) -> None:
     """Write a driver's file, then delete those of earlier ones, which it holds as well. Without counts none is left."""
     if content.attempts:

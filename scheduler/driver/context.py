@@ -30,4 +30,5 @@ class DriverContext:
     grace_seconds: float  # the time that a worker has to write its checkpoints before it ends
     limits: Limits
     spent: Spending
+    most_positions: int | None = None  # that caches of a worker on a CPU may hold; None for most of what is free
     clock: Callable[[], float] = monotonic

@@ -30,7 +30,7 @@ class Dispatcher:
     def __init__(self, context: DriverContext) -> None:
         self._context = context
         self._queue, self._fleet, self._attempts = context.queue, context.fleet, context.attempts
-        self._slots = Slots(context.num_slots, context.fleet)
+        self._slots = Slots(context.num_slots, context.fleet, context.most_positions)
         self._balance = Balance(context.queue, context.fleet, context.num_workers)
         self._last: Last | None = None  # as of the last look
         self._plan: EndPlan | None = None  # the same

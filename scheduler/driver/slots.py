@@ -22,9 +22,9 @@ class Slots:
     it gets no more until one of those that it kept has left, so it hands jobs back no more often than jobs end.
     """
 
-    def __init__(self, num_slots: int | None, fleet: Fleet) -> None:
-        """`num_slots` is the most that the user wants, None to leave it to the worker."""
-        self._num_slots = num_slots
+    def __init__(self, num_slots: int | None, fleet: Fleet, most_positions: int | None = None) -> None:
+        """The user wants at most `num_slots`, and on a CPU `most_positions`; None to leave it to the worker."""
+        self._num_slots, self._most_positions = num_slots, most_positions
         self._fleet = fleet
 
     def most_anywhere(self) -> int:
@@ -82,7 +82,8 @@ class Slots:
         if worker.info.num_slots is not None:
             return None
         num_sharing = self._fleet.num_sharing(worker.info.node_id)
-        return int(MEMORY_SHARE * worker.info.num_free_positions / num_sharing) // PAGE
+        share = int(MEMORY_SHARE * worker.info.num_free_positions / num_sharing)
+        return (share if self._most_positions is None else min(share, self._most_positions)) // PAGE
 
 
 def _at_their_ends(held: Sequence[Growth], job: Growth, beside: int, page: int) -> int:

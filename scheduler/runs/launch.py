@@ -33,7 +33,7 @@ from swiftbatch.scheduler.limits import Spending
 from swiftbatch.scheduler.process.interruption import held
 from swiftbatch.scheduler.runs.manifest import computation_of, with_absolute_folders
 from swiftbatch.scheduler.runs.settings import Settings
-from swiftbatch.worker.caches.room import check_folder
+from swiftbatch.worker.caches.room import GB, KVRoomError, bytes_per_position, check_folder
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.drafters.catalogue import check_parts
 from swiftbatch.worker.model.compute_path import path_on
@@ -113,6 +113,7 @@ def _drive(
         metrics_port=None if settings.metrics_port is None else 0,
         log_folder=_log_folder(run, cluster),
     )
+    most_positions = _most_positions(config, settings, cluster)
     with contextlib.ExitStack() as stack:
         fleet = Fleet(spec, cluster, settings.patience)
         context = DriverContext(
@@ -127,12 +128,27 @@ def _drive(
             grace_seconds=settings.checkpoints.grace_seconds,
             limits=settings.limits,
             spent=spent,
+            most_positions=most_positions,
         )
         if settings.metrics_port is not None:
             stack.enter_context(served_metrics(context, config, settings.metrics_port))
         driver = Driver(context, hold)
         stack.enter_context(held(driver.request_stop))
         return driver.run(), driver.reached_limit
+
+
+def _most_positions(config: EngineConfig, settings: Settings, cluster: Cluster) -> int | None:
+    """The positions that a worker's caches may hold in the memory that was asked for. Raises KVRoomError."""
+    if settings.kv_memory is None:
+        return None
+    asked = f"--kv-memory {settings.kv_memory:g}"
+    if cluster.num_gpus_per_worker(config.device):
+        raise KVRoomError(f"{asked}: found workers on GPUs, which share their own memory out; leave the option away")
+    read = read_config(config.model, model_folder(config.model, CONFIG_FILES))
+    num_bytes = bytes_per_position(read, config.dtype, config.kv_dtype)
+    if num_bytes is None:
+        raise KVRoomError(f"{asked}: the model's config does not say what a position takes; use --slots instead")
+    return int(settings.kv_memory * GB / num_bytes)
 
 
 def slow_on_gpu(model: str, num_gpus_per_worker: int) -> SlowOnGpu | None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.run.job_index import JobIndex
 from swiftbatch.jobs.run.run import Run, RunError, RunManifest
+from swiftbatch.jobs.run.run_records import FORM, RUN_FORM
 from swiftbatch.jobs.storage.uris import shown_uri
 from swiftbatch.scheduler.runs.settings import Settings
 from swiftbatch.worker.caches.memory.memory_plan import GPUMemory, splits_of
@@ -172,7 +173,7 @@ def _place(model: str) -> str:
 
 
 def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
+    versions = {FORM: str(RUN_FORM), "python": platform.python_version()}
     for name in ("swiftbatch", "torch", "transformers", "ray", "llguidance"):
         try:
             versions[name] = importlib.metadata.version(name)

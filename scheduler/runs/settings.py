@@ -26,6 +26,7 @@ class Settings:
     checkpoints: CheckpointSettings = field(default_factory=CheckpointSettings)
     num_workers: int = 1  # they share the cores where no number of threads was asked for
     num_slots: int | None = None  # jobs at a time per worker; None for as many as its memory has room for
+    kv_memory: float | None = None  # GB for the caches of each worker on CPUs; None for most of what is free
     address: str | None = None  # of a running cluster, whose devices are not this machine's; None: an embedded Ray
     max_attempts: int = 5
     worker_timeout: float | None = None  # seconds without a report; None for the default

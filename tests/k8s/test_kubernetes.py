@@ -30,6 +30,7 @@ def objects(request: pytest.FixtureRequest) -> list[Object]:
     return render(request.param)
 
 
+@pytest.mark.sample(2)
 def test_every_object_has_all_its_fields_and_no_other(objects: list[Object]) -> None:
     kinds = "RayCluster RayJob RayCronJob CronJob NetworkPolicy ServiceAccount ConfigMap PodDisruptionBudget"
     assert set(kinds.split()) <= {each["kind"] for each in objects}

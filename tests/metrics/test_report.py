@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -271,15 +272,15 @@ def test_results_of_another_version_are_shown_without_their_attempts(tmp_path: P
     assert "strange" in page_of(run)
 
 
-def run_of_many(folder: Path, num_jobs: int) -> Run:
+def run_of_many(folder: Path, num_jobs: int, num_marks: int = 64) -> Run:
     """One of every three jobs with two attempts."""
     run = new_run(str(folder))
     jobs = [record(f"story-{i}", "Once upon a time " * 40) for i in range(num_jobs)]
     run.add_jobs(jobs)
     for i, job in enumerate(jobs):
         start = BEGIN + 10 * (i // 8)
-        first = attempt(1, f"w{i % 4}", start, timeline(start + 1, 30.0, 0, 600, num_marks=64))
-        second = attempt(2, f"w{i % 5}", start + 40, timeline(start + 41, 30.0, 600, 1000, num_marks=64))
+        first = attempt(1, f"w{i % 4}", start, timeline(start + 1, 30.0, 0, 600, num_marks=num_marks))
+        second = attempt(2, f"w{i % 5}", start + 40, timeline(start + 41, 30.0, 600, 1000, num_marks=num_marks))
         finish(run, job, [first, second] if i % 3 == 0 else [first], start + 80, "It was a dark night. " * 250)
     return run
 
@@ -297,9 +298,25 @@ def test_a_job_on_the_page_is_as_much_work_among_many_as_among_few(tmp_path: Pat
 
 
 def test_500_jobs_take_less_than_two_megabytes(tmp_path: Path) -> None:
-    page = page_of(run_of_many(tmp_path, 500))
-    assert len(page) < 2_000_000
-    assert page.count('class="bar ') == 667
+    """As a tenth and a fifth of them tell: each further job adds as much."""
+    tenth, fifth = (page_of(run_of_many(tmp_path / str(num_jobs), num_jobs)) for num_jobs in (50, 100))
+    assert len(fifth) + 8 * (len(fifth) - len(tenth)) < 2_000_000
+    assert [page.count('class="bar ') for page in (tenth, fifth)] == [67, 134]
+
+
+def test_a_job_among_many_holds_few_bytes_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its prompt, its answer and its settings are as long as its user likes, and a run may have a million jobs."""
+    monkeypatch.setattr("swiftbatch.metrics.report.facts.MAX_JOBS", 5)
+    run = run_of_many(tmp_path, 200, num_marks=7)
+    facts_of(run)  # what is loaded once
+    tracemalloc.start()
+    try:
+        facts = facts_of(run)
+        num_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert num_bytes < 1500 * len(facts.jobs)
+    assert [bool(job.prompt and job.excerpt) for job in facts.jobs] == [True] * 5 + [False] * 195
 
 
 def test_of_too_many_jobs_those_without_a_result_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,7 +134,7 @@ def test_a_killed_attempt_leaves_its_marks(tmp_path: Path, tiny_model: Path) -> 
     while not run.store.list("checkpoints/workers") and time.monotonic() < deadline:
         time.sleep(0.01)
     [attempt] = facts_of(run).jobs[0].attempts  # as a report tells while its worker goes on
-    assert (attempt.worker_id, attempt.timeline is None) == ("w0", False)
+    assert (attempt.worker_id, attempt.marks is None) == ("w0", False)
     put_logs_in_place(run)
     [begun] = checkpoints.history(job.job_id)  # the worker is not asked to write anything any more
     assert begun.timeline is not None

@@ -311,13 +311,28 @@ class FullKVCache:
 
     def _bits(self) -> torch.Tensor:
         """The buffer, whatever its strides, in numbers that numpy knows."""
-        return self._buffer.view(torch.int16) if self._buffer.element_size() == 2 else self._buffer
+        return _bits_of(self._buffer)
 
 
 def keep_path(buffer: torch.Tensor, root: int, path: list[int]) -> int:
-    """Move the entries of the nodes `path` of a tree next to its root's entry; returns the end of what is kept."""
+    """Move the entries of the nodes `path` of a tree next to its root's entry; returns the end of what is kept.
+
+    On a CPU numpy moves them, one after the other. torch would share so little work among its threads, and these would
+    go on waiting for more on the cores that the next forward needs.
+    """
     end = root + 1 + len(path)
     source, target = [root + 1 + node for node in path], list(range(root + 1, end))
-    if source != target:
+    if source == target:
+        return end
+    if buffer.device.type != "cpu":
         buffer[..., target, :] = buffer[..., source, :]
+        return end
+    entries = _bits_of(buffer).numpy()
+    for old, new in zip(source, target, strict=True):  # no entry is overwritten before it was moved: old >= new
+        if old != new:
+            entries[..., new, :] = entries[..., old, :]
     return end
+
+
+def _bits_of(buffer: torch.Tensor) -> torch.Tensor:
+    return buffer.view(torch.int16) if buffer.element_size() == 2 else buffer

@@ -169,16 +169,18 @@ class PagedKVCache(ArenaKVCache):
         return self.layer(layer)
 
     def commit(self, path: list[int]) -> None:
-        self.reserve(self.length + 2 + max(path, default=-1))
-        if not path:
-            pass  # the root's row lies where it stays
-        elif self._arena.move_rows is not None:
+        if path:  # the root's row lies where it stays
+            self.reserve(self.length + 2 + max(path))
+            self._move(path)
+        self.advance(1 + len(path))
+
+    def _move(self, path: list[int]) -> None:
+        if self._arena.move_rows is not None:
             self._arena.move_rows(self.slot, self.length, path, self._place)
         else:
             sources = [self._place(self.length + 1 + node) for node in path]
             targets = [self._place(self.length + 1 + number) for number in range(len(path))]
             self._buffer[..., targets, :] = self._buffer[..., sources, :]
-        self.advance(1 + len(path))
 
     def load(self, kv: NDArray[Any]) -> None:
         self.reserve(self.length + kv.shape[1])

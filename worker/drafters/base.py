@@ -126,6 +126,13 @@ class Drafter(Learner, ABC):
         `cache` is the sequence's own; from the first `propose` on it holds every token but the last.
         """
 
+    def pass_plain(self, most: int) -> int:
+        """Take up to `most` plain steps behind the newest one at once, and return how many; 0 where that has drafts.
+
+        None of them is proposed for; `update_all` hears of all that they brought as of one step.
+        """
+        return 0
+
     @abstractmethod
     def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
         """Propose for all sequences that share the coming forward. Trees may be empty. Changes no state."""

@@ -200,9 +200,12 @@ class SharedBudget:
         self._of(sequence).restore(state)
 
     def observe(self, sequence: Sequence, num_draft_tokens: int, path: list[int]) -> None:
-        """Learn from one verified tree whose accepted nodes are `path`."""
+        """Learn from one verified tree whose accepted nodes are `path`; from an empty one, that a step went by."""
         self._count(num_draft_tokens)
-        self._of(sequence).observe(num_draft_tokens, path)
+        if num_draft_tokens:
+            self._of(sequence).observe(num_draft_tokens, path)
+        else:
+            self._of(sequence).went_by(is_drafted=False)
 
     def forget(self, sequence: Sequence) -> None:
         """Forget a sequence that has left; what it was like counts for those to come."""
@@ -319,7 +322,7 @@ class BudgetedDrafter(RestingDrafter):
             return self.trees([WantedTree(r.sequence, r.max_nodes, r.max_depth) for r in requests])
         if self.budget.rests(requests):
             self.is_drafting = False
-            return [DraftTree() for _ in requests]
+            return [DraftTree()] * len(requests)
         sizes = self.budget.num_nodes(requests)
         self.is_drafting = any(sizes)
         return self.sized_trees(requests, sizes)

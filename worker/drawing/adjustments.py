@@ -150,6 +150,8 @@ def num_recent_tokens(sequence: Sequence) -> int:
 
 def masked_behind(sequence: Sequence, drafted: list[int] | None = None) -> tuple[int, ...]:
     """The tokens that can't come behind a sequence and some drafted tokens."""
+    if not (sequence.bad_word_ids or sequence.sampling.min_tokens):
+        return ()  # as most often, and asked for every row
     drafted = drafted or []
     num_output, num_recent = sequence.num_generated_tokens + len(drafted), num_recent_tokens(sequence)
     recent = [*sequence.output_ids[-num_recent:].tolist(), *drafted] if num_recent else []

@@ -32,6 +32,7 @@ class Verification(NamedTuple):
     draft_kind: str = "tree"  # of `metrics.worker_counters.DRAFT_KINDS`
     numbers: list[int] | None = None  # of the tree's nodes in the proposed tree; None: that one itself was verified
     num_left_out: int = 0  # nodes of that tree
+    num_steps: int = 1  # that brought the tokens: several where nothing was drafted
 
     @property
     def num_draft_tokens(self) -> int:
@@ -44,7 +45,9 @@ class Verification(NamedTuple):
     @property
     def proposed_path(self) -> list[int]:
         """The accepted nodes with their numbers in the tree that was proposed."""
-        numbers = range(len(self.tree)) if self.numbers is None else self.numbers
+        if self.numbers is None:
+            return self.path
+        numbers = self.numbers
         return [numbers[node] for node in self.path if numbers[node] != GUESSED]
 
     @property

@@ -13,7 +13,9 @@ from swiftbatch.worker.drafters.base import Drafter, DraftRequest
 from swiftbatch.worker.drawing.rules import ConstraintError
 from swiftbatch.worker.drawing.sampling import NOT_FINITE, NotFiniteError, check_finite
 from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.drawing.verification import Verification, Walk
+from swiftbatch.worker.engine.plain_runs import PlainRuns
 from swiftbatch.worker.engine.prefixes import KeptPrefixes, Sharing
 from swiftbatch.worker.engine.reading import Reader, Rider
 from swiftbatch.worker.engine.slot import Slot
@@ -47,6 +49,7 @@ class Engine:
         self._drawing = target.forwards.new_drawing()
         self.sharing = sharing or Sharing(KeptPrefixes(target.cache_shape.bytes_per_position()))
         self._reader = Reader(target, drafter, self._drawing, self.sharing, self.counters)
+        self._plain = PlainRuns(target, self.counters)
         self._slots: dict[str, Slot] = {}
 
     @property
@@ -109,11 +112,18 @@ class Engine:
         A sequence whose `finish_reason` is set afterwards is done, or its `error` says why it can't go on; `stop` it.
         """
         unfinished = [slot for slot in self._slots.values() if slot.sequence.finish_reason is None]
-        self._reader.read_ahead(unfinished)
-        ready = [slot for slot in unfinished if not slot.num_unread]
+        if any(slot.num_unread for slot in unfinished):
+            self._reader.read_ahead(unfinished)
+            ready = [slot for slot in unfinished if not slot.num_unread]
+        else:
+            ready = unfinished
         if not ready:
             return []
         trees = self._propose(ready)
+        if len(ready) == len(unfinished) and (run := self._run_plain(ready)):
+            results = [(slot.sequence, self._extended(slot, walk)) for slot, walk in zip(ready, run, strict=True)]
+            self._update(results)
+            return results
         riders = self._reader.riders(unfinished, sum(1 + len(each.tree) for each in trees), len(ready))
         outputs, walks = self._verify(ready, trees, riders)
         results = self._commit(ready, trees, outputs, walks)
@@ -127,16 +137,13 @@ class Engine:
 
     def _propose(self, ready: list[Slot]) -> list[ConstrainedTree]:
         with timed(self.counters.step_seconds, "propose"):
-            requests = [self._request(slot) for slot in ready]
+            overhead = self._overhead()
+            requests = [_request(slot, overhead) for slot in ready]
             given = zip(ready, requests, self.drafter.propose(requests), strict=True)
             return [
                 slot.constraints.of_tree(tree, request.max_nodes, request.max_depth if self.drafter.drafts else 0)
                 for slot, request, tree in given
             ]
-
-    def _request(self, slot: Slot) -> DraftRequest:
-        max_depth = min(max_tree_depth(slot.cache.length), slot.sequence.num_remaining_tokens - 1)
-        return DraftRequest(slot.sequence, MAX_TREE_NODES, max(0, max_depth), self._overhead())
 
     def _overhead(self) -> float:
         """Seconds that a step takes beside its forward and its drafts, so far."""
@@ -157,7 +164,27 @@ class Engine:
             masks = [None if each.masks is None else each.masks.words for each in trees]
             walks = self._drawing.walks(samplers, proposed, outputs.logits, self.drafter.wants_candidates, masks)
             self._reader.take(riders, read)
-        return outputs, [each.in_front_of_the_dead(walk) for each, walk in zip(trees, walks, strict=True)]
+        found = zip(trees, walks, strict=True)
+        return outputs, [walk if each.masks is None else each.in_front_of_the_dead(walk) for each, walk in found]
+
+    def _run_plain(self, ready: list[Slot]) -> list[Walk]:
+        """Take several plain steps at once, where the drafter has no drafts for them; empty where only one is due."""
+        num_steps = self._plain.most_steps(ready)
+        if num_steps == 1 or (num_more := self.drafter.pass_plain(num_steps - 1)) == 0:
+            return []
+        with timed(self.counters.step_seconds, "verify"):
+            return self._plain.walks(ready, 1 + num_more)
+
+    def _extended(self, slot: Slot, walk: Walk) -> Verification:
+        """Commit the tokens of several plain steps."""
+        row_token_ids = [slot.sequence.last_token_id]
+        with timed(self.counters.step_seconds, "commit"):
+            drawn = slot.up_to_its_end(walk).drawn
+            slot.cache.advance(len(drawn))
+            slot.sequence.extend(drawn)
+        self.counters.num_generation_tokens += len(drawn)
+        self.counters.num_tokens_by_draft["none"] += len(drawn)
+        return Verification(DraftTree(), [], drawn, row_token_ids, None, None, draft_kind="none", num_steps=len(drawn))
 
     def _commit(
         self, ready: list[Slot], trees: list[ConstrainedTree], outputs: StepOutputs, walks: list[Walk]
@@ -186,37 +213,42 @@ class Engine:
             mode, mask = self._logprobs_mode, given.masks.words if given.masks else None
             found = self._drawing.logprobs(slot.sampler, tree, outputs.logits[number], walk, mode, mask)
             sequence.logprobs.extend(found)
+        path, drawn, _, candidates = walk
         row_token_ids = [sequence.last_token_id, *tree.token_ids]
-        slot.cache.commit(walk.path)
-        sequence.extend(walk.drawn)
-        self.counters.num_generation_tokens += len(walk.drawn)
-        self.counters.count_draft(len(tree), len(walk.path))
-        top_ids, top_logprobs = walk.candidates or (None, None)
-        hidden = rows_of_path(outputs.hidden[number], walk.path) if self.drafter.needs_hidden else None
-        kind = self.drafter.draft_kind if len(tree) else "none"
-        self.counters.num_tokens_by_draft[kind] += len(walk.drawn)
-        return Verification(
-            tree=tree,
-            path=walk.path,
-            committed_ids=walk.drawn,
-            row_token_ids=row_token_ids,
-            top_ids=top_ids,
-            top_logprobs=top_logprobs,
-            hidden=hidden,
-            draft_kind=kind,
-            numbers=given.numbers,
-            num_left_out=given.num_left_out,
+        slot.cache.commit(path)
+        sequence.extend(drawn)
+        kind = self._count(tree, walk)
+        hidden = rows_of_path(outputs.hidden[number], path) if self.drafter.needs_hidden else None
+        ids, logprobs = candidates or (None, None)
+        return Verification(  # by names it would take twice as long
+            tree, path, drawn, row_token_ids, ids, logprobs, hidden, kind, given.numbers, given.num_left_out
         )
+
+    def _count(self, tree: DraftTree, walk: Walk) -> str:
+        """Count what a walk has brought; returns the kind of its drafts."""
+        counters, num_tokens = self.counters, len(walk.drawn)
+        counters.num_generation_tokens += num_tokens
+        kind = "none"
+        if tree.token_ids:
+            kind = self.drafter.draft_kind
+            counters.count_draft(len(tree), len(walk.path))
+        counters.num_tokens_by_draft[kind] += num_tokens
+        return kind
 
     def _update(self, results: list[tuple[Sequence, Verification]]) -> None:
         with timed(self.counters.step_seconds, "commit"):
             self.drafter.update_all(results)
-        self.counters.num_steps += 1
+        self.counters.num_steps += max((verification.num_steps for _, verification in results), default=1)
         self._count_cached()
 
     def _count_cached(self) -> None:
         self.counters.kv_cache_tokens = sum(slot.cache.length for slot in self._slots.values())
         self.counters.kept_prefix_bytes = self.sharing.kept.num_bytes
+
+
+def _request(slot: Slot, overhead: float) -> DraftRequest:
+    max_depth = min(max_tree_depth(slot.cache.length), slot.sequence.num_remaining_tokens - 1)
+    return DraftRequest(slot.sequence, MAX_TREE_NODES, max(0, max_depth), overhead)
 
 
 def rows_of_path(hidden: torch.Tensor, path: list[int]) -> torch.Tensor:

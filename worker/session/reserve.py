@@ -1,13 +1,38 @@
-"""Jobs that a worker has and has not begun: each takes the place of one that leaves, without a word to the driver."""
+"""Jobs that a worker has and has not begun: each takes the place of one that leaves, without a word to the driver.
+
+Where the caches of a worker's jobs outgrow its memory, some of them go back to the queue.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import NamedTuple
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
-from swiftbatch.worker.caches.memory.pages import Growth, most_pages
-from swiftbatch.worker.session.running_job import JobSizes, RunningJob
+from swiftbatch.worker.caches.memory.pages import Growth, most_pages, pages_of
+from swiftbatch.worker.caches.room import HeldPositions
 from swiftbatch.worker.session.work import Assignment, Orders
+
+if TYPE_CHECKING:  # a session without a model imports this, and no torch
+    from swiftbatch.worker.session.running_job import RunningJob
+
+
+@dataclass(frozen=True)
+class JobSizes:
+    """The memory of a worker's jobs."""
+
+    num_beside: int = 0  # positions that the states of a job's layers take room of
+    page: int | None = None  # positions of a page, as `pages_of` has it
+    held: HeldPositions | None = None  # of a job's positions; None for all
+
+    def num_pages(self, jobs: Iterable[RunningJob]) -> int:
+        """The pages that jobs take for all tokens that they have, those that are still to be read included."""
+        return sum(pages_of(self._held(job) + self.num_beside, self.page) for job in jobs)
+
+    def _held(self, job: RunningJob) -> int:
+        """The positions that take as much; those of a shared prompt are all held, for others."""
+        num_positions = len(job.sequence)
+        return num_positions if self.held is None else self.held.of(num_positions, job.assignment.num_shared_tokens)
 
 
 class CacheRoom(NamedTuple):
@@ -72,3 +97,19 @@ class Reserve:
         """Hand all back."""
         waiting, self._waiting = list(self._waiting), {}
         return waiting
+
+
+def without_room(jobs: Collection[RunningJob], num_pages: int | None, sizes: JobSizes = JobSizes()) -> list[RunningJob]:
+    """The jobs that have to leave before the next step: the youngest, as few as possible; the eldest always stays.
+
+    Age counts from a job's first attempt in the run. So no job ever makes an older one leave, on no worker: two can't
+    throw each other out in turns, and the eldest of all reaches its end. The youngest is, as a rule, the one that loses
+    least, too: it has run for the shortest time, and long jobs begin first.
+    """
+    by_age = sorted(jobs, key=lambda job: job.assignment.seniority)
+    leaving: list[RunningJob] = []
+    num_used = sizes.num_pages(jobs)
+    while num_pages is not None and num_used > num_pages and len(by_age) > 1:
+        leaving.append(by_age.pop())
+        num_used -= sizes.num_pages(leaving[-1:])
+    return leaving

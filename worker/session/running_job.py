@@ -1,13 +1,10 @@
-"""One job on a worker: its assignment, its sequence, and what was done for it in this attempt.
-
-Where the caches of a worker's jobs outgrow its memory, some of them go back to the queue.
-"""
+"""One job on a worker: its assignment, its sequence, and what was done for it in this attempt."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,8 +12,6 @@ from swiftbatch.jobs.checkpoints.checkpoint_store import AttemptRecord, AttemptS
 from swiftbatch.jobs.checkpoints.timeline import TimelineRecorder
 from swiftbatch.metrics.worker_counters import DRAFT_KINDS
 from swiftbatch.worker.caches.full import FullKVCache
-from swiftbatch.worker.caches.memory.pages import pages_of
-from swiftbatch.worker.caches.room import HeldPositions
 from swiftbatch.worker.constraints.thought import Thinking
 from swiftbatch.worker.drawing.sequence import Sequence as TokenSequence
 from swiftbatch.worker.drawing.verification import Verification
@@ -122,36 +117,3 @@ class RunningJob:
         resume = next((each.resume for each in found if each.number == number), None)
         known = {**self.start.model_dump(), "number": number, "resume": resume, "timeline": self.recorder.take()}
         return [*(each for each in found if each.number != number), AttemptRecord.model_validate(known)]
-
-
-@dataclass(frozen=True)
-class JobSizes:
-    """The memory of a worker's jobs."""
-
-    num_beside: int = 0  # positions that the states of a job's layers take room of
-    page: int | None = None  # positions of a page, as `pages_of` has it
-    held: HeldPositions | None = None  # of a job's positions; None for all
-
-    def num_pages(self, jobs: Iterable[RunningJob]) -> int:
-        """The pages that jobs take for all tokens that they have, those that are still to be read included."""
-        return sum(pages_of(self._held(job) + self.num_beside, self.page) for job in jobs)
-
-    def _held(self, job: RunningJob) -> int:
-        """The positions that take as much; those of a shared prompt are all held, for others."""
-        num_positions = len(job.sequence)
-        return num_positions if self.held is None else self.held.of(num_positions, job.assignment.num_shared_tokens)
-
-
-def without_room(jobs: Collection[RunningJob], num_pages: int | None, sizes: JobSizes = JobSizes()) -> list[RunningJob]:
-    """The jobs that have to leave before the next step: the youngest, as few as possible; the eldest always stays.
-
-    Age counts from a job's first attempt in the run. So no job ever makes an older one leave, on no worker: two can't
-    throw each other out in turns, and the eldest of all reaches its end. The youngest is, as a rule, the one that loses
-    least, too: it has run for the shortest time, and long jobs begin first.
-    """
-    by_age = sorted(jobs, key=lambda job: job.assignment.seniority)
-    num_used, leaving = sizes.num_pages(jobs), list[RunningJob]()
-    while num_pages is not None and num_used > num_pages and len(by_age) > 1:
-        leaving.append(by_age.pop())
-        num_used -= sizes.num_pages(leaving[-1:])
-    return leaving

@@ -41,10 +41,10 @@ from swiftbatch.worker.exactness.verdicts import exactness_of
 from swiftbatch.worker.model.files import ModelFiles
 from swiftbatch.worker.model.text import TextCodec
 from swiftbatch.worker.session.checkpointing import Checkpointing
-from swiftbatch.worker.session.reserve import CacheRoom, Reserve
+from swiftbatch.worker.session.reserve import CacheRoom, JobSizes, Reserve, without_room
 from swiftbatch.worker.session.result_sealing import Sealing, SealingRule
 from swiftbatch.worker.session.resume import Resumer
-from swiftbatch.worker.session.running_job import JobSizes, RunningJob, without_room
+from swiftbatch.worker.session.running_job import RunningJob
 from swiftbatch.worker.session.same_model import located_model, refuse_changed_meanwhile
 from swiftbatch.worker.session.work import Assignment, JobProgress, Orders, WorkReport
 from swiftbatch.worker.session.work_slice import WorkSlice

@@ -1,4 +1,7 @@
-"""Chains drawn in one native call (source/chain.c): what rounds without trees give, one by one, in less time."""
+"""Chains drawn in one native call (source/chain.c): what rounds without trees give, one by one, in less time.
+
+Behind a whole cache they are plain decoding, to the bit; behind a partial one they are drafts.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,16 @@ from swiftbatch.worker.drawing.native_drawing import NativeSampler
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.kernels.layers import CForwardCall
 from swiftbatch.worker.kernels.native import NativeDecoder
-from swiftbatch.worker.kernels.row_tables import RowTable
+from swiftbatch.worker.kernels.row_tables import Rows, RowTable
 from swiftbatch.worker.kernels.sizes import BLOCK
-from swiftbatch.worker.target.partial_rows import PartialRows
 
 MOST_ROUNDS = BLOCK - 1  # the first row and those drawn behind it are each other's tail
+
+
+class CTokenSet(ctypes.Structure):
+    """`token_set` of source/chain.h."""
+
+    _fields_ = (("token_ids", ctypes.c_void_p), ("num_tokens", ctypes.c_int64))
 
 
 class CChainCall(ctypes.Structure):
@@ -26,9 +34,11 @@ class CChainCall(ctypes.Structure):
 
     _fields_ = (
         ("forward", CForwardCall),
-        *((name, ctypes.c_void_p) for name in ("groups", "token_ids", "positions", "tail_lengths", "walks", "texts")),
+        *((name, ctypes.c_void_p) for name in ("groups", "token_ids", "positions", "tail_lengths")),
+        *((name, ctypes.c_void_p) for name in ("walks", "texts")),
         ("num_rounds", ctypes.c_int32),
         ("vocab", ctypes.c_int32),
+        ("ends", ctypes.c_void_p),
     )
 
 
@@ -41,13 +51,18 @@ class Drawn:
 
 
 def draw_chains(
-    decoder: NativeDecoder, groups: Many[PartialRows], samplers: Many[NativeSampler], num_rounds: int
+    decoder: NativeDecoder,
+    groups: Many[Rows],
+    samplers: Many[NativeSampler],
+    num_rounds: int,
+    ends: Many[frozenset[int]] | None = None,
 ) -> list[Drawn]:
     """Draw `num_rounds` tokens for each sequence, from 1 to `MOST_ROUNDS`, by forwards of one row behind its entries.
 
     `groups` are of one row, each sequence's newest token, with tail entries for those to come; samplers have the
     sequences that it ends. The tokens stand behind the sequences' own in their buffers, which the caller extends by
-    them, and in as many entries. Where nothing can be drawn for one sequence, all end. Raises ValueError.
+    them, and in as many entries. Where nothing can be drawn for one sequence, all end; so they do behind one of the
+    tokens that `ends` names for it. Raises ValueError.
     """
     room = min(sampler.sequence.num_remaining_tokens for sampler in samplers)
     if not 1 <= num_rounds <= min(MOST_ROUNDS, room):
@@ -56,16 +71,17 @@ def draw_chains(
     if table.num_rows != len(samplers) or table.num_groups != len(samplers):
         raise ValueError(f"found {table.num_rows} rows of {table.num_groups} groups for {len(samplers)} sequences")
     _check_room(table, groups, num_rounds)
-    walks = _run(decoder, table, groups, samplers, num_rounds)
+    walks = _run(decoder, table, groups, samplers, num_rounds, ends)
     return [_drawn(sampler, walk) for sampler, walk in zip(samplers, walks, strict=True)]
 
 
 def _run(
     decoder: NativeDecoder,
     table: RowTable,
-    groups: Many[PartialRows],
+    groups: Many[Rows],
     samplers: Many[NativeSampler],
     num_rounds: int,
+    ends: Many[frozenset[int]] | None,
 ) -> Many[CTreeWalk]:
     """Make the call; return each sequence's newest walk, whose length says how many tokens it has then."""
     sizes = decoder.sizes
@@ -75,6 +91,8 @@ def _run(
     made = [sampler.walk_call(DraftTree(), row[None]) for sampler, row in zip(samplers, logits, strict=True)]
     walks = (CTreeWalk * len(made))(*(walk for walk, _ in made))
     texts = (ctypes.c_void_p * len(made))(*(address_of(sampler.sequence.token_ids) for sampler in samplers))
+    endings = [np.array([*token_ids], dtype=np.int64) for token_ids in ends or ()]
+    sets = (CTokenSet * len(endings))(*(CTokenSet(address_of(each), len(each)) for each in endings))
     last_position = int(table.positions.max()) + num_rounds
     with decoder.team.lock:
         call = CChainCall(
@@ -85,6 +103,7 @@ def _run(
             tail_lengths=address_of(table.arrays[1]),
             walks=ctypes.addressof(walks),
             texts=ctypes.addressof(texts),
+            ends=ctypes.addressof(sets) if endings else None,
             num_rounds=num_rounds,
             vocab=sizes.vocab,
         )
@@ -93,13 +112,12 @@ def _run(
     return list(walks)
 
 
-def _check_room(table: RowTable, groups: Many[PartialRows], num_rounds: int) -> None:
+def _check_room(table: RowTable, groups: Many[Rows], num_rounds: int) -> None:
     for entry, group in zip(table.groups, groups, strict=True):
         expected = np.arange(group.first_entry, group.first_entry + num_rounds)
-        if (
-            entry.capacity < group.first_entry + num_rounds
-            or not (group.tail_entries[0, :num_rounds] == expected).all()
-        ):
+        own = group.tail_lengths[0] - 1  # place of the first row in its tail
+        found = group.tail_entries[0, own : own + num_rounds]
+        if entry.capacity < group.first_entry + num_rounds or not np.array_equal(found, expected):
             raise ValueError(f"found no room for {num_rounds} rows from entry {group.first_entry} on")
 
 

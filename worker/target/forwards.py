@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence as Many
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
 from swiftbatch.worker.caches.partial import NewEntries, PartialCacheFactory
+from swiftbatch.worker.kernels.row_tables import Rows
 from swiftbatch.worker.kernels.team import Team
 from swiftbatch.worker.target.chains import Drawn
 from swiftbatch.worker.target.expert_counts import ExpertCounts
@@ -19,9 +20,19 @@ if TYPE_CHECKING:
     from swiftbatch.worker.caches.arena import KVArena
     from swiftbatch.worker.drawing.drawing import Drawing
 
-DrawChains = Callable[[list[PartialRows], list[Any], int], list[Drawn]]
-"""As `chains.draw_chains`: rows of chains, samplers of this target's drawing, and a number of rounds."""
 MOST_READ = 256  # known tokens in one call: a matrix is read once for all of them
+
+
+class DrawChains(Protocol):
+    """`chains.draw_chains` of a target, whose drawing has made the samplers."""
+
+    def __call__(
+        self,
+        groups: Many[Rows],
+        samplers: Many[Any],
+        num_rounds: int,
+        ends: Many[frozenset[int]] | None = None,
+    ) -> list[Drawn]: ...
 
 
 class Forwards(Protocol):

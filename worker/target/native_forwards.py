@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Many
+
 import torch
 
 from swiftbatch.jobs.run.option_values import KVDtype
@@ -15,6 +17,7 @@ from swiftbatch.worker.kernels.instruction_sets import numerics_of
 from swiftbatch.worker.kernels.kv_dtypes import with_kv
 from swiftbatch.worker.kernels.mixer_sizes import MOST_ROWS
 from swiftbatch.worker.kernels.native import NativeDecoder
+from swiftbatch.worker.kernels.row_tables import Rows
 from swiftbatch.worker.target.chains import Drawn, draw_chains
 from swiftbatch.worker.target.expert_counts import ExpertCounts
 from swiftbatch.worker.target.forwards import MOST_READ, DrawChains
@@ -79,8 +82,14 @@ class NativeForwards:
         """A call that does nearly what as many calls of `check` and draws do; None where draws are not in C."""
         return self._draw_chains if isinstance(self.new_drawing(), NativeDrawing) else None
 
-    def _draw_chains(self, groups: list[PartialRows], samplers: list[NativeSampler], num_rounds: int) -> list[Drawn]:
-        return draw_chains(self._decoder, groups, samplers, num_rounds)
+    def _draw_chains(
+        self,
+        groups: Many[Rows],
+        samplers: Many[NativeSampler],
+        num_rounds: int,
+        ends: Many[frozenset[int]] | None = None,
+    ) -> list[Drawn]:
+        return draw_chains(self._decoder, groups, samplers, num_rounds, ends)
 
     def room_for(self, new_cache: PartialCacheFactory, budget: int) -> NewEntries:
         return Entries

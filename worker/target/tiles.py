@@ -20,6 +20,7 @@ from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 from swiftbatch.worker.kernels.sizes import BLOCK, FEWEST_COLUMNS, MIN_ROWS, TILE_ROWS
 
 PLACES = np.arange(BLOCK)  # in a tail
+TAILS = np.tril(np.broadcast_to(PLACES, (BLOCK + 1, BLOCK)), -1)  # by their lengths: places behind one repeat the first
 
 
 @dataclass(slots=True)
@@ -76,7 +77,7 @@ def rows_of_trees(caches: Many[FullKVCache], root_ids: Many[int], trees: Many[Dr
     for cache, root_id, tree, root, start in zip(caches, root_ids, trees, roots, starts, strict=True):
         end = row + 1 + len(tree.token_ids)
         own, before = lengths[row:end], cache.first_angle + start - 1
-        positions = [before + length for length in own]
+        positions = [before + length for length in own] if tree.token_ids else [before + own[0]]
         made.append(SequenceRows(cache, [root_id, *tree.token_ids], positions, root, start, entries[row:end], own))
         row = end
     return made
@@ -88,12 +89,14 @@ def tails(starts: Many[int], roots: Many[int], trees: Many[DraftTree]) -> tuple[
     A tree's root is at entry `root`, and nodes stand behind it, in their order. A row sees its ancestors alone; what is
     not real repeats `start`.
     """
-    firsts, lengths = list[int](), list[int]()
+    befores, lengths = list[int](), list[int]()
     places, nodes = list[int](), list[int]()  # where nodes' entries go, and these
     for start, root, tree in zip(starts, roots, trees, strict=True):
         before, row = root - start + 1, len(lengths)  # tail of the root; its row
-        firsts += [start] * (1 + len(tree.parents))
+        befores.append(before)
         lengths.append(before)
+        if not tree.parents:
+            continue
         paths = {ROOT: list[int]()}
         for node, parent in enumerate(tree.parents):
             paths[node] = path = [*paths[parent], root + 1 + node]
@@ -101,11 +104,18 @@ def tails(starts: Many[int], roots: Many[int], trees: Many[DraftTree]) -> tuple[
             place = (row + 1 + node) * BLOCK + before
             places += range(place, place + len(path))
             nodes += path
-    num_before = np.repeat(np.array(roots) + 1 - starts, [1 + len(tree.parents) for tree in trees])[:, None]
-    entries: np.ndarray = np.array(firsts)[:, None] + np.where(num_before > PLACES, PLACES, 0)
+    entries: np.ndarray = TAILS[befores] + np.array(starts)[:, None]
+    entries = entries.repeat([1 + len(tree.parents) for tree in trees], axis=0)
     if places:
         entries.reshape(-1)[places] = nodes
     return entries, lengths
+
+
+def row_ahead(cache: FullKVCache, token_id: int) -> SequenceRows:
+    """The row of a token alone; in its tail, not seen yet, the entries of those that are to be drawn behind it."""
+    root, start = cache.length, cache.length // BLOCK * BLOCK
+    positions, tail = [cache.first_angle + root], start + PLACES[None]
+    return SequenceRows(cache, [token_id], positions, root, start, tail, [root - start + 1])
 
 
 def chain_rows(cache: FullKVCache, token_ids: list[int]) -> SequenceRows:

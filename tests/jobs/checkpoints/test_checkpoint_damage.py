@@ -72,6 +72,7 @@ def damage(path: Path, data: st.DataObject) -> None:
             path.write_bytes(whole.translate(bytes(range(1, 256)) + b"\0"))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("file", FILES)
 @settings(max_examples=30)
 @given(data=st.data())

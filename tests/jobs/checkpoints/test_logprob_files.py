@@ -160,6 +160,7 @@ class Writer:
                 pending.rewind(self.log, 0, logprobs_of(self.log.token_ids))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", range(3))
 def test_killed_between_any_two_files_a_job_goes_on_from_what_it_had_and_never_from_anything_else(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch

@@ -92,6 +92,7 @@ def invoke(*args: str, exit_code: int = 0) -> Result:
     return result
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("damage", "folder"),
     [
@@ -143,6 +144,7 @@ def test_a_job_whose_line_is_damaged_can_be_cancelled(run: Run, records: list[Jo
     assert (run.error(records[2].job_id) is None) == bool(ended)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("damage", [name for name in DAMAGES if name not in ("empty", "neither")])
 def test_damaged_rejects_are_told_of_and_refuse_no_command(run: Run, damage: str, tmp_path: Path) -> None:
     folder = Path(run.store.uri)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -184,6 +185,18 @@ def test_a_damaged_manifest_is_named_with_what_is_wrong(run: Run, data: bytes, p
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(("form", "told"), [("7", "a newer swiftbatch made it (form 7, "), ("1", "unknown field")])
+def test_of_a_newer_folder_an_older_version_says_that_it_is_newer(run: Run, form: str, told: str) -> None:
+    newer = MANIFEST.model_copy(update={"versions": {"run folder": form}}).model_dump()
+    run.store.write("run.json", json.dumps(newer).encode())
+    assert Run.open(run.store.uri).manifest.seed == MANIFEST.seed, "what it has is understood"
+    run.store.write("run.json", json.dumps(newer | {"tomorrow": 1}).encode())
+    with pytest.raises(RunError, match='unknown field "tomorrow"') as caught:
+        Run.open(run.store.uri)
+    assert told in str(caught.value)
+    assert ("update swiftbatch" in str(caught.value)) == (form == "7")
+
+
 def test_jobs_come_back_as_they_went_in_and_in_order(run: Run) -> None:
     chat = Job(
         custom_id="talk \u2028 \U0001f600",
@@ -278,7 +291,7 @@ def test_cleared_errors_make_jobs_pending_again_and_results_stay(run: Run) -> No
     run.write_error("a-1", {})
     run.write_error("b-1", {})
     write_result(run, "c-1", FINISHED)
-    assert run.clear_errors() == 2
+    assert run.clear_errors() == {"a-1", "b-1"}
     assert run.ended()[1] == set()
     assert run.error("a-1") is None
     assert run.ended()[0] == {"c-1"}

@@ -26,7 +26,8 @@ def test_all_commands_are_there() -> None:
     benches = {
         f"bench {name}"
         for name in ("decode", "auto", "fields", "kernels", "agreement", "checkpoints", "long", "gpu", "scale", "all")
-    } | ablations
+    }
+    benches |= ablations | {"bench mixed", "bench tail"}
     trainings = {"train all", "train target", "train tokenswift", "train draft", "train griffin", "train mtp"}
     assert names == runs | benches | trainings | {"inspect", "quantize", "doctor", "chaos"}
 

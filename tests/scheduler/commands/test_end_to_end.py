@@ -137,6 +137,7 @@ def undisturbed(jobs_file: str, tiny_model: Path, tmp_path_factory: pytest.TempP
     return found
 
 
+@pytest.mark.slow  # test_many_nodes.py kills one with its node, test_driver.py one of an embedded Ray
 def test_a_worker_killed_midway_changes_no_token(
     submit_args: list[str], undisturbed: dict[str, tuple[str, str, int]], tmp_path: Path
 ) -> None:

@@ -28,6 +28,7 @@ from swiftbatch.scheduler.runs.job_files import job_files
 from tests.jobs.run.run_parts import write_result
 from tests.scheduler.commands.nightly_parts import held_elsewhere
 from tests.scheduler.commands.submit_parts import submit_file
+from tests.scheduler.driver.dispatch_parts import idle_workers
 
 pytestmark = pytest.mark.long
 
@@ -310,7 +311,8 @@ def test_tables_are_job_files_too_with_the_columns_that_are_said(tmp_path: Path,
     inbox, runs = tmp_path / "inbox", tmp_path / "runs"
     inbox.mkdir()
     parquet.write_table(pa.table({"text": ["Once", "Twice"]}), inbox / "[a].parquet")
-    done = nightly(inbox, runs, tiny_model, "--max-tokens", "4", "--column", "prompt=text")
+    with idle_workers():
+        done = nightly(inbox, runs, tiny_model, "--max-tokens", "4", "--column", "prompt=text")
     assert done.exit_code == 0, done.output
     names = [record.job.custom_id for record in Run.open(str(runs / "[a].parquet")).jobs()]
     assert names == ["[a].parquet:1", "[a].parquet:2"]

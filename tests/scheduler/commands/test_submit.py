@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from swiftbatch.jobs.input.reader import Reject
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.worker.config import Computation
 from swiftbatch.worker.drafters.catalogue import ENGINES
@@ -16,7 +17,7 @@ from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.model.text import TextCodec
 from tests import ROOT
 from tests.readme.command_lines import table
-from tests.scheduler.commands.command_parts import invoke, job, refusal, write_jobs
+from tests.scheduler.commands.command_parts import finish, invoke, job, refusal, write_jobs
 from tests.scheduler.commands.submit_parts import submit_file
 
 
@@ -137,6 +138,7 @@ def test_a_file_of_rejects_only_ends_with_exit_code_1_and_their_reasons(tmp_path
     assert "resume" not in status.stdout
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "name",
     [
@@ -239,3 +241,11 @@ def test_a_model_folder_is_found_by_workers_in_other_folders(
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "nowhere", "host:many", "no.such.host.invalid:6379"])
 def test_an_unreachable_cluster_is_refused_in_one_line(address: str, run: Run) -> None:
     assert address in refusal("resume", run.store.uri, "--address", address)
+
+
+def test_resume_finishes_a_run_with_rejected_lines_with_the_exit_code_of_submit(run: Run) -> None:
+    for name in ("a", "b", "c"):
+        finish(run, name, "text")
+    assert invoke("resume", run.store.uri).exit_code == 0
+    run.write_rejects([Reject(4, None, "not JSON")])
+    assert invoke("resume", run.store.uri).exit_code == 1

@@ -6,21 +6,17 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
 
-from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import Progress
 from swiftbatch.scheduler.cli import main
-from swiftbatch.scheduler.cluster import remote
 from swiftbatch.scheduler.display import event_reference
-from swiftbatch.scheduler.runs import launch
-from tests.scheduler.driver.dispatch_parts import Dispatched, NoOpWorker
+from tests.scheduler.driver.dispatch_parts import idle_workers
 from tests.scheduler.driving import DEADLINE_SECONDS, swiftbatch
 
 pytestmark = pytest.mark.ray
@@ -82,21 +78,9 @@ def written(tiny_model: Path, folder: Path) -> dict[str, Written]:
 
 def without_ray(*args: str) -> Written:
     """A command in this process, with workers that do nothing but write results: events come from the driver alone."""
-    cluster = SimpleNamespace(
-        is_embedded=True, num_cpus_per_worker=lambda: 1, num_gpus_per_worker=lambda device: 0, watch=None
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "connect", lambda address, num_workers: nullcontext(cluster))
-        patch.setattr(remote, "create_actor", lambda _, spec, *__, **___: idle_worker(Run.open(spec.run_uri)))
-        patch.setattr(remote, "wait", lambda calls, seconds: calls)
-        patch.setattr(remote, "answer", lambda call: call.value)
-        patch.setattr(remote, "kill", lambda actor: None)
+    with idle_workers():
         ended = CliRunner().invoke(main, args)
     return Written(ended.exit_code, ended.stdout, ended.stderr)
-
-
-def idle_worker(run: Run) -> NoOpWorker:
-    return NoOpWorker(Dispatched(run, 0))
 
 
 def test_a_pipe_gets_plain_lines(written: dict[str, Written], folder: Path) -> None:

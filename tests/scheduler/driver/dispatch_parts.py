@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,8 +23,9 @@ from swiftbatch.jobs.run.output_line import success_line
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.cli import main
 from swiftbatch.scheduler.cluster import remote
-from swiftbatch.scheduler.cluster.actors import WorkerInfo
+from swiftbatch.scheduler.cluster.actors import WorkerInfo, WorkerSpec
 from swiftbatch.scheduler.driver.driver import Driver
+from swiftbatch.scheduler.runs import launch
 from swiftbatch.worker.session.work import JobProgress, Orders, WorkReport
 from tests.jobs.run.run_parts import write_older_result
 from tests.scheduler.driver.driver_parts import RecordingDisplay, make_driver, make_run
@@ -119,6 +120,25 @@ class NoOpWorker:
         )
         write_older_result(self._dispatched.run, record.job_id, line)
         return JobProgress(record.job_id, len(ids))
+
+
+@contextmanager
+def idle_workers() -> Iterator[None]:
+    """Have commands in this process start no Ray, and workers that do nothing but write results."""
+    cluster = SimpleNamespace(
+        is_embedded=True, num_cpus_per_worker=lambda: 1, num_gpus_per_worker=lambda device: 0, watch=None
+    )
+
+    def create_actor(_: object, spec: WorkerSpec, *__: object, **___: object) -> NoOpWorker:
+        return NoOpWorker(Dispatched(Run.open(spec.run_uri), 0))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "connect", lambda address, num_workers: nullcontext(cluster))
+        patch.setattr(remote, "create_actor", create_actor)
+        patch.setattr(remote, "wait", lambda calls, seconds: calls)
+        patch.setattr(remote, "answer", lambda call: call.value)
+        patch.setattr(remote, "kill", lambda actor: None)
+        yield
 
 
 def ask_status(run: Run) -> tuple[int, dict[str, Any]]:

@@ -25,8 +25,7 @@ from swiftbatch.scheduler.driver.slots import MEMORY_SHARE
 from swiftbatch.scheduler.driver.speed import Speed, StepPace
 from swiftbatch.scheduler.driver.worker_fleet import Reported, Worker
 from swiftbatch.worker.caches.memory.pages import PAGE
-from swiftbatch.worker.session.reserve import CacheRoom, Reserve
-from swiftbatch.worker.session.running_job import JobSizes, without_room
+from swiftbatch.worker.session.reserve import CacheRoom, JobSizes, Reserve, without_room
 from swiftbatch.worker.session.work import Assignment, JobProgress, Orders, WorkReport
 from swiftbatch.worker.session.work_slice import WorkSlice
 from tests.jobs.run.run_parts import write_older_result

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from swiftbatch.jobs.storage.store import Store, StoreError
-from swiftbatch.scheduler.driver.attempts import FOLDER, Attempts
+from swiftbatch.scheduler.driver.attempts import FOLDER, Attempts, forget_strikes
 from swiftbatch.scheduler.driver.unfinished_job import Strikes
 from tests.scheduler.driver.dispatch_parts import with_driver
 
@@ -132,3 +132,16 @@ def test_a_store_that_fails_for_good_stops_the_loop(store: Store, monkeypatch: p
     kept(attempts)
     with pytest.raises(StoreError, match="cannot write"):
         attempts.keep()
+
+
+def test_a_job_that_is_tried_again_gets_all_its_attempts_wherever_its_driver_died(store: Store) -> None:
+    """It was killed between the job's error and its next beat."""
+    killed = Attempts(store, 1, {})
+    for job_id in ("failed", "other"):
+        killed.begin(job_id)
+        killed.note_strikes(job_id, Strikes(4, 10))
+    kept(killed)
+    forget_strikes(store, 2, {"failed", "unknown"})
+    found = Attempts.read(store, 2)
+    assert (found.strikes("failed"), found.strikes("other")) == (None, Strikes(4, 10))
+    assert (found.count("failed"), found.count("other")) == (1, 1)

@@ -17,7 +17,7 @@ from tests.work_counts import counted_calls
 pytestmark = pytest.mark.ray
 
 FEW, MANY = 500, 1_500
-NUM_WAITING = 1_000  # jobs whose memory is looked at
+NUM_WAITING = 600  # jobs whose memory is looked at
 MOST_CALLS_PER_JOB = 20  # to count those that have ended in a folder: twice what is needed
 BYTES_PER_DONE_JOB = 150  # its id alone takes about as much
 BYTES_OF_LENGTHS = 300_000  # of the tables of lengths to expect, however many jobs there are

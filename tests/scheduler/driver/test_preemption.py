@@ -131,13 +131,13 @@ def test_a_run_whose_cluster_is_suspended_goes_on_at_the_next_admission_with_the
     tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kueue suspends a cluster that it preempts: every pod is told to end at the same time."""
-    jobs = {"unlogged-a": 300, "unlogged-b": 300}
+    jobs = {"unlogged-a": 500, "unlogged-b": 500}
     calm = make_run(tmp_path / "calm", jobs)
     make_driver(calm, cluster, RecordingDisplay()).run()
     run, display, counters = make_run(tmp_path / "run", jobs), RecordingDisplay(), DriverCounters()
 
     def suspend(progress: Progress) -> None:
-        if progress.num_generated_tokens > 50:
+        if len(progress.running) == len(jobs) and all(progress.running.values()):
             nodes = {worker.node_id: 30.0 for worker in progress.workers if worker.node_id}
             monkeypatch.setattr(cluster.watch, "draining", lambda: nodes)
         if sum(counters.num_preemptions.values()) >= len(jobs):

@@ -54,6 +54,13 @@ def test_one_job_is_always_taken() -> None:
     assert not slots(None, one).has_room(one, [SHORT], SHORT)
 
 
+def test_caches_take_no_more_than_was_asked_for_and_no_more_than_there_is() -> None:
+    """At most so many positions, whatever is free."""
+    fleet: Any = SimpleNamespace(num_sharing=lambda node: 1)
+    one = worker(100)
+    assert [Slots(None, fleet, most).num_pages(one) for most in (None, 50 * PAGE, 1000 * PAGE)] == [100, 50, 100]
+
+
 def test_a_long_job_leaves_room_for_short_ones_that_end_before_it_is_long() -> None:
     one = worker(most_pages([LONG]))
     assert slots(None, one).has_room(one, [LONG] + [SHORT] * 4, SHORT)

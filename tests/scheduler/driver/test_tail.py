@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from swiftbatch.jobs.run.job_index import JobEntry
@@ -29,9 +30,25 @@ def run_of(folder: Path, lengths: dict[str, int], num_workers: int) -> Simulated
 
 
 def bound(lengths: dict[str, int], num_workers: int) -> float:
-    """Seconds below which no run can stay: the longest job alone, and all work in full steps, spread evenly."""
-    work = sum(lengths.values()) * STEP.seconds(MOST_SLOTS) / MOST_SLOTS
-    return max(work / num_workers, max(lengths.values()) * STEP.seconds(1))
+    """Seconds below which nobody can stay who knows all lengths: each job is among as few as let it end by then.
+
+    A longest job that needs steps of its own costs the others full ones: the longest job alone, and all work in full
+    steps, spread evenly, would be less than what any schedule can reach.
+    """
+    tokens, num_jobs = np.array([*lengths.values()]), np.arange(1, MOST_SLOTS + 1)
+    steps = STEP.base + STEP.per_job * num_jobs
+
+    def is_enough(seconds: float) -> bool:
+        most = np.searchsorted(steps, seconds / tokens, "right")
+        if most.min() < 1:
+            return False
+        return bool((tokens * steps[most - 1] / most).sum() <= num_workers * seconds)
+
+    low, high = 0.0, float(tokens.sum()) * STEP.seconds(1)
+    while high > 1.001 * low:
+        middle = (low + high) / 2
+        low, high = (low, middle) if is_enough(middle) else (middle, high)
+    return high
 
 
 def ordinary(rng: random.Random, num_jobs: int) -> dict[str, int]:
@@ -54,11 +71,10 @@ def test_jobs_of_all_lengths_end_together_within_a_tenth_of_the_least_time(
 def test_long_jobs_run_among_few_of_their_like_where_they_decide_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With 50 jobs a worker no schedule comes nearer to the bound than 1.16."""
     lengths = twenty_times_as_long(random.Random(1), 200)
-    assert run_of(tmp_path / "run", lengths, 4).to_the_end() < 1.3 * bound(lengths, 4)
+    assert run_of(tmp_path / "run", lengths, 4).to_the_end() < 1.1 * bound(lengths, 4)
     monkeypatch.setattr(Balance, "plan", lambda self, most_jobs: None)
-    assert run_of(tmp_path / "without", lengths, 4).to_the_end() > 1.35 * bound(lengths, 4)
+    assert run_of(tmp_path / "without", lengths, 4).to_the_end() > 1.15 * bound(lengths, 4)
 
 
 def test_short_jobs_do_not_wait_for_long_ones_that_end_no_sooner_for_it() -> None:

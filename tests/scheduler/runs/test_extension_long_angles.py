@@ -35,6 +35,7 @@ def finished(folder: Path, phi: Path, max_tokens: int) -> Run:
     return run
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("first", "longer"), [(40, MOST_SHORT - 20), (MOST_SHORT + 1, MOST_SHORT + 20)])
 def test_on_either_side_of_the_bound_the_tokens_are_those_of_one_run(
     first: int, longer: int, phi: Path, tmp_path: Path

@@ -50,6 +50,7 @@ def go_on(uri: str) -> None:
         finish_shards(run, hold.epoch, is_end=True)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("place", "kind", "step"),
     [
@@ -148,6 +149,7 @@ def overtaken(run: Run, number: int, has_exclusive_create: bool) -> tuple[bool, 
     return is_claimed, was_noticed
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("has_exclusive_create", [True, False])
 def test_a_driver_that_is_overtaken_at_any_moment_adds_nothing_and_changes_nothing(
     tmp_path: Path, has_exclusive_create: bool

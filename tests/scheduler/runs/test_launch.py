@@ -22,6 +22,7 @@ from swiftbatch.scheduler.driver.driver import DriverError
 from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
 from swiftbatch.scheduler.runs import launch
 from swiftbatch.scheduler.runs.settings import Settings
+from swiftbatch.worker.caches.room import KVRoomError
 from swiftbatch.worker.config import EngineConfig
 from tests.scheduler.driver.driver_parts import make_run
 
@@ -110,6 +111,15 @@ def test_it_is_told_in_the_run(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_pa
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mixtral", **sizes}))
     told = events_of_a_drive(run, monkeypatch, str(tmp_path), Cluster(False, num_gpus=1, watch=None), Settings())
     assert [type(each) for each in told] == [SlowOnGpu]
+
+
+def test_memory_that_was_asked_for_holds_so_many_positions_and_is_no_question_on_a_gpu() -> None:
+    """0.02 GB, of which one position of the embedded model takes 4,096 bytes."""
+    config, on_cpus = EngineConfig(device="cpu"), Cluster(True, num_gpus=0, watch=None)
+    assert launch._most_positions(config, Settings(kv_memory=0.02), on_cpus) == 4882
+    assert launch._most_positions(config, Settings(), on_cpus) is None
+    with pytest.raises(KVRoomError, match=r"^--kv-memory 1: found workers on GPUs"):
+        launch._most_positions(EngineConfig(), Settings(kv_memory=1), Cluster(True, num_gpus=1, watch=None))
 
 
 @pytest.mark.parametrize(("num_workers", "is_told"), [(2, False), (3, True)])

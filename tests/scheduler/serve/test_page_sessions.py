@@ -170,6 +170,7 @@ FORMS = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("path", "said"), FORMS)
 @pytest.mark.parametrize("token", ["", "x", "é", "0" * 64, "foreign", "file"])
 def test_forms_of_others_are_refused(client: TestClient, path: str, said: dict[str, str], token: str) -> None:

@@ -27,6 +27,7 @@ from swiftbatch.worker.drafters.base import Drafter, DraftRequest
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 from swiftbatch.worker.engine.engine import Engine
+from swiftbatch.worker.engine.plain_runs import PlainRuns
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.papers.tokenswift.heads import save_heads
 from swiftbatch.worker.target.target import TargetModel
@@ -101,6 +102,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimulatedClock:
     clock = SimulatedClock()
     clock.rule(monkeypatch)
     verify = clock.taking(lambda target, groups: 0.01 * sum(map(len, groups)), TargetModel.verify)
+    walks = clock.taking(lambda runs, slots, num_steps: 0.01 * len(slots) * num_steps, PlainRuns.walks)
+    monkeypatch.setattr(PlainRuns, "walks", walks)
     monkeypatch.setattr(TargetModel, "verify", verify)
     return clock
 

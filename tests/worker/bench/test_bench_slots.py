@@ -60,7 +60,7 @@ def triforce_table(**shared: Any) -> None:
     ("benchmark", "longest"), [pytest.param(decode_bench, 2048, marks=pytest.mark.slow), (long_bench, 45)]
 )  # one warms up
 def test_what_is_measured_fits_into_the_slots_that_are_asked_for(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, benchmark: Callable[..., None], longest: int
+    one_layer_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, benchmark: Callable[..., None], longest: int
 ) -> None:
     loaded = []
 
@@ -74,7 +74,7 @@ def test_what_is_measured_fits_into_the_slots_that_are_asked_for(
     for module in (decode, long):
         monkeypatch.setattr(module, "step_costs_of", lambda target: free_rows)
     (tmp_path / "text.txt").write_text(TEXT)
-    benchmark(model=str(tiny_model), text=tmp_path / "text.txt", num_threads=1)
+    benchmark(model=str(one_layer_model), text=tmp_path / "text.txt", num_threads=1)
     assert len(loaded) == 1
 
 
@@ -87,7 +87,7 @@ class _LoadedError(Exception):
     [(tokenswift_table, SlotsWanted(8512, 2048, 2)), (triforce_table, SlotsWanted(340, 1024, 2))],
 )
 def test_tables_ask_for_their_longest_texts(
-    tiny_model: Path,
+    one_layer_model: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     benchmark: Callable[..., None],
@@ -100,7 +100,7 @@ def test_tables_ask_for_their_longest_texts(
     monkeypatch.setattr(ablation, "check_length", lambda *_: None)  # the table's texts are longer than this model's
     (tmp_path / "text.txt").write_text(TEXT)
     with pytest.raises(_LoadedError) as loaded:
-        benchmark(model=str(tiny_model), text=tmp_path / "text.txt", num_threads=1)
+        benchmark(model=str(one_layer_model), text=tmp_path / "text.txt", num_threads=1)
     [found] = loaded.value.args
     assert (found.partial_budget, found.num_slots) == (slots.partial_budget, slots.num_slots)
     assert slots.longest_job <= found.longest_job < slots.longest_job + 150  # as much as a needle may take

@@ -79,6 +79,7 @@ def plain(target: TargetModel) -> dict[str, list[list[int]]]:
     return {setting: generate(target, "autoregressive", setting) for setting in SETTINGS}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("engine_name", ENGINES)
 def test_every_engine_gives_the_same_tokens(
@@ -87,6 +88,7 @@ def test_every_engine_gives_the_same_tokens(
     assert generate(offloading, engine_name, setting) == plain[setting]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("engine", ["autoregressive", "token-recycling"])
 def test_a_lost_worker_s_job_goes_on_with_the_same_tokens(
     tmp_path: Path, tiny_model: Path, engine: str, monkeypatch: pytest.MonkeyPatch

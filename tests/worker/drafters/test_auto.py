@@ -111,6 +111,7 @@ def test_rounds_that_check_no_tree_are_one_call(target: TargetModel, monkeypatch
     assert [each.output_ids.tolist() for each in made[1]] == [each.output_ids.tolist() for each in made[0]]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.long
 @pytest.mark.parametrize("num_nodes", [0, 3])
 def test_a_resumed_job_drafts_the_same_chain(
@@ -131,6 +132,7 @@ def test_a_resumed_job_drafts_the_same_chain(
     assert len(first) > 2
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "damage",
     [np.array([1.0]), np.array([1.0, 5.0, 2.0]), np.array([1.0, np.nan, 2.0]), np.ones(3, dtype=complex)],

@@ -124,6 +124,7 @@ def target(tiny_model: Path) -> TargetModel:
     return TargetModel.load(locate_model(str(tiny_model)), "float32", "cpu")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_auto_drafts_repeats_beside_trees_and_draws_the_same_tokens(target: TargetModel, temperature: float) -> None:
     def sequences() -> list[Sequence]:

@@ -80,7 +80,7 @@ def plain(target: TargetModel) -> dict[str, list[int]]:
     return outputs
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("sampler", "cache", "draft_rounds"),
@@ -145,10 +145,10 @@ def test_drafts_that_see_the_whole_cache_are_accepted(target: TargetModel, sampl
 def test_a_resumed_job_has_the_same_partial_cache_and_n_grams(target: TargetModel) -> None:
     for cache in ("dynamic", "static", "full", "summary"):
         undisturbed, resumed = (always(target, 8, cache, num_nodes=12, budget=SMALL_BUDGET) for _ in range(2))
-        sequence = new_sequence(target, "T=1, min-p 0.1, penalty", 140)
+        sequence = new_sequence(target, "T=1, min-p 0.1, penalty", 100)
         engine = Engine(target, undisturbed)
         slot = engine.start(sequence)
-        while sequence.num_generated_tokens < 110:
+        while sequence.num_generated_tokens < 70:
             engine.step()
         resumed.start(sequence, slot.cache)
         resumed.restore(sequence, undisturbed.state(sequence))
@@ -231,7 +231,7 @@ def test_unfit_state_is_refused_and_changes_nothing(target: TargetModel, damage:
     assert all(np.array_equal(before[name], array) for name, array in drafter.state(sequence).items())
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("temperature", "penalty"),
     [(0.4, 1.2), (1.2, 1.0), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((0.4, 1.0), (1.2, 1.2)))],

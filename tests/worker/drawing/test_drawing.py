@@ -36,7 +36,7 @@ ADJUSTED = PENALISED | {
 }
 WORDS = ((8, 5), (2,), (9, 7), (7, 7, 3))
 WAYS = pytest.mark.parametrize(
-    "params", [PENALISED, PLAIN, BY_COUNTS, ADJUSTED], ids=["penalised", "plain", "by counts", "adjusted"]
+    "params", [ADJUSTED, PENALISED, PLAIN, BY_COUNTS], ids=["adjusted", "penalised", "plain", "by counts"]
 )
 
 
@@ -73,7 +73,7 @@ def sequence_with(params: dict[str, Any]) -> Sequence:
     return sequence
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)  # once for each kind of sampler
 @WAYS
 def test_a_sampler_draws_behind_whatever_has_come_to_its_sequence(drawing: Drawing, params: dict[str, Any]) -> None:
     sequence = sequence_with(params)
@@ -86,7 +86,7 @@ def test_a_sampler_draws_behind_whatever_has_come_to_its_sequence(drawing: Drawi
         sequence.extend([drawn[0], 7])
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)  # once for each kind of sampler
 @WAYS
 def test_forks_of_forks_leave_a_sampler_as_it_was(drawing: Drawing, params: dict[str, Any]) -> None:
     sequence = sequence_with(params)

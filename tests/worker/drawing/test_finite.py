@@ -95,6 +95,7 @@ def clean(target: TargetModel) -> dict[float, dict[str, list[int]]]:
     }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("engine_name", "temperature"), [("suffix", 0.0), *((name, 1.0) for name in BENCH_ENGINES)])
 def test_every_engine_fails_the_same_job_at_the_same_position_and_no_other(
     target: TargetModel, clean: dict[float, dict[str, list[int]]], engine_name: str, temperature: float

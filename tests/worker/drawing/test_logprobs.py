@@ -127,6 +127,7 @@ def of_a_grammar(codec: TextCodec, target: TargetModel) -> list[Sequence]:
     return [Sequence(f"s{i}", ids, params, target.vocab_size, rules=rules) for i, ids in enumerate(prompts)]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("backend", ["native", "torch"])
 def test_processed_ones_are_those_of_what_a_grammar_lets_come(
     plain: Plain, embedded_files: ModelFiles, backend: str, monkeypatch: pytest.MonkeyPatch

@@ -90,7 +90,7 @@ SETTINGS = {
     "structured": (STRUCTURED, TREE),
     "thinking": (THINKING, TREE),
 }
-OF_OTHERS = ("penalised", "by counts")  # what they do "filtered" and "adjusted" do as well, with more besides
+OF_OTHERS = ("plain", "penalised", "by counts")  # what they do "filtered" and "adjusted" do as well, with more besides
 
 
 @pytest.mark.parametrize(

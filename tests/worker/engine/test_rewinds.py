@@ -139,6 +139,7 @@ def test_these_texts_have_rewinds_and_loops_behind_the_last_one(plain: Plain, se
         assert (reason == "length") == (len(output) == NUM_TOKENS)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("engine_name", BENCH_ENGINES)
 def test_a_sequence_that_is_resumed_around_its_rewinds_goes_on_with_the_same_tokens(
     plain: Plain, engine_name: str

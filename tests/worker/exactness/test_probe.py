@@ -35,6 +35,7 @@ def test_of_many_random_tree_rows_none_differs_in_any_bit(
     assert result.num_differing == 0
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_probe_finds_attention_whose_rows_depend_on_their_neighbours(
     embedded_targets: dict[str, TargetModel], dtype: str

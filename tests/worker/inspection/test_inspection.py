@@ -77,7 +77,7 @@ def test_a_nested_model_is_counted_without_its_tower(tmp_path: Path) -> None:
     assert sum(found.formats.values()) == model.num_parameters() > text
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", EACH_KIND)
 def test_the_path_that_is_told_is_the_one_that_is_taken(kind: str) -> None:
     """On a CPU whose kernels run here: those of all of a forward, of its attention, or of none."""

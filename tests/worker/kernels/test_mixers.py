@@ -141,6 +141,7 @@ def with_nan(numbers: Tensor) -> Tensor:
     return damaged
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", SIZES)
 def test_a_number_that_is_lost_shows_wherever_it_stands(name: str) -> None:
     whole = weights(name)

@@ -91,6 +91,7 @@ def test_a_prompt_of_many_blocks_in_one_forward_has_the_bits_of_plain_decoding(v
     assert np.array_equal(together.kv(0, 264), alone.kv(0, 264))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", [BF16, FLOAT32], ids=["bf16", "float32"])
 def test_all_instruction_sets_without_products_of_bf16_give_the_same_bits(dtype: torch.dtype) -> None:
     for shape in (each for each in (*SHAPES, *LATENTS) if each.dtype == dtype):

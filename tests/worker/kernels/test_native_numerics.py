@@ -171,7 +171,7 @@ def test_the_reference_says_the_same(shape: Shape) -> None:
             assert num_far(mine, its, shape) <= num_elsewhere(shape)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @needs_kernels
 @pytest.mark.parametrize("shape", [*SHAPES, *LATENTS], ids=str)
 def test_the_reference_says_the_same_behind_partial_caches(shape: Shape) -> None:

@@ -94,6 +94,7 @@ def learned() -> Recycler:
     return with_writes(python, 30)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", PARAMS)
 def test_trees_are_those_of_the_reference(variant: str, name: str, learned: Recycler) -> None:

@@ -129,7 +129,7 @@ def test_every_row_of_a_block_sees_its_own_window_whatever_the_others_see(varian
             assert torch.equal(together[row], alone(own, [row], inputs, view, variant))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", [BF16, FLOAT32], ids=["bf16", "float32"])
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("has_sinks", [False, True])

@@ -129,6 +129,7 @@ def test_a_size_that_is_left_to_a_class_is_asked_for_by_its_key(kind: str, key: 
     assert f"config.json has no {key}; expected the one" in str(told(config))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", SUPPORTED_KINDS)
 def test_no_key_has_to_be_there_for_a_config_to_be_told_in_a_line(kind: str) -> None:
     config = tiny_config(kind).to_dict()
@@ -145,7 +146,7 @@ def test_no_published_config_is_refused_for_its_numbers(name: str) -> None:
     assert told(PUBLISHED[name]) is None
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_whatever_a_number_is_replaced_by_it_is_taken_or_refused_in_a_line(name: str) -> None:
     for place in places(PUBLISHED[name]):

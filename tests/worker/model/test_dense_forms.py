@@ -100,7 +100,7 @@ def test_what_is_computed_number_by_number_is_rounded_to_bf16_where_transformers
     assert (found - theirs.float()).abs().max() <= 1e-6
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", FORMS)
 def test_bf16_is_as_near_to_float64_as_in_transformers(kind: str, folders: dict[str, Path]) -> None:
     target = loaded(folders[kind], "bfloat16")
@@ -113,6 +113,7 @@ def test_bf16_is_as_near_to_float64_as_in_transformers(kind: str, folders: dict[
     assert (ours - exact).square().mean() <= 1.1**2 * (theirs - exact).square().mean()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", [pytest.param(n, marks=() if n in DIFFERING else pytest.mark.slow) for n in FORMS])
 def test_every_engine_gives_plain_decoding_s_tokens_beside_a_resumed_job(kind: str, folders: dict[str, Path]) -> None:
     check_engines_give_plain_tokens_beside_a_resumed_job(loaded(folders[kind], "bfloat16"))
@@ -125,6 +126,7 @@ def test_texts_are_the_same_where_keys_and_values_lie_on_a_disk(
     check_a_disk_changes_no_text(folders[kind], tmp_path)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("num_rows", [300, pytest.param(10_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("kind", TREES)

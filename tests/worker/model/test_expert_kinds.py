@@ -73,7 +73,7 @@ def test_a_forward_is_that_of_transformers_whatever_its_caches_round(
     assert "its 8-bit keys and values shift logits by 0." in found.summary()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("name", "dtype"), [*((name, "bfloat16") for name in CONFIGS), *((name, "float32") for name in DECODED)]
 )
@@ -88,6 +88,7 @@ def test_of_ten_thousand_tree_rows_none_differs_in_any_bit(name: str, folders: d
     assert probe_rows(loaded(folders[name], "bfloat16"), 10_000, seed=2).num_differing == 0
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", DECODED)
 def test_every_engine_gives_plain_decoding_s_tokens_beside_a_resumed_job(
     name: str, with_parts: dict[str, Path]
@@ -114,6 +115,7 @@ def test_steps_count_the_experts_that_their_rows_meet_and_probes_the_most_and_th
     assert met[0] == 6 < met[1] <= 16
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", DECODED)
 def test_texts_are_the_same_where_keys_and_values_lie_on_a_disk(
     name: str, folders: dict[str, Path], tmp_path: Path

@@ -116,6 +116,7 @@ def test_doctor_s_words_for_a_forward_that_is_another_one() -> None:
     assert compare(target).summary().startswith("THE FORWARD IS NOT THAT OF TRANSFORMERS: ")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", PROBED)
 def test_rows_of_every_kind_of_attention_are_exact(kind: str) -> None:
     """Contexts grow past the window's edge, which then lies in the prefix, in the tail, or in both."""

@@ -90,7 +90,7 @@ def marks_of(kind: Kind, engine_name: str) -> list[pytest.MarkDecorator]:
     return [] if is_tried else [pytest.mark.slow]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("kind", "engine_name"),
     [
@@ -112,6 +112,7 @@ def test_no_chain_is_drawn_with_scanned_keys_of_layers_that_do_not_see_them(targ
     assert round_costs(target) is None
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("most_rows", [1500, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_thousands_of_rows_of_trees_past_a_window_s_edge_are_exact(target: TargetModel, most_rows: int) -> None:
     num_rows = most_rows if isinstance(target.forwards, NativeForwards) else 60

@@ -33,6 +33,7 @@ def published(name: str, folder: Path) -> dict[str, Any]:
     return config
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
@@ -57,6 +58,7 @@ def test_a_size_that_weights_do_not_have_is_told_in_one_line(
         TargetModel.load(locate_model(str(tmp_path)), "bfloat16", "cpu")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("name", "tensor", "rows"),
     [

@@ -39,6 +39,7 @@ def thought(tmp_path: Path, model: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_answer_follows_where_the_text_would_end(
     run: Run, tmp_path: Path, model: Path, thought: dict[str, Any], engine: str
@@ -55,6 +56,7 @@ def test_the_answer_follows_where_the_text_would_end(
     assert digest(run, job) == digest(other, job)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["state", "tokens"])
 def test_a_closed_thought_goes_on_in_another_worker(
     tmp_path: Path, model: Path, thought: dict[str, Any], kind: str

@@ -32,6 +32,7 @@ pytestmark = pytest.mark.long
 NUM_DRAWN = 40
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("kv_dtype", "kind"), [("int8", "kv"), ("fp8", "replay"), ("fp8", "offloaded")])
 def test_a_preempted_job_goes_on_with_the_tokens_of_an_undisturbed_one(
     tiny_model: Path, tmp_path: Path, kv_dtype: KVDtype, kind: str, monkeypatch: pytest.MonkeyPatch

@@ -73,7 +73,7 @@ class Overcommitted:
         return len(jobs)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_jobs_that_outgrow_the_memory_have_the_tokens_of_plain_decoding(
     tmp_path: Path, tiny_model: Path, alone: dict[str, str], engine: str, monkeypatch: pytest.MonkeyPatch

@@ -65,6 +65,7 @@ def _loading_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     have_caches_loaded(monkeypatch)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("kind", ["kv", "replay"])
 def test_a_lost_worker_s_job_goes_on_elsewhere_with_the_same_tokens(
@@ -86,6 +87,7 @@ def test_a_lost_worker_s_job_goes_on_elsewhere_with_the_same_tokens(
     assert found["seconds"] > 0
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", ["kv", "replay", "offloaded"])
 def test_a_job_with_latent_vectors_in_its_cache_goes_on_with_the_same_tokens(
     run: Run, tmp_path: Path, kind: str
@@ -156,6 +158,7 @@ STRUCTURED = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("engine", TWO_ENGINES)
 @pytest.mark.parametrize("kind", ["state", "tokens"])
 def test_a_grammar_goes_on_where_it_stood_in_another_worker(
@@ -170,6 +173,7 @@ def test_a_grammar_goes_on_where_it_stood_in_another_worker(
     assert re.fullmatch(STRUCTURED["structured_outputs"]["regex"], undisturbed["text"])
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("engine", TWO_ENGINES)
 @pytest.mark.parametrize("kind", ["state", "tokens"])
 def test_counts_masks_and_bias_are_the_same_in_another_worker(
@@ -183,6 +187,7 @@ def test_counts_masks_and_bias_are_the_same_in_another_worker(
     assert (undisturbed["finish_reason"], body(run, job)["usage"]["completion_tokens"] > 130) == ("stop", True)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("engine", TWO_ENGINES)
 @pytest.mark.parametrize("num_tokens", [100, 1000])
 def test_a_loop_is_found_at_the_same_token_after_a_resume(

@@ -55,6 +55,7 @@ def run(tmp_path: Path) -> Run:
     return make_run(tmp_path / "run")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("num_jobs", "num_slots"), [(20, 1), (200, 8)])
 def test_jobs_of_one_prompt_read_it_once(
     run: Run, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, num_jobs: int, num_slots: int

@@ -106,7 +106,7 @@ def only(folder: Path, pattern: str) -> Path:
     return path
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("stranger", "kind"),
     [
@@ -134,6 +134,7 @@ def test_a_stranger_s_file_costs_no_token_and_is_named(
     assert "found a file of " in named.pop()
 
 
+@pytest.mark.sample(3)
 def test_a_stranger_s_folder_leaves_a_job_that_begins_anew(
     stranger: Path, own: Path, tiny_model: Path, undisturbed: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

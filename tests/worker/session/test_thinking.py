@@ -65,6 +65,7 @@ def test_a_chat_has_what_was_thought_apart_from_what_it_says(run: Run, model: Pa
     assert len(codec.encode(text.split(MARKERS[1])[0], False)) > 5
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("kind", ["state", "tokens"])
 def test_a_thought_goes_on_in_another_worker_in_the_midst_of_its_marker(

@@ -19,7 +19,7 @@ from swiftbatch.worker.caches.room import HeldPositions
 from swiftbatch.worker.caches.windowed import WindowedKVCache
 from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.drafters.two_level.repeating import RepeatingDrafter
-from swiftbatch.worker.session.running_job import JobSizes
+from swiftbatch.worker.session.reserve import JobSizes
 from swiftbatch.worker.session.session import _held
 from tests.worker.caches.window_parts import spoil_what_is_forgotten
 from tests.worker.session.recurrent_parts import save_recurrent_model

@@ -35,7 +35,7 @@ def num_in_kernels(target: TargetModel) -> int:
     return sum(attend is not attend_in_torch for attend in target.forwards._attends)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", EACH_KIND)
 def test_every_kind_says_what_transformers_says_with_kernels_in_all_layers_without_chunks(kind: str) -> None:
     target = tiny_target(kind, window=40, variant=VARIANT)
@@ -54,6 +54,7 @@ def test_kernels_that_drop_what_is_asked_for_do_not_agree(asked: str, monkeypatc
     assert not compare(target).agrees
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize(
     "kind",

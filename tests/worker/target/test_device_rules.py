@@ -59,6 +59,7 @@ def no_flash_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.backends.cuda.enable_flash_sdp(True)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.usefixtures("no_flash_kernel")
 def test_where_the_flash_kernel_raises_attention_by_definition_is_row_exact(

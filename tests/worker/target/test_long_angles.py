@@ -117,6 +117,7 @@ def jobs(target: TargetModel, num_tokens: int) -> list[Job]:
     return [sequence(target, name, text(60, seed), num_tokens) for seed, name in enumerate(("a", "bb"))]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("engine", ["auto", "token-recycling", "suffix"])
 @pytest.mark.parametrize("num_tokens", [40, SHORT_LENGTH])
 def test_engines_and_resumes_give_plain_decoding_s_tokens_on_both_sides_of_the_bound(

@@ -84,7 +84,7 @@ def rows_of(forwards: Forwards, num_entries: int, num_nodes: int, seed: int, is_
     return partial_rows(cache, numbers.randrange(forwards.vocab_size), num_entries + 700, tree)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("is_biased", [False, True], ids=["plain", "biased"])
 @pytest.mark.parametrize("num_entries", NUM_ENTRIES)
 def test_kernels_and_transformers_say_the_same(

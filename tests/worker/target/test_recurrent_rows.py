@@ -241,6 +241,7 @@ def recurrent_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_recurrent_model(tmp_path_factory.mktemp("recurrent-model"))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.long
 @pytest.mark.parametrize("engine", ["auto", "suffix"])
 def test_a_job_resumes_from_its_tokens_with_the_same_tokens(recurrent_model: Path, tmp_path: Path, engine: str) -> None:

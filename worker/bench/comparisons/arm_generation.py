@@ -88,7 +88,8 @@ class PromptGeneration:
 
     def _step(self) -> None:
         started = time.perf_counter()
-        self.num_verifications += len(self._engine.step())  # ends with its tokens on the host, on a GPU too
+        results = self._engine.step()  # ends with its tokens on the host, on a GPU too
+        self.num_verifications += sum(verification.num_steps for _, verification in results)
         self._seconds += time.perf_counter() - started
         self._after_first_step = self._after_first_step or self.now
 

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence as Many
-from ctypes import c_double, c_int64, c_void_p
-from typing import Any, NamedTuple
+from ctypes import c_double, c_int64, c_uint64, c_void_p
+from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 
 from swiftbatch.worker.drafters.base import WantedTree
 from swiftbatch.worker.drawing.native_calls import address_of
+from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.drawing.verification import TOP_K
 from swiftbatch.worker.kernels.instruction_sets import load_library
@@ -42,14 +44,14 @@ class CRecyclingTables(ctypes.Structure):
     )
 
 
-GROWTH = np.dtype(
-    [
-        ("seed", "<u8"),
-        *((name, "<f8") for name in ("noise_scale", "spread", "floor")),
-        *((name, "<i8") for name in ("previous", "token", "length", "max_nodes", "max_depth")),
-    ]
-)
-"""`tree_growth` of source/recycling.h."""
+class CTreeGrowth(ctypes.Structure):
+    """`tree_growth` of source/recycling.h."""
+
+    _fields_ = (
+        ("seed", c_uint64),
+        *((name, c_double) for name in ("noise_scale", "spread", "floor")),
+        *((name, c_int64) for name in ("previous", "token", "length", "max_nodes", "max_depth")),
+    )
 
 
 class TextCandidates(NamedTuple):
@@ -97,57 +99,61 @@ class NativeRecycling:
         `rankings`: what noise is multiplied with, the spread of the guesses and the floor below the best of them, as in
         worker/drafters/ranking.py.
         """
-        growths = np.array(
-            [self._growth(tree, ranking) for tree, ranking in zip(wanted, rankings, strict=True)], dtype=GROWTH
-        )
-        room = np.empty((2, sum(growths["max_nodes"].tolist())), dtype=np.int64)
-        num_nodes = np.empty(len(growths), dtype=np.int64)
-        start = address_of(room) or 0
-        self._library.recycling_grow(
-            *(self._address, address_of(growths), len(growths)), start, start + room.strides[0], address_of(num_nodes)
-        )
-        (token_ids, parents), trees, first = room.tolist(), list[DraftTree](), 0
-        for count, most in zip(num_nodes.tolist(), growths["max_nodes"].tolist(), strict=True):
+        growths = (CTreeGrowth * len(wanted))()
+        for growth, tree, ranking in zip(growths, wanted, rankings, strict=True):
+            growth.seed, (growth.noise_scale, growth.spread, growth.floor) = tree.sequence.sampling.seed or 0, ranking
+            growth.previous, growth.token, growth.length = self._end_of(tree.sequence)
+            growth.max_nodes, growth.max_depth = max(0, min(tree.max_nodes, MOST_NODES)), tree.max_depth
+        most = [growth.max_nodes for growth in growths]
+        token_ids, parents = (c_int64 * sum(most))(), (c_int64 * sum(most))()  # numpy's own take longer to make
+        num_nodes = (c_int64 * len(most))()
+        self._library.recycling_grow(self._address, growths, len(most), token_ids, parents, num_nodes)
+        trees, first = list[DraftTree](), 0
+        for count, room in zip(num_nodes, most, strict=True):
             trees.append(DraftTree(token_ids[first : first + count], parents[first : first + count]))
-            first += most
+            first += room
         return trees
 
-    def _growth(self, wanted: WantedTree, ranking: tuple[float, float, float]) -> tuple[float, ...]:
-        """The fields of `GROWTH`."""
-        sequence, length = wanted.sequence, len(wanted.sequence)
+    def _end_of(self, sequence: Sequence) -> tuple[int, int, int]:
+        """The last two tokens of a sequence, and its length; the first token is its own neighbour."""
+        length = len(sequence)
         previous, token = sequence.token_id(max(length - 2, 0)), sequence.last_token_id
         if not (0 <= previous < self._vocab_size and 0 <= token < self._vocab_size):
             raise ValueError(f"sequence ends with {previous}, {token}; expected tokens below {self._vocab_size}")
-        most = max(0, min(wanted.max_nodes, MOST_NODES))
-        return (sequence.sampling.seed or 0, *ranking, previous, token, length, most, wanted.max_depth)
+        return previous, token, length
 
     def write(self, texts: Many[TextCandidates]) -> None:
         """Take in what a step, or a reading, tells of each of some texts, one after the other.
 
         Raises ValueError for arrays that do not fit; texts in front of the wrong one may be written.
         """
-        sizes = np.array([(len(text.token_ids), len(text.text_rows)) for text in texts], dtype=np.int64)
-        num_rows, num_text_rows = sizes.reshape(-1, 2).sum(axis=0).tolist()
-        tokens = _fitting("tokens", _joined([text.token_ids for text in texts]), (num_rows,), np.int64)
-        ids = _fitting("candidates", _joined([text.top_ids for text in texts]), (num_rows, TOP_K), np.int64)
-        logprobs = _joined([text.top_logprobs for text in texts])
-        logprobs = _fitting("log-probabilities", logprobs, (num_rows, TOP_K), np.float32)
-        rows = _fitting("rows of a text", _joined([text.text_rows for text in texts]), (num_text_rows,), np.int64)
-        previous = _joined([text.previous_ids for text in texts])
-        previous = _fitting("previous tokens", previous, (num_text_rows,), np.int64)
-        places = np.empty(num_text_rows, dtype=np.int64)
-        arrays = tokens, ids, logprobs, rows, previous, sizes
+        num_rows = sum(len(text.token_ids) for text in texts)
+        num_text_rows = sum(len(text.text_rows) for text in texts)
+        tokens = _longs("tokens", [text.token_ids for text in texts], num_rows)
+        ids = _fitting("candidates", [text.top_ids for text in texts], (num_rows, TOP_K), np.int64)
+        logprobs = _fitting("log-probabilities", [text.top_logprobs for text in texts], (num_rows, TOP_K), np.float32)
+        rows = _longs("rows of a text", [text.text_rows for text in texts], num_text_rows)
+        previous = _longs("previous tokens", [text.previous_ids for text in texts], num_text_rows)
+        sizes = (c_int64 * (2 * len(texts)))()
+        sizes[::2], sizes[1::2] = [len(text.token_ids) for text in texts], [len(text.text_rows) for text in texts]
         num_written = self._library.recycling_write(
-            self._address, *(address_of(array) for array in arrays), len(texts), address_of(places)
+            *(self._address, tokens, address_of(ids), address_of(logprobs), rows, previous, sizes, len(texts)),
+            (c_int64 * num_text_rows)(),
         )
         if num_written < len(texts):
             num_rows = len(texts[num_written].token_ids)
             raise ValueError(f"candidates name tokens outside the {self._vocab_size}, or rows outside the {num_rows}")
 
 
-def _joined(parts: Many[Any]) -> np.ndarray:
-    """Arrays of several texts as one; a single one without a copy."""
-    return np.asarray(parts[0]) if len(parts) == 1 else np.concatenate(parts)
+def _longs(name: str, parts: list[Many[int] | np.ndarray], count: int) -> ctypes.Array[c_int64]:
+    """Whole numbers of several texts, as C reads them. Of lists numpy would take longer to make an array."""
+    if any(isinstance(part, np.ndarray) for part in parts):
+        array = _fitting(name, [np.asarray(part) for part in parts], (count,), np.int64)
+        return (c_int64 * count).from_buffer_copy(array.data)
+    numbers = [*chain.from_iterable(parts)]
+    if len(numbers) != count:
+        raise ValueError(f"{name} are {len(numbers)}; expected {count}")
+    return (c_int64 * count)(*numbers)
 
 
 def _candidate_rows(name: str, ids: np.ndarray, logprobs: np.ndarray) -> CCandidateRows:
@@ -159,9 +165,10 @@ def _candidate_rows(name: str, ids: np.ndarray, logprobs: np.ndarray) -> CCandid
     return CCandidateRows(address_of(ids), address_of(logprobs), width)
 
 
-def _fitting(name: str, array: np.ndarray, shape: tuple[int, ...], dtype: type) -> np.ndarray:
-    """An array with its numbers side by side, as `dtype`."""
-    made: np.ndarray = np.ascontiguousarray(array, dtype=dtype)
+def _fitting(name: str, parts: list[np.ndarray], shape: tuple[int, ...], dtype: type) -> np.ndarray:
+    """Arrays of several texts as one, with its numbers side by side, as `dtype`; a single one without a copy."""
+    joined = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    made: np.ndarray = np.ascontiguousarray(joined, dtype=dtype)
     _check(name, made, shape, dtype)
     return made
 

@@ -148,7 +148,7 @@ class AutoDrafter(RestingDrafter):
 
     def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
         if self._rests(requests):
-            return [DraftTree() for _ in requests]
+            return [DraftTree()] * len(requests)
         if requests:
             self._plan(requests)
         self._is_chain = self._rounds is not None and self._are_scanned(requests)
@@ -213,9 +213,12 @@ class AutoDrafter(RestingDrafter):
 
     def _plan(self, requests: list[DraftRequest]) -> None:
         """Choose what brings most tokens per second, every few steps and where other sequences share the step."""
-        names, longest = [request.sequence.sequence_id for request in requests], int(lengths_of(requests).max())
+        names = [request.sequence.sequence_id for request in requests]
         is_new = names != self._names
         self._num_steps += 1
+        if not is_new and self._num_steps < self._steps_per_plan:
+            return
+        longest = int(lengths_of(requests).max())
         if is_new and self._is_like_those_before(longest):
             is_new = False
             if max(request.sequence.num_remaining_tokens for request in requests) > WORTH_A_PLAN:

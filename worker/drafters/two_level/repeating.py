@@ -52,6 +52,7 @@ class RepeatingDrafter(Drafter):
         self._resting: list[Sequence] = []  # that draft nothing in the coming steps
         self._num_rests = 0  # such steps to come
         self._rested_at: list[float] = []  # when those began that nobody was told of yet
+        self._num_passed: list[int] = []  # how many passed at once from then on
         self._rests_at_once = RESTS_AT_ONCE
 
     @property
@@ -75,7 +76,8 @@ class RepeatingDrafter(Drafter):
         if self._rests(requests):
             self._num_rests -= 1
             self._rested_at.append(seconds_now())
-            return [DraftTree() for _ in requests]
+            self._num_passed.append(1)
+            return [DraftTree()] * len(requests)
         self._wake()
         promised = {
             r.sequence.sequence_id: tokens for r in requests if (tokens := self._promised(r.sequence)) > PROMISING
@@ -93,6 +95,14 @@ class RepeatingDrafter(Drafter):
             for request, tree in zip(requests, trees, strict=True)
         )
         return trees
+
+    def pass_plain(self, most: int) -> int:
+        if not self._rested_at:
+            return 0
+        num_steps = min(most, self._num_rests)
+        self._num_rests -= num_steps
+        self._num_passed[-1] += num_steps
+        return num_steps
 
     def learn(self, rows: ReadRows) -> None:
         self.otherwise.learn(rows)
@@ -163,13 +173,18 @@ class RepeatingDrafter(Drafter):
         if self._rested_at:
             for sequence in self._resting:
                 self._text(sequence).catch_up(sequence)
-            seconds = [end - start for start, end in pairwise((*self._rested_at, *ended_at))]
-            self._budget.rested(self._resting, len(self._rested_at), self._num_rests, seconds)
+            self._budget.rested(self._resting, sum(self._num_passed), self._num_rests, self._rested_seconds(*ended_at))
             promises = any(self._promised(sequence) > PROMISING for sequence in self._resting)
             self._rests_at_once = RESTS_AT_ONCE if promises else min(2 * self._rests_at_once, MOST_AT_ONCE)
         self._resting, self._num_rests = [], 0
         self._rested_at.clear()
+        self._num_passed.clear()
         return promises
+
+    def _rested_seconds(self, *ended_at: float) -> list[float]:
+        """The seconds of each step of a rest whose end is known; those that passed at once took alike."""
+        spans = [end - start for start, end in pairwise((*self._rested_at, *ended_at))]
+        return [span / number for span, number in zip(spans, self._num_passed, strict=False) for _ in range(number)]
 
     def _promised(self, sequence: Sequence) -> float:
         """The tokens of a step that drafts a few nodes of what the sequence repeats; 1 where it repeats nothing."""

@@ -52,7 +52,22 @@ class Attention(Protocol):
         """Return the queries, `[num_places, num_kv_heads, heads_per_kv, head_dim]`; the first row comes first."""
 
 
-class TritonAttention:
+class RowsInOrder:
+    """What attentions of our own kernels have alike: queries row by row, and parts of softmaxes to be merged."""
+
+    query: Tensor
+    scratch: Scratch
+
+    def places(self, table: CudaRowTable[Tensor]) -> None:
+        return None
+
+    def put(self, query: Tensor, table: CudaRowTable[Tensor]) -> None:
+        for numbers in (self.scratch.output, self.scratch.lse, self.query):
+            numbers.fill_(torch.nan)
+        self.query[: len(query)] = query
+
+
+class TritonAttention(RowsInOrder):
     """An `Attention`: kernels of ours throughout."""
 
     def __init__(self, shape: AttentionShape, layout: TableLayout, scale: float, device: torch.device) -> None:
@@ -64,9 +79,6 @@ class TritonAttention:
     @property
     def numerics(self) -> str:
         return f"{len(self.scratch.lse)} splits"
-
-    def places(self, table: CudaRowTable[Tensor]) -> None:
-        return None
 
     def attend(
         self,
@@ -81,17 +93,12 @@ class TritonAttention:
     ) -> None:
         attend(self.query, keys, values, bias, table, self.scratch, mixed, self.scale, view, pages)
 
-    def put(self, query: Tensor, table: CudaRowTable[Tensor]) -> None:
-        for numbers in (self.scratch.output, self.scratch.lse, self.query):
-            numbers.fill_(torch.nan)
-        self.query[: len(query)] = query
-
     def heads(self) -> Tensor:
         shape = self.shape
         return self.query.view(shape.num_rows, shape.num_kv_heads, shape.heads_per_kv, shape.head_dim)
 
 
-class LatentAttention:
+class LatentAttention(RowsInOrder):
     """An `Attention` over latent vectors, keys and values at once: `mixed` is `[num_rows, num_heads, rank]`."""
 
     def __init__(self, shape: LatentShape, layout: TableLayout, scale: float, device: torch.device) -> None:
@@ -103,9 +110,6 @@ class LatentAttention:
     @property
     def numerics(self) -> str:
         return f"latent, {len(self.scratch.lse)} splits"
-
-    def places(self, table: CudaRowTable[Tensor]) -> None:
-        return None
 
     def attend(
         self,
@@ -119,11 +123,6 @@ class LatentAttention:
         pages: PageTable | None = None,
     ) -> None:
         attend_to_latents(self.shape, self.query, keys, bias, table, self.scratch, mixed, self.scale, pages)
-
-    def put(self, query: Tensor, table: CudaRowTable[Tensor]) -> None:
-        for numbers in (self.scratch.output, self.scratch.lse, self.query):
-            numbers.fill_(torch.nan)
-        self.query[: len(query)] = query
 
     def heads(self) -> Tensor:
         return self.query[:, None]

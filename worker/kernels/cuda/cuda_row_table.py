@@ -120,7 +120,8 @@ class TableLayout:
         first_rows = given.starts[owner] + (np.arange(len(owner)) - firsts[owner]) * most
         num_rows = np.minimum(most, given.starts[owner] + given.sizes[owner] - first_rows)
         slots, boundaries = given.slots[owner], given.boundaries[owner]
-        table.groups[: len(owner)] = np.stack((slots, first_rows, num_rows, boundaries), axis=1)
+        for column, numbers in enumerate((slots, first_rows, num_rows, boundaries)):
+            table.groups[: len(owner), column] = numbers
         table.prefixes[:, : len(owner)] = slots, boundaries
         # full groups lie side by side, so a row's place is that in its sequence, behind the groups of others
         table.packed[: len(given.owner)] = firsts[given.owner] * most + given.numbers
@@ -139,11 +140,11 @@ class TableLayout:
         num_groups = int(self._num_groups_of(given).sum())
         if num_groups > self.num_groups:
             raise ValueError(f"found {num_groups} groups of rows, expected at most {self.num_groups}")
-        wrong = (given.boundaries % self.boundary_step != 0) | (given.boundaries < 0)
-        wrong |= given.boundaries > self.capacity
+        found = given.boundaries
+        wrong = (found % self.boundary_step != 0) | (found.view(np.uint64) > self.capacity)
         if wrong.any():
             raise ValueError(
-                f"found a boundary at {given.boundaries[wrong][0]}, expected a multiple of {self.boundary_step} up to "
+                f"found a boundary at {found[wrong][0]}, expected a multiple of {self.boundary_step} up to "
                 f"{self.capacity}"
             )
         _check_range("slot", given.slots, self.num_slots)
@@ -175,15 +176,17 @@ class _Given:
     @classmethod
     def of(cls, sequences: Sequence[tuple[Rows, int]]) -> _Given:
         """Lay rows side by side. Raises ValueError where some have tails of another size."""
-        for rows, _ in sequences:
-            if rows.tail_entries.shape != (len(rows), BLOCK):
-                raise ValueError(f"found tails {list(rows.tail_entries.shape)}, expected {[len(rows), BLOCK]}")
-        numbers = [(len(rows), slot, rows.boundary, rows.first_entry) for rows, slot in sequences]
+        numbers, tails = list[tuple[int, int, int, int]](), [np.empty((0, BLOCK), dtype=np.int64)]
+        for rows, slot in sequences:
+            size, tail = len(rows.token_ids), rows.tail_entries
+            if tail.shape != (size, BLOCK):
+                raise ValueError(f"found tails {list(tail.shape)}, expected {[size, BLOCK]}")
+            numbers.append((size, slot, rows.boundary, rows.first_entry))
+            tails.append(tail)
         sizes, slots, boundaries, first_entries = np.array(numbers, dtype=np.int64).reshape(-1, 4).T
         starts = np.cumsum(sizes) - sizes
         owner = np.repeat(np.arange(len(sizes)), sizes)
         within = np.arange(len(owner)) - starts[owner]
-        tails = [np.empty((0, BLOCK), dtype=np.int64), *(rows.tail_entries for rows, _ in sequences)]
         return cls(
             *(sizes, slots, boundaries, starts, owner, within),
             first_entries[owner] + within,
@@ -195,17 +198,18 @@ class _Given:
 
     def in_pages(self, pages: Sequence[Sequence[int]], page: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The places of `entries` and `tails` in a pool. Raises ValueError where a sequence lacks a page."""
-        known, offsets = list[int](), list[int]()
+        known, ordinals, offsets = list[int](), list[int](), list[int]()
         lasts = self.entries[self.starts + self.sizes - 1] // page
         for own, first, last in zip(pages, (self.boundaries // page).tolist(), lasts.tolist(), strict=True):
             offsets.append(len(known) - first)
             known += own[first : last + 1]
-            if len(known) != offsets[-1] + last + 1:
+            ordinals += range(first, last + 1)
+            if len(known) != len(ordinals):
                 raise ValueError(f"found {len(own)} pages, expected entries of page {last} to lie in one")
-        numbers, behind = np.array(known, dtype=np.int64) * page, np.array(offsets)[self.owner]
-        entries, in_entries = np.divmod(self.entries, page)
-        tails, in_tails = np.divmod(self.tails, page)
-        return numbers[entries + behind] + in_entries, numbers[tails + behind[:, None]] + in_tails
+        shifts = (np.array(known, dtype=np.int64) - np.array(ordinals, dtype=np.int64)) * page  # of a page's entries
+        behind = np.array(offsets)[self.owner]
+        entries, tails = self.entries // page + behind, self.tails // page + behind[:, None]
+        return self.entries + shifts[entries], self.tails + shifts[tails]
 
 
 def _joined(lists: Iterable[Sequence[int]]) -> NDArray[np.int64]:
@@ -213,6 +217,7 @@ def _joined(lists: Iterable[Sequence[int]]) -> NDArray[np.int64]:
 
 
 def _check_range(name: str, numbers: NDArray[Any], end: int, lowest: int = 0) -> None:
-    if numbers.size and not (lowest <= numbers.min() and numbers.max() < end):
+    counted = numbers - lowest if lowest else numbers
+    if numbers.size and counted.view(np.uint64).max() >= end - lowest:  # a negative one is larger than any
         wrong = numbers.min() if numbers.min() < lowest else numbers.max()
         raise ValueError(f"found {name} {wrong}, expected {lowest} to {end - 1}")

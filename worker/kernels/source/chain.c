@@ -1,4 +1,4 @@
-// Chains that a target draws behind partial caches, round by round, without a return to Python in between.
+// Chains that a target draws, round by round, without a return to Python in between.
 #include "chain.h"
 
 // Append what a sequence has drawn: its next row. A late helper may still read these numbers, and nobody looks at what
@@ -15,12 +15,21 @@ static bool append_drawn(const chain_call *call, int number) {
     return true;
 }
 
+// Whether the newest token of a sequence is one that ends it.
+static bool has_ended(const chain_call *call, int number) {
+    if (!call->ends) return false;
+    const token_set *ends = call->ends + number;
+    for (int64_t i = 0; i < ends->num_tokens; i++)
+        if (ends->token_ids[i] == call->token_ids[number]) return true;
+    return false;
+}
+
 int32_t draw_chains(decoder *decoder, team *team, const chain_call *call, void *scratch) {
     int32_t num_rounds = 0, num_sequences = call->forward.num_groups;
     for (bool goes_on = true; goes_on && num_rounds < call->num_rounds; num_rounds++) {
         decoder_forward(decoder, team, &call->forward);
         sampling_walk(call->walks, num_sequences, call->vocab, scratch);
-        for (int i = 0; i < num_sequences; i++) goes_on &= append_drawn(call, i);
+        for (int i = 0; i < num_sequences; i++) goes_on &= append_drawn(call, i) && !has_ended(call, i);
     }
     return num_rounds;
 }

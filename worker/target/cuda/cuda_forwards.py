@@ -182,17 +182,17 @@ class CudaForwards:
 
     def _send(self, groups: list[SequenceRows]) -> None:
         computing_stream(self.device).join()
-        caches = [cast(ArenaKVCache, group.cache) for group in groups]
+        caches = cast("list[ArenaKVCache]", [group.cache for group in groups])
         for group, cache in zip(groups, caches, strict=True):
-            cache.reserve(group.first_entry + len(group))
+            cache.reserve(group.first_entry + len(group.token_ids))
         placed = [(group, cache.slot) for group, cache in zip(groups, caches, strict=True)]
         decoder, buffer = self._decoder, self._table.buffer()
         decoder.layout.fill(buffer[: decoder.layout.size], placed, [cache.pages for cache in caches])
         if decoder.mixers is not None:
             rows = [StateRows(group, slot, cache.boundary) for (group, slot), cache in zip(placed, caches, strict=True)]
             decoder.mixers.layout.fill(buffer[decoder.layout.size :], rows)
-        for group, cache in zip(groups, caches, strict=True):
-            cache.fold_to(group.boundary)
+            for group, cache in zip(groups, caches, strict=True):
+                cache.fold_to(group.boundary)
         self._table.send()
 
 

@@ -40,9 +40,9 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def parts(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Parts:
+def parts(one_layer_model: Path, monkeypatch: pytest.MonkeyPatch) -> Parts:
     monkeypatch.setitem(LINEAR_KERNELS, "triton", row_by_row)
-    made = Parts.of(locate_model(str(tiny_model)), "float32", CPU, CudaKernels(linear="triton"))
+    made = Parts.of(locate_model(str(one_layer_model)), "float32", CPU, CudaKernels(linear="triton"))
     made.extent = SMALL
     return made
 
@@ -63,7 +63,7 @@ STAGES = {  # by the first word of a line that is said: what the file holds then
 
 
 def test_all_of_it_comes_out_as_tables_and_json_stage_by_stage(
-    parts: Parts, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    parts: Parts, one_layer_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(step_costs, "seconds_of", lambda target, forward: 0.001)
     text = tmp_path / "text.txt"
@@ -75,7 +75,7 @@ def test_all_of_it_comes_out_as_tables_and_json_stage_by_stage(
         found[line.split()[0].strip(",")] = json.loads(file.read_text()) if file.exists() else {}
 
     changes = {"text": text, "json_path": file, "lengths": (3, 4), "draft_model": tmp_path}
-    given = options(tiny_model, engines=("autoregressive", "griffin"), **changes)
+    given = options(one_layer_model, engines=("autoregressive", "griffin"), **changes)
     result = measured(parts, given, look)
     assert [(step.length, step.num_slots, step.num_rows) for step in result.steps] == [(3, 1, 2), (4, 1, 2)]
     assert [read.start for read in result.reads] == [0, 4]
@@ -157,12 +157,12 @@ def test_lengths_that_have_no_room_are_left_out() -> None:
     assert fitting_lengths(MODELS["Qwen2.5 32B"], gpu, lengths, 4096, 2) == lengths[:2]
 
 
-def test_a_model_without_room_for_two_caches_is_refused_with_the_numbers(parts: Parts, tiny_model: Path) -> None:
+def test_a_model_without_room_for_two_caches_is_refused_with_the_numbers(parts: Parts, one_layer_model: Path) -> None:
     with pytest.raises(BenchError, match=r"2 caches of 4,095 \+ 5 positions: the model has 4,096 positions"):
-        measured(parts, options(tiny_model, lengths=(4095,)), lambda line: None)
+        measured(parts, options(one_layer_model, lengths=(4095,)), lambda line: None)
 
 
-def test_wrong_options_are_named(tiny_model: Path) -> None:
+def test_wrong_options_are_named(one_layer_model: Path) -> None:
     for changes in (
         {"engines": ("warp",)},
         {"slot_counts": (0,)},
@@ -171,7 +171,7 @@ def test_wrong_options_are_named(tiny_model: Path) -> None:
         {"attention": "mine"},
     ):
         with pytest.raises(ValidationError):
-            options(tiny_model, **changes)
+            options(one_layer_model, **changes)
 
 
 def test_figures_stand_in_their_tables() -> None:
@@ -190,15 +190,15 @@ def test_figures_stand_in_their_tables() -> None:
     assert ["weights,", "at", "most", "16.00"] in lines
 
 
-def test_kernels_are_measured_that_were_asked_for(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_measured_that_were_asked_for(one_layer_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     processors = SimpleNamespace(multi_processor_count=108)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: processors)
     monkeypatch.setattr("swiftbatch.worker.bench.gpu.measuring.measured", lambda parts, *args: parts.kernels)
-    assert run_gpu_bench(options(tiny_model, linear="triton")) == CudaKernels(linear="triton")  # type: ignore[comparison-overlap]
+    assert run_gpu_bench(options(one_layer_model, linear="triton")) == CudaKernels(linear="triton")  # type: ignore[comparison-overlap]
     monkeypatch.setattr(choice, "flash_version", lambda: "2.8.3")
     with pytest.raises(ModelError, match="--attention flash: found dtype float32"):
-        run_gpu_bench(options(tiny_model, attention="flash"))
+        run_gpu_bench(options(one_layer_model, attention="flash"))
 
 
 def test_a_machine_without_a_gpu_is_refused_in_one_line_also_without_triton() -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-import subprocess
-import sys
+import runpy
 from itertools import product
 
 import pytest
@@ -24,7 +23,6 @@ from swiftbatch.worker.caches.summary import CHUNK_SIZE
 from swiftbatch.worker.inspection.inspection import CONTEXT_BYTES, GPU_BYTES, GPUS, SLOT_LENGTHS
 from swiftbatch.worker.kernels.sizes import NUM_ROWS
 from swiftbatch.worker.papers.tokenswift.tokenswift import TokenSwiftOptions
-from tests import ROOT
 from tests.readme.command_lines import page, table
 
 GPU_PAGE = page("docs/gpu.md")
@@ -32,12 +30,12 @@ PROSE = " ".join(GPU_PAGE.split())
 
 
 @pytest.mark.long
-def test_the_page_has_the_tables_that_the_command_prints() -> None:
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules")  # the module is imported here, and then run
+def test_the_page_has_the_tables_that_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
     assert sizing_table() in GPU_PAGE, "python -m swiftbatch.worker.bench.gpu.sizing prints the new one"
     assert packed_table() in GPU_PAGE, "python -m swiftbatch.worker.bench.gpu.sizing prints the new one"
-    command = [sys.executable, "-m", "swiftbatch.worker.bench.gpu.sizing"]
-    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert process.stdout == f"{sizing_table()}\n\n{packed_table()}\n"
+    runpy.run_module("swiftbatch.worker.bench.gpu.sizing", run_name="__main__")
+    assert capsys.readouterr().out == f"{sizing_table()}\n\n{packed_table()}\n"
 
 
 def test_the_slots_are_those_that_follow_by_hand() -> None:

@@ -52,6 +52,7 @@ def loaded_bytes(weights: StackedWeights) -> int:
     return sum(plain.values()) + sum(weight.nbytes for weight in packed)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("name", "types"), [("llama", MIXED), ("qwen3", ("Q4_0",)), ("qwen2", ("Q6_K",)), ("phi3", ("IQ4_NL",))]
@@ -78,6 +79,7 @@ def test_the_forms_of_types_are_those_that_their_blocks_have(name: str) -> None:
     assert found == (said.code, said.bits, said.group, said.has_offsets)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_checkpoint_in_parts_takes_what_the_plan_counts_for_it(name: str, tmp_path: Path) -> None:
     """No less than the plan says, where only the numbers tell whether they stay packed."""

@@ -34,6 +34,7 @@ def drawn(buffers: DrawBuffers, kind: type[Draw] = FilteredDraw) -> list[int]:
     return buffers.tokens.tolist()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("seed", range(3))
 def test_every_kind_of_row_draws_the_samplers_token(seed: int) -> None:
     chance = random.Random(seed)
@@ -56,6 +57,7 @@ def test_rows_without_filters_draw_the_same_in_three_launches() -> None:
         assert [tokens[i] for i in unfiltered] == [expected[i] for i in unfiltered]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("window", [1, 2, 5, 64, 1024])
 def test_each_row_of_a_tree_is_penalised_for_its_own_path(window: int) -> None:
     """Of few tokens, so that they come, leave and come again; penalties are strong, so that each of them shows."""

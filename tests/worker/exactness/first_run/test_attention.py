@@ -21,6 +21,7 @@ from tests.worker.kernels.kernel_parts import BF16, FLOAT32, LATENTS
 pytestmark = pytest.mark.long
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", [FLOAT32, BF16], ids=str)
 def test_rows_at_all_lengths_are_their_own(embedded_files: ModelFiles, dtype: torch.dtype) -> None:
     finding = check_attention(small_parts(embedded_files, dtype))

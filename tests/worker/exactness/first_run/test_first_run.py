@@ -136,8 +136,8 @@ def test_a_gpu_is_tried_as_the_plan_says() -> None:
 
 
 @pytest.mark.slow
-def test_the_whole_list_passes_in_the_interpreter(tiny_model: Path) -> None:
-    parts = Parts.of(locate_model(str(tiny_model)), "float32", torch.device("cpu"))
+def test_the_whole_list_passes_in_the_interpreter(one_layer_model: Path) -> None:
+    parts = Parts.of(locate_model(str(one_layer_model)), "float32", torch.device("cpu"))
     parts.extent = dataclasses.replace(SMALL, num_tries=2, num_rows=20, most_nodes=6, work_lengths=(3, 70))
     pages: list[str] = []
     found = run_checks(parts, pages.append)
@@ -147,7 +147,7 @@ def test_the_whole_list_passes_in_the_interpreter(tiny_model: Path) -> None:
 
 
 def test_products_are_tried_with_the_settings_that_workers_run_with(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+    one_layer_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
     products = SimpleNamespace(allow_bf16_reduced_precision_reduction=True)
@@ -155,7 +155,7 @@ def test_products_are_tried_with_the_settings_that_workers_run_with(
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # of whoever started it, who has no say in a run's bits
     chosen: list[str] = []
     monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", chosen.append)
-    Parts.of(locate_model(str(tiny_model)), "bfloat16", torch.device("cuda"))
+    Parts.of(locate_model(str(one_layer_model)), "bfloat16", torch.device("cuda"))
     assert products.allow_bf16_reduced_precision_reduction is False
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     assert chosen == ["cublas"]

@@ -91,16 +91,16 @@ def of_folder(model: Path) -> Parts:
 
 
 def test_another_process_loads_the_model_and_computes_the_same_bits(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    one_layer_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text("import tests.worker.interpreter\n", encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.getcwd()}")  # that it has the same interpreter
-    finding = check_second_process(of_folder(tiny_model))
+    finding = check_second_process(of_folder(one_layer_model))
     assert (finding.passed, finding.words) == (True, "another process computes the same bits")
 
 
-def test_the_forward_is_that_of_transformers(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    finding = check_transformers(of_folder(tiny_model))
+def test_the_forward_is_that_of_transformers(one_layer_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    finding = check_transformers(of_folder(one_layer_model))
     assert finding.passed, finding.words
     assert finding.rows[0]["rows"] == SMALL.num_compared
 
@@ -108,4 +108,4 @@ def test_the_forward_is_that_of_transformers(tiny_model: Path, monkeypatch: pyte
         row_by_row(rows, weight.flip(0), bias, out)
 
     monkeypatch.setitem(LINEAR_KERNELS, "triton", another)
-    assert not check_transformers(of_folder(tiny_model)).passed
+    assert not check_transformers(of_folder(one_layer_model)).passed

@@ -175,6 +175,7 @@ def alone(arena: Arena, rows: Placed, row: int) -> tuple[Arena, list[Placed]]:
     return plain, [(tree_rows(plain.caches[slot], 0, DraftTree()), slot)]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("shape", [SMALL, Shape(head_dim=80, group=4)], ids=str)
 def test_a_row_has_the_bits_of_plain_decoding_in_any_company_and_order(shape: Shape) -> None:
     numbers = random.Random(5)
@@ -191,6 +192,7 @@ def test_a_row_has_the_bits_of_plain_decoding_in_any_company_and_order(shape: Sh
             assert torch.equal(attended(*alone(arena, rows, row), parts[each][row : row + 1])[0], together[each][row])
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("page", "window"), [(64, None), (256, None), (128, 300)])
 def test_entries_in_pages_in_any_order_have_the_bits_of_entries_side_by_side(page: int, window: int | None) -> None:
     """A split begins and ends within pages: it is counted in positions."""
@@ -220,6 +222,7 @@ def view_of(shape: Shape, window: int | None, softcap: float | None, has_sinks: 
 VIEWS = [(1, None, False), (40, 3.0, False), (64, None, True), (65, None, False), (300, 3.0, True), (None, 3.0, True)]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("window", "softcap", "has_sinks"), VIEWS)
 def test_windows_soft_caps_and_sinks_are_near_float64(
     window: int | None, softcap: float | None, has_sinks: bool
@@ -231,6 +234,7 @@ def test_windows_soft_caps_and_sinks_are_near_float64(
         assert error < (3e-6 if shape.dtype == FLOAT32 else 2e-2)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "window", [1, pytest.param(40, marks=pytest.mark.slow), 65, pytest.param(130, marks=pytest.mark.slow), 300]
 )

@@ -78,6 +78,7 @@ def normal(*size: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+@pytest.mark.sample(2)
 @DTYPES
 @pytest.mark.parametrize("name", EXPERT_SHAPES)
 def test_experts_add_what_the_reference_adds(name: str, dtype: torch.dtype) -> None:
@@ -130,6 +131,7 @@ def is_sorted(made: CudaExperts, routing: Routing, marks: Tensor) -> bool:
     return found == expected and bool((made._tile_experts[used:] == -1).all())
 
 
+@pytest.mark.sample(2)
 @DTYPES
 @pytest.mark.parametrize("name", ROUTINGS)
 def test_choices_and_weights_are_the_reference_s_to_the_bit(name: str, dtype: torch.dtype) -> None:
@@ -169,6 +171,7 @@ def test_there_are_tiles_for_all_that_rows_may_choose() -> None:
         assert num_tiles(num_experts, num_chosen) >= min(most, NUM_ROWS * num_chosen)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
@@ -226,6 +229,7 @@ def twin_of(weights: ExpertWeights) -> ExpertWeights:
     return dataclasses.replace(weights, **parts)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("form", "width"),
     [("FP8", 160), ("MXFP4", 160), ("int4 with offsets", 64), pytest.param("NVFP4", 64, marks=pytest.mark.slow)],

@@ -76,6 +76,7 @@ def test_trees_of_four_sequences_are_as_in_float64(shape: Shape) -> None:
     assert worst_error(arena, sequences) < BOUND
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("sizes", [(1,), (21,), (22,), (64,), (40, 24), (1, 1, 1, 1)], ids=str)
 def test_any_rows_fit_into_groups(sizes: tuple[int, ...]) -> None:
     arena, sequences = written(SMALL, LENGTHS[::-1], sizes, 2)

@@ -53,6 +53,7 @@ def test_logits_of_bfloat16_weights_are_asked_of_cublas_in_float32(has_bias: boo
     cublas_linear(rows, weight, bias if has_bias else None, out)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", [BF16, FLOAT32], ids=str)
 def test_a_row_has_the_same_bits_in_all_places_among_any_neighbours(dtype: torch.dtype) -> None:
     weight, bias = normal(100, 400, dtype=dtype), normal(100, dtype=dtype, seed=1)

@@ -28,7 +28,7 @@ SHAPES = {
     "latent": LATENTS[0],
     "experts, float32": WITH_EXPERTS["gpt_oss in float32"],
 }
-EVERY_DAY = {("experts", 256)}  # which attend as those without experts do
+EVERY_DAY = {("experts", 128)}  # which attend as those without experts do
 
 
 def decoder_of(arena: Arena, num_rows: int) -> CudaDecoder:

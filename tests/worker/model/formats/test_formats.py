@@ -34,6 +34,7 @@ def twins(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return request.param, *make_twins(EXAMPLES[request.param], tmp_path_factory.mktemp("twins"))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_a_model_has_the_logits_of_its_dequantized_twin_to_the_bit(twins: tuple[str, Path, Path], dtype: str) -> None:
     _, packed, dense = twins

@@ -117,6 +117,7 @@ def test_infinite_scales_are_refused_by_the_name_of_their_tensor(tmp_path: Path)
         read_tensors(locate_model(str(file)), BF16, lambda weight: weight)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("kind", "name"),
     [

@@ -109,6 +109,7 @@ def test_the_window_begins_anew_and_entries_agree_with_blocks() -> None:
     assert max(entry_of(n - 1, window_start(n)) for n in range(1, 3000)) < 576
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("length", "num_tokens"), [(100, 20), (100, 90), (490, 40)])
 def test_a_resumed_sequence_has_the_very_same_drafts(
     way: Way, target_model: TargetModel, length: int, num_tokens: int

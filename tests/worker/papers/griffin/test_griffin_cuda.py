@@ -68,8 +68,8 @@ def _numbers_as_a_gpu_has_them() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def target(tiny_model: Path) -> TargetModel:
-    return cuda_target(locate_model(str(tiny_model)), torch.float32, NUM_SLOTS)
+def target(one_layer_model: Path) -> TargetModel:
+    return cuda_target(locate_model(str(one_layer_model)), torch.float32, NUM_SLOTS)
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +118,7 @@ def is_near(found: list[Candidates], expected: list[Candidates]) -> bool:
     return tokens == expected_tokens and np.allclose(scores, expected_scores, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("fusion", "expansion_size", "has_head"), VARIANTS)
 def test_kernels_and_torch_say_the_same_of_every_variant(
     target: TargetModel, config: GriffinConfig, fusion: str, expansion_size: int, has_head: bool
@@ -201,7 +202,7 @@ def test_a_level_is_one_table_up_one_replay_and_one_wait_and_a_look_at_the_text_
     assert done == ["send", "replay", "wait", "send", "replay"]
 
 
-def test_what_is_held_on_the_device_is_planned_for(target: TargetModel, tiny_model: Path) -> None:
+def test_what_is_held_on_the_device_is_planned_for(target: TargetModel, one_layer_model: Path) -> None:
     files, sizes = target.files, read_sizes(target.files, "float32")
     assert sizes is not None
     needs = ENGINES["griffin"].memory_of(files.path / PARTS_FOLDER / GRIFFIN_FILE)

@@ -40,7 +40,7 @@ def small_target(request: pytest.FixtureRequest, tiny_model: Path) -> TargetMode
     return load(tiny_model, request.param)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @needs_kernels
 @pytest.mark.parametrize("fusion", SECOND_FUSIONS)
 @pytest.mark.parametrize("expansion_size", [0, 96])

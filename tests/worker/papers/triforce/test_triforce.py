@@ -76,6 +76,7 @@ def plain(target: TargetModel) -> dict[str, list[int]]:
     return outputs
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("sampler", "cache"),
     [
@@ -94,6 +95,7 @@ def test_the_tokens_are_those_of_plain_decoding(
     assert 0 < drafter.counters.num_agreed_nodes <= drafter.counters.num_checked_nodes
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "sampler", [pytest.param(name, marks=() if name in ("T=0", HARDEST) else pytest.mark.slow) for name in SAMPLERS]
 )

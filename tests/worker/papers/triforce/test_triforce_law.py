@@ -50,6 +50,7 @@ def test_three_levels_follow_the_law(params: SamplingParams) -> None:
     assert gate(three_levels, params) > 1e-3
 
 
+@pytest.mark.sample(2)
 @SETTINGS
 def test_three_levels_say_what_plain_decoding_says(params: SamplingParams) -> None:
     for seed in range(500):

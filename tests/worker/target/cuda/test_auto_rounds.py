@@ -64,8 +64,8 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def files(tiny_model: Path) -> ModelFiles:
-    return locate_model(str(tiny_model))
+def files(one_layer_model: Path) -> ModelFiles:
+    return locate_model(str(one_layer_model))
 
 
 def rounds_always_pay() -> StepCosts:

@@ -48,8 +48,8 @@ ENGINES_HERE = pytest.mark.parametrize(
 
 
 @pytest.fixture(scope="module")
-def files(tiny_model: Path) -> ModelFiles:
-    return locate_model(str(tiny_model))
+def files(one_layer_model: Path) -> ModelFiles:
+    return locate_model(str(one_layer_model))
 
 
 def sequences(vocab_size: int, num_tokens: int, prompts: tuple[int, ...]) -> list[Sequence]:
@@ -92,6 +92,7 @@ def test_engines_give_the_reference_s_tokens(files: ModelFiles, engine_name: str
     assert generated(cuda_target(files, torch.float32), engine_name, 3, CROSSING) == expected
 
 
+@pytest.mark.slow  # test_rewinds.py takes them back, slots go back in test_cuda_states.py
 @ENGINES_HERE
 def test_rewound_sequences_have_the_reference_s_tokens(files: ModelFiles, engine_name: str) -> None:
     loop = {"max_pattern_size": 1, "min_count": 3, "action": "rewind", "max_rewinds": 2}

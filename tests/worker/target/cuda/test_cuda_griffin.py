@@ -32,8 +32,8 @@ PENALISED = DRAWN | {"repetition_penalty": 1.2, "penalty_window": 20}
 
 
 @pytest.fixture(scope="module")
-def files(tiny_model: Path) -> ModelFiles:
-    return locate_model(str(tiny_model))
+def files(one_layer_model: Path) -> ModelFiles:
+    return locate_model(str(one_layer_model))
 
 
 def new_sequence(target: TargetModel, name: str, length: int, **fields: float) -> Sequence:

@@ -14,9 +14,10 @@ from tests.worker.target.cuda.checked_graph import CheckedGraph
 from tests.worker.target.cuda.cuda_parts import cuda_target
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_logits_of_all_heads_are_one_replay(tiny_model: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
-    files = locate_model(str(tiny_model))
+def test_logits_of_all_heads_are_one_replay(one_layer_model: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
+    files = locate_model(str(one_layer_model))
     on_cpu = DecodingHeads.load(None, TargetModel.load(files, dtype, "cpu"))
     on_gpu = DecodingHeads.load(None, cuda_target(files, getattr(torch, dtype)))
     replays: list[CheckedGraph] = []

@@ -92,7 +92,7 @@ def test_rows_of_two_trees_have_the_bits_of_plain_decoding(name: str, tmp_path: 
     for cache in caches:
         forwards.read(cache, TEXT[:64])
         forwards.read(cache, TEXT[64:68])
-    trees = [random_tree(numbers, 5, 68, 64) for _ in caches]
+    trees = [random_tree(numbers, 4, 68, 64) for _ in caches]
     _, logits = forwards.run([tree_rows(*each) for each in zip(caches, (5, 6), trees, strict=True)])
     logits = logits.clone()
     for node in range(len(trees[0].parents)):
@@ -103,6 +103,7 @@ def test_rows_of_two_trees_have_the_bits_of_plain_decoding(name: str, tmp_path: 
         caches[1].roll_back(68)
 
 
+@pytest.mark.slow  # rows of trees have those bits, as the test above says
 def test_drafts_beside_a_resumed_job_give_plain_decoding_s_tokens(tmp_path: Path) -> None:
     target = cuda_target(files_of("GLM 4.7 Flash", tmp_path), torch.float32, linear="cublas")
     params = SamplingParams(max_tokens=3, seed=3, ignore_eos=True)

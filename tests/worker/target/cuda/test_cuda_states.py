@@ -50,12 +50,20 @@ ON_A_GPU = (
     *("Falcon-H1", "Falcon-H1 with norms", "Nemotron-H", "Nemotron 3 Nano", "Nemotron 3 Super"),
     *("Granite 4 h", "Granite 4 h micro", "Bamba", "LFM2", "Qwen3.5", "Qwen3-Next"),
 )
+FEWER_LAYERS: dict[str, dict[str, Any]] = {  # of those that are tried every day: the interpreter takes its time
+    "LFM2": {"num_hidden_layers": 3, "full_attn_idxs": [1]},
+    "Qwen3.5": {
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+        "full_attention_interval": 2,
+    },
+}
 FORMS = ["LFM2", *(pytest.param(name, marks=SLOW) for name in ("Bamba", "Qwen3.5"))]
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def made(name: str, folder: Path, dtype: str = "bf16", num_slots: int = 3) -> TargetModel:
-    publish(PUBLISHED[name], folder)
+    publish(PUBLISHED[name] | FEWER_LAYERS.get(name, {}), folder)
     linear = "triton" if dtype == "bf16" else "cublas"
     return cuda_target(locate_model(str(folder)), DTYPES[dtype], num_slots, 300, linear)  # type: ignore[arg-type]
 
@@ -173,7 +181,7 @@ def test_states_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     read(target, other, BLOCK + 1)
     states = other.states()
     assert states is not None
-    with pytest.raises(ValueError, match="expected 6 behind a multiple of 64, at most 0"):
+    with pytest.raises(ValueError, match="expected 4 behind a multiple of 64, at most 0"):
         ours.set_states(states)
     ours.load(other.kv(0, BLOCK))
     states.arrays["inputs.1"] = states.arrays["inputs.1"][:1]
@@ -184,7 +192,7 @@ def test_states_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", FORMS)
 def test_drafts_beside_another_job_with_the_same_prompt_give_plain_decoding_s_tokens(name: str, tmp_path: Path) -> None:
     target = made(name, tmp_path)
-    params = SamplingParams(max_tokens=4, seed=3, ignore_eos=True)
+    params = SamplingParams(max_tokens=3, seed=3, ignore_eos=True)
 
     def sequences() -> list[Sequence]:
         prompt = TEXT[: BLOCK + 8]
@@ -214,7 +222,7 @@ def test_a_layer_with_a_state_is_twelve_launches_and_a_convolution_eight(
     state, gated = [*FRONT, *STATE, *PRODUCTS], [*FRONT, *ATTENTION, *PRODUCTS]
     short, plain = [*FRONT, *CONVOLUTION, *PRODUCTS], [name for name in gated if name != "gate_row"]
     assert (len(state), len(gated), len(short)) == (12, 11, 8)
-    expected = {"Qwen3.5": [*state * 3, *gated], "LFM2": [*short * 2, *plain, *short, *plain]}
+    expected = {"Qwen3.5": [*state, *gated], "LFM2": [*short, *plain, *short]}
     for name, layers in expected.items():
         (tmp_path / name).mkdir()
         forwards = made(name, tmp_path / name, "fp32").forwards

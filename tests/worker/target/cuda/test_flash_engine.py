@@ -22,10 +22,10 @@ PROMPTS = (6, 64)  # the second one is a whole block, which is a prefix from the
 
 
 @pytest.fixture(scope="module")
-def files(tiny_model: Path) -> Iterator[ModelFiles]:
+def files(one_layer_model: Path) -> Iterator[ModelFiles]:
     with pytest.MonkeyPatch.context() as patches:
         flash_stub.install(patches)
-        yield locate_model(str(tiny_model))
+        yield locate_model(str(one_layer_model))
 
 
 @pytest.fixture(scope="module")

@@ -24,8 +24,8 @@ KV_DTYPES = pytest.mark.parametrize("kv_dtype", ["int8", pytest.param("fp8", mar
 
 
 @pytest.fixture(scope="module")
-def files(tiny_model: Path) -> ModelFiles:
-    return locate_model(str(tiny_model))
+def files(one_layer_model: Path) -> ModelFiles:
+    return locate_model(str(one_layer_model))
 
 
 @pytest.mark.long
@@ -50,6 +50,7 @@ def test_codes_come_back_from_a_checkpoint(files: ModelFiles) -> None:
     assert (other.kv(0, 3) == kept).all()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_plan_counts_the_bytes_that_an_arena_takes(files: ModelFiles, dtype: str) -> None:
     sizes = read_sizes(files, dtype)

@@ -28,9 +28,9 @@ from tests.worker.kernels.cuda import flash_stub
 
 
 @pytest.fixture
-def files(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> ModelFiles:
+def files(one_layer_model: Path, monkeypatch: pytest.MonkeyPatch) -> ModelFiles:
     flash_stub.install(monkeypatch)
-    return locate_model(str(tiny_model))
+    return locate_model(str(one_layer_model))
 
 
 @pytest.mark.parametrize(
@@ -63,10 +63,10 @@ def test_a_gpu_runs_the_kernels_that_the_run_chose(
     assert planned[0].attention == kernels.attention
 
 
-def test_a_model_of_more_heads_than_the_kernels_take_is_left_to_others(tiny_model: Path, tmp_path: Path) -> None:
-    config = LlamaConfig.from_pretrained(tiny_model)
+def test_a_model_of_more_heads_than_the_kernels_take_is_left_to_others(one_layer_model: Path, tmp_path: Path) -> None:
+    config = LlamaConfig.from_pretrained(one_layer_model)
     config.update({"num_attention_heads": 32, "num_key_value_heads": 1})
-    folder = shutil.copytree(tiny_model, tmp_path / "many-heads")
+    folder = shutil.copytree(one_layer_model, tmp_path / "many-heads")
     LlamaForCausalLM(config).save_pretrained(folder)
     files = locate_model(str(folder))
     sizes = read_sizes(files, "float32")
@@ -76,8 +76,10 @@ def test_a_model_of_more_heads_than_the_kernels_take_is_left_to_others(tiny_mode
 
 
 @pytest.mark.parametrize("is_offloaded", [False, True])
-def test_a_dense_model_has_the_slots_of_its_plan_wherever_its_caches_lie(tiny_model: Path, is_offloaded: bool) -> None:
-    files, device = locate_model(str(tiny_model)), torch.device("cpu")
+def test_a_dense_model_has_the_slots_of_its_plan_wherever_its_caches_lie(
+    one_layer_model: Path, is_offloaded: bool
+) -> None:
+    files, device = locate_model(str(one_layer_model)), torch.device("cpu")
     sizes = read_sizes(files, "float32")
     assert sizes is not None
     plan = plan_memory(sizes, GPUMemory(10**9, 3), 64, 3)
@@ -91,7 +93,7 @@ def test_a_dense_model_has_the_slots_of_its_plan_wherever_its_caches_lie(tiny_mo
 
 @pytest.mark.parametrize(("kv_offload", "host_bytes"), [(None, None), ("/anywhere", 10**9)])
 def test_a_gpu_s_caches_have_the_free_memory_of_the_host_where_they_lie_there(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, kv_offload: str | None, host_bytes: int | None
+    one_layer_model: Path, monkeypatch: pytest.MonkeyPatch, kv_offload: str | None, host_bytes: int | None
 ) -> None:
     class LoadingError(Exception):
         pass
@@ -103,7 +105,7 @@ def test_a_gpu_s_caches_have_the_free_memory_of_the_host_where_they_lie_there(
     monkeypatch.setattr("swiftbatch.worker.target.target.load_forwards", load_forwards)
     monkeypatch.setattr(KVRoom, "free_bytes", lambda _: 1e9)
     with pytest.raises(LoadingError) as told:
-        TargetModel.load(locate_model(str(tiny_model)), "float32", "cuda", kv_offload, SlotsWanted(64))
+        TargetModel.load(locate_model(str(one_layer_model)), "float32", "cuda", kv_offload, SlotsWanted(64))
     assert told.value.args == (SlotsWanted(64, host_bytes=host_bytes),)
 
 

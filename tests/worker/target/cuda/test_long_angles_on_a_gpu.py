@@ -48,6 +48,7 @@ def is_near(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return bool((found - expected).abs().max() < ROUNDING * expected.abs().max())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("make", [cuda_target, offloaded_target])
 def test_short_and_long_jobs_side_by_side_say_what_they_say_on_a_cpu(
     make: Callable[..., TargetModel], files: ModelFiles, on_cpu: TargetModel

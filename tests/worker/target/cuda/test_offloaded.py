@@ -38,10 +38,10 @@ KINDS = [  # bfloat16 takes Triton's products, whose interpreter takes half a mi
 
 
 @pytest.fixture(scope="module")
-def files(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
+def files(one_layer_model: Path, tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
     """The tiny model, smaller but for more layers."""
-    folder = shutil.copytree(tiny_model, tmp_path_factory.mktemp("deep") / "model")
-    config = LlamaConfig.from_pretrained(tiny_model)
+    folder = shutil.copytree(one_layer_model, tmp_path_factory.mktemp("deep") / "model")
+    config = LlamaConfig.from_pretrained(one_layer_model)
     config.update(SIZES | HEADS)
     torch.manual_seed(1)
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
@@ -158,8 +158,8 @@ def test_a_forward_is_behind_all_that_was_computed_on_other_streams(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine_name", BENCH_ENGINES)
-def test_every_engine_gives_the_reference_s_tokens(tiny_model: Path, engine_name: str) -> None:
-    tiny = locate_model(str(tiny_model))
+def test_every_engine_gives_the_reference_s_tokens(one_layer_model: Path, engine_name: str) -> None:
+    tiny = locate_model(str(one_layer_model))
     expected = generated(TargetModel.load(tiny, "float32", "cpu"), "autoregressive", 24, LONG)
     assert generated(offloaded_target(tiny, torch.float32, 3), engine_name, 24, LONG) == expected
 

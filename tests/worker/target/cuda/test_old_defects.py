@@ -28,9 +28,9 @@ pytestmark = pytest.mark.long
 
 
 @pytest.mark.parametrize(("dtype", "linear"), [(torch.bfloat16, "triton"), (torch.float32, "cublas")])
-def test_one_row_and_many_go_through_the_same_products(tiny_model: Path, dtype: torch.dtype, linear: str) -> None:
+def test_one_row_and_many_go_through_the_same_products(one_layer_model: Path, dtype: torch.dtype, linear: str) -> None:
     """Other numbers of rows took other kernels, in bfloat16 without padding."""
-    target = cuda_target(locate_model(str(tiny_model)), dtype, num_slots=1, linear=linear)
+    target = cuda_target(locate_model(str(one_layer_model)), dtype, num_slots=1, linear=linear)
     assert isinstance(target.forwards, CudaForwards)
     graph, cache = target.forwards._graph, target.new_cache(100)
     assert isinstance(graph, CheckedGraph)

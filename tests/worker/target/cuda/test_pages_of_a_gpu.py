@@ -36,8 +36,8 @@ def _no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def alone(tmp_path: Path, tiny_model: Path) -> dict[str, str]:
-    return alone_on_a_cpu(tmp_path / "alone", tiny_model)
+def alone(tmp_path: Path, one_layer_model: Path) -> dict[str, str]:
+    return alone_on_a_cpu(tmp_path / "alone", one_layer_model)
 
 
 def alone_on_a_cpu(folder: Path, model: Path) -> dict[str, str]:
@@ -68,9 +68,9 @@ def assigned(run: Run, jobs: list[JobRecord]) -> tuple[Assignment, ...]:
 
 @pytest.mark.parametrize("engine", ["token-recycling", pytest.param("autoregressive", marks=pytest.mark.slow)])
 def test_jobs_that_outgrow_the_pages_have_the_tokens_of_plain_decoding(
-    tmp_path: Path, tiny_model: Path, alone: dict[str, str], engine: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, one_layer_model: Path, alone: dict[str, str], engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_jobs_that_outgrow_pages(tmp_path / "paged", tiny_model, alone, engine, monkeypatch)
+    check_jobs_that_outgrow_pages(tmp_path / "paged", one_layer_model, alone, engine, monkeypatch)
 
 
 def check_jobs_that_outgrow_pages(
@@ -97,10 +97,10 @@ def check_jobs_that_outgrow_pages(
 
 
 def test_a_resumed_job_that_finds_no_page_waits_for_another_turn(
-    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, one_layer_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run(tmp_path / "paged")
-    worker, arena = worker_with(pages_of(LONGEST, PAGE), run, tiny_model, "autoregressive", monkeypatch)
+    worker, arena = worker_with(pages_of(LONGEST, PAGE), run, one_layer_model, "autoregressive", monkeypatch)
     [first] = assigned(run, JOBS[:1])
     worker.work(Orders((first,)), 1e-3)
     worker.work(Orders(released=(JOBS[0].job_id,)), 1e-3)

@@ -31,8 +31,8 @@ LONGEST = 150
 
 
 @pytest.fixture(scope="module")
-def files(tiny_model: Path) -> ModelFiles:
-    return locate_model(str(tiny_model))
+def files(one_layer_model: Path) -> ModelFiles:
+    return locate_model(str(one_layer_model))
 
 
 @pytest.fixture(scope="module")

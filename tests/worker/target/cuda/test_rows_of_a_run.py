@@ -32,8 +32,8 @@ PROMPT = 2
 
 
 @pytest.fixture(scope="module")
-def files(tiny_model: Path) -> ModelFiles:
-    return locate_model(str(tiny_model))
+def files(one_layer_model: Path) -> ModelFiles:
+    return locate_model(str(one_layer_model))
 
 
 def job(number: int, vocab_size: int, penalty: float = 0.7) -> Sequence:

@@ -25,16 +25,16 @@ def _no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_it_is_refused_with_the_numbers_and_its_neighbour_finishes(
-    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, one_layer_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def load(files: ModelFiles, *_: Any) -> TargetModel:
         return cuda_target(files, torch.float32, num_slots=2, longest_job=40)
 
     run, long, short = make_run(tmp_path), record("fox", 200), record("dog", 3)
     expected = make_run(tmp_path / "undisturbed")
-    to_the_end(session(expected, tiny_model, engine="autoregressive"), claimed(expected, short))
+    to_the_end(session(expected, one_layer_model, engine="autoregressive"), claimed(expected, short))
     monkeypatch.setattr(TargetModel, "load", load)
-    worker = session(run, tiny_model, engine="autoregressive")
+    worker = session(run, one_layer_model, engine="autoregressive")
     assert worker.num_slots == 2
     report = to_the_end(worker, claimed(run, long), claimed(run, short))
     [(job_id, code, message)] = report.refused
@@ -51,13 +51,13 @@ def test_it_is_refused_with_the_numbers_and_its_neighbour_finishes(
 
 
 def test_a_lack_of_free_slots_is_another_matter(
-    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, one_layer_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That passes: such an attempt has failed, and the next one may find a slot."""
     monkeypatch.setattr(TargetModel, "load", lambda files, *_: cuda_target(files, torch.float32, 1, 40))
     run = make_run(tmp_path)
     first, second = record("fox", 9), record("dog", 9)
-    report = session(run, tiny_model, engine="autoregressive").work(
+    report = session(run, one_layer_model, engine="autoregressive").work(
         Orders((claimed(run, first), claimed(run, second))), 0.0
     )
     [(job_id, reason)] = report.failed

@@ -67,7 +67,7 @@ def test_the_best_keys_are_chosen_and_no_other(head_dim: int, dtype: torch.dtype
         assert NUM_BEST - 2 <= len(expected) <= NUM_BEST
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("head_dim", "dtype", "deviation"),
     [
@@ -151,6 +151,7 @@ def test_where_texts_are_long_some_blocks_say_where_the_best_begin() -> None:
         assert scores[~is_chosen].max() < limit + 1e-3
 
 
+@pytest.mark.sample(2)
 @needs_kernels
 @pytest.mark.parametrize(("num_best", "apart"), [(NUM_BEST, 0.15), (4 * SCAN_CHUNK, 0.02)], ids=["some", "all"])
 @pytest.mark.parametrize(("head_dim", "dtype"), SIZES, ids=str)
@@ -177,6 +178,7 @@ def test_it_comes_to_nearly_the_same_as_the_compiled_kernels(
         assert away[0] < apart < 0.5 < away[1]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("page", [64, 1024])
 def test_keys_in_pages_in_any_order_give_the_bits_of_keys_side_by_side(page: int) -> None:
     _, _, query, side_by_side = attended(64, FLOAT32)

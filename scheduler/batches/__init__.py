@@ -1,0 +1,1 @@
+"""Benchmarks of whole batches: real runs with real workers, measured from their first job to their last."""

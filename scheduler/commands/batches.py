@@ -1,0 +1,71 @@
+"""The commands `bench mixed` and `bench tail`: real runs of whole batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from swiftbatch.scheduler.commands.launch_options import GIGABYTES
+from swiftbatch.scheduler.commands.model_options import DTYPE, JSON, MODEL, THREADS, all_of, checked, say, show
+from swiftbatch.scheduler.commands.options.numbers import ANY_NUMBER, WholeNumber
+from swiftbatch.worker.config import Computation
+from swiftbatch.worker.drafters.catalogue import ENGINES
+
+BATCH = all_of(
+    MODEL,
+    click.option("--engine", type=click.Choice(list(ENGINES)), metavar="ENGINE", default=Computation.engine),
+    DTYPE,
+    click.option("--scale", type=ANY_NUMBER, default=10.0, show_default=True, help="What lengths are divided by."),
+    THREADS,
+    JSON,
+)
+
+
+@click.command()
+@BATCH
+@click.option(
+    "--kv-memory", type=GIGABYTES, metavar="GB", default=2.0, show_default=True, help="For caches, divided likewise."
+)
+@click.option(
+    "--vllm",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="PYTHON",
+    help="A Python that has vLLM, to run the same jobs there.",
+)
+def mixed(**options: Any) -> None:
+    """Run 10 jobs of 40,000 tokens among 90 of 1,000 to 4,000 on one worker on CPUs with 2 GB for caches.
+
+    Then the same jobs in slots of the longest one's length, and in vLLM. The start of a worker, or of vLLM, does not
+    count. With --json the same command goes on after an interruption.
+
+    \b
+    Example:
+      swiftbatch bench mixed --scale 10 --vllm vllm/bin/python --json mixed.json
+    """
+    from swiftbatch.scheduler.batches.mixed import MixedOptions, render, run_mixed_bench
+
+    asked = checked(MixedOptions, options)
+    show(render(asked, run_mixed_bench(asked, say)))
+
+
+@click.command()
+@BATCH
+@click.option("--jobs", "num_jobs", type=WholeNumber(2), default=120, show_default=True, help="Jobs of the run.")
+@click.option("--workers", "num_workers", type=WholeNumber(2), default=2, show_default=True, help="Workers on CPUs.")
+@click.option("--longest", type=WholeNumber(100), default=40_000, show_default=True, help="Tokens of the longest job.")
+def tail(**options: Any) -> None:
+    """Run jobs whose lengths differ by 20x on two workers, and compare the time with that of their work.
+
+    The work is what one worker takes for all jobs, measured on as many workers at the same time, each by itself. With
+    --json the same command goes on after an interruption.
+
+    \b
+    Example:
+      swiftbatch bench tail --scale 10 --threads 1 --json tail.json
+    """
+    from swiftbatch.scheduler.batches.tail import TailOptions, render, run_tail_bench
+
+    asked = checked(TailOptions, options)
+    show(render(asked, run_tail_bench(asked, say)))

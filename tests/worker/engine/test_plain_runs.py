@@ -1,0 +1,130 @@
+"""Plain steps that pass in one native call bring the tokens of steps one by one, and leave the same behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
+from swiftbatch.worker.drafters.two_level.auto import auto
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.engine.engine import Engine
+from swiftbatch.worker.engine.plain_runs import MOST_STEPS, PlainRuns
+from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.target.target import TargetModel
+from tests.worker.drafters.drafter_parts import free_rows
+from tests.worker.kernels.kernel_parts import needs_kernels
+from tests.worker.model.kind_parts import native_target
+
+pytestmark = needs_kernels
+LENGTHS = (60, 30)  # of prompts: runs end in front of a block's end, each sequence's own
+NUM_TOKENS = 40
+SAMPLERS: dict[str, dict[str, object]] = {
+    "T=0": {"temperature": 0.0},
+    "penalties": {"temperature": 1.0, "repetition_penalty": 1.3, "penalty_window": 5, "frequency_penalty": 0.5},
+    "ends": {"temperature": 1.0, "stop_token_ids": [*range(3, 40)], "min_tokens": 6, "min_p": 0.01},
+}
+
+
+@pytest.fixture(scope="module")
+def target(tiny_model: Path) -> TargetModel:
+    return TargetModel.load(locate_model(str(tiny_model)), "float32", "cpu")
+
+
+@pytest.fixture
+def one_by_one(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Call `undo` for runs."""
+    monkeypatch.setattr(PlainRuns, "most_steps", lambda *_: 1)
+    return monkeypatch
+
+
+@pytest.fixture(autouse=True)
+def _quick_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long steps take here: runs are as long as can be."""
+    monkeypatch.setattr("swiftbatch.worker.engine.plain_runs.MOST_SECONDS", 1e9)
+
+
+def begun(target: TargetModel, fields: dict[str, object], engine: Engine | None = None) -> Engine:
+    engine = engine or Engine(target, AutoregressiveDrafter())
+    for number, length in enumerate(LENGTHS):
+        text = np.random.default_rng(number).integers(5, 60, length).tolist()
+        params = SamplingParams(max_tokens=NUM_TOKENS, seed=number, **fields)  # type: ignore[arg-type]
+        engine.start(Sequence(str(number), text, params, target.vocab_size))
+    return engine
+
+
+def outcome(engine: Engine) -> list[tuple[object, ...]]:
+    """All that is left of each sequence when all have ended; keys and values as bytes."""
+    found = []
+    slots = list(engine._slots.values())
+    while any(sequence.finish_reason is None for sequence in engine.sequences):
+        engine.step()
+    for slot in slots:
+        tokens, cache = slot.sequence.output_ids.tolist(), slot.cache
+        found.append((tokens, slot.sequence.finish_reason, cache.length, cache.kv(0, cache.length).tobytes()))
+    return found
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_runs_bring_the_tokens_and_the_cache_of_steps_one_by_one(
+    target: TargetModel, sampler: str, one_by_one: pytest.MonkeyPatch
+) -> None:
+    stepped = begun(target, SAMPLERS[sampler])
+    expected = outcome(stepped)
+    one_by_one.undo()
+    run = begun(target, SAMPLERS[sampler])
+    assert outcome(run) == expected
+    assert run.counters.num_steps <= stepped.counters.num_steps
+    assert run.counters.num_generation_tokens == stepped.counters.num_generation_tokens
+    assert run.counters.num_tokens_by_draft == stepped.counters.num_tokens_by_draft
+
+
+def test_layers_with_windows_see_the_same_in_a_run(tmp_path: Path, one_by_one: pytest.MonkeyPatch) -> None:
+    windowed = native_target("gemma3_text", tmp_path)
+    expected = outcome(begun(windowed, SAMPLERS["penalties"]))
+    one_by_one.undo()
+    assert outcome(begun(windowed, SAMPLERS["penalties"])) == expected
+
+
+def test_a_step_brings_as_many_tokens_as_a_run_has_and_none_behind_an_end(target: TargetModel) -> None:
+    engine = begun(target, {"temperature": 1.0})
+    sizes = [[len(verification.committed_ids) for _, verification in engine.step()] for _ in range(3)]
+    assert sizes == [[1, 1], [4, 4], [MOST_STEPS, MOST_STEPS]]  # the first is timed; the next ends with a block
+    engine = begun(target, {"temperature": 1.0})
+    ends = {first.sequence.output_ids[2] for first in [engine._slots["0"]] if engine.step() and engine.step()}
+    again = begun(target, {"temperature": 1.0, "stop_token_ids": [int(end) for end in ends]})
+    again.step()
+    brought = again.step()
+    assert len(brought[0][1].committed_ids) == len(brought[1][1].committed_ids) < 4
+    assert again.sequences[0].finish_reason == "stop"
+
+
+def test_what_needs_each_step_s_logits_or_masks_takes_steps_one_by_one(target: TargetModel) -> None:
+    engine = begun(target, {"temperature": 1.0, "logprobs": 2})
+    assert [len(verification.committed_ids) for _ in range(4) for _, verification in engine.step()] == [1] * 8
+
+
+def test_a_sequence_that_nothing_can_be_drawn_for_fails_alone(target: TargetModel) -> None:
+    engine = begun(target, {"temperature": 1.0})
+    engine.step()
+    cache = engine._slots["0"].cache
+    for layer in range(target.cache_shape.num_layers):
+        cache.layer(layer)[1].fill_(np.nan)
+    engine.step()
+    failed, other = engine.sequences
+    assert failed.finish_reason == "error"
+    assert other.finish_reason is None
+    alone = begun(target, {"temperature": 1.0})
+    assert outcome(alone)[1][0][: other.num_generated_tokens] == other.output_ids.tolist()
+
+
+def test_auto_lets_plain_steps_pass_at_once_and_is_told_how_many(
+    target: TargetModel, one_by_one: pytest.MonkeyPatch
+) -> None:
+    expected = outcome(begun(target, {"temperature": 1.0}, Engine(target, auto(target, free_rows, None))))
+    one_by_one.undo()
+    engine = begun(target, {"temperature": 1.0}, Engine(target, auto(target, free_rows, None)))
+    assert outcome(engine) == expected

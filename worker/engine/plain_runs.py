@@ -1,0 +1,49 @@
+"""Plain decoding of several tokens in one native call: what lies between steps is done once for all of them."""
+
+from __future__ import annotations
+
+from swiftbatch.metrics.worker_counters import EngineCounters
+from swiftbatch.worker.drawing.verification import Walk
+from swiftbatch.worker.engine.slot import Slot
+from swiftbatch.worker.engine.stopping import ending_tokens
+from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.target.tiles import max_tree_depth, row_ahead
+
+MOST_STEPS = 8  # in a call: what lies between two calls is little beside them then
+MOST_SECONDS = 0.1  # of a call: whoever wants something of a worker waits for its end
+
+
+class PlainRuns:
+    """Runs of plain steps, where the kernels can take some at once: their tokens are those of steps one by one."""
+
+    def __init__(self, target: TargetModel, counters: EngineCounters) -> None:
+        forwards = target.forwards
+        is_fit = target.cache_shape.recurrent is None and not forwards.has_experts and not target.is_offloaded
+        self._draw_chains = forwards.draw_chains if is_fit else None
+        self._counters = counters
+
+    def most_steps(self, slots: list[Slot]) -> int:
+        """The steps that sequences can take at once, the coming one included; 1 where each needs a look."""
+        if self._draw_chains is None or not self._counters.num_steps or any(_needs_a_look(slot) for slot in slots):
+            return 1
+        room = min(_num_ahead(slot) for slot in slots)
+        step_seconds = self._counters.step_seconds["verify"] / self._counters.num_steps
+        return max(1, min(MOST_STEPS, room, int(MOST_SECONDS / max(step_seconds, MOST_SECONDS / MOST_STEPS))))
+
+    def walks(self, slots: list[Slot], num_steps: int) -> list[Walk]:
+        """Draw so many tokens of each sequence, fewer where one ends; none at all where one has none to draw."""
+        assert self._draw_chains is not None
+        rows = [row_ahead(slot.cache, slot.sequence.last_token_id) for slot in slots]
+        ends = [ending_tokens(slot.sequence) for slot in slots]
+        drawn = self._draw_chains(rows, [slot.sampler for slot in slots], num_steps, ends)
+        return [Walk([], each.token_ids) for each in drawn] if all(each.token_ids for each in drawn) else []
+
+
+def _needs_a_look(slot: Slot) -> bool:
+    """Whether something is looked up in the logits of each step, or each step's tokens decide on those to come."""
+    return slot.sequence.logprobs is not None or bool(slot.sequence.rules)
+
+
+def _num_ahead(slot: Slot) -> int:
+    """The steps of a sequence that see the same prefix."""
+    return min(slot.sequence.num_remaining_tokens, 1 + max_tree_depth(slot.cache.length))
