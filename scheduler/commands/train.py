@@ -86,7 +86,14 @@ def everything(data: Path, output: Path, num_tokens: int) -> None:
 @DATA
 @OUTPUT
 @TOKENS
-def target(data: Path, output: Path, num_tokens: int) -> None:
+@click.option(
+    "--kind",
+    type=click.Choice(defaults.TARGET_KINDS),
+    default=defaults.TARGET_KIND,
+    help="Kind of the model: the embedded one's, or a hybrid of as many parameters, with gated delta nets in three of "
+    "four layers and the embedded model's tokenizer.",
+)
+def target(data: Path, output: Path, num_tokens: int, kind: str) -> None:
     """Train a small target model from scratch, as the embedded one was trained.
 
     After a kill, the same command continues.
@@ -98,7 +105,7 @@ def target(data: Path, output: Path, num_tokens: int) -> None:
     from swiftbatch.worker.training.target.recipe import embedded_recipe
     from swiftbatch.worker.training.target.training import train_target
 
-    train_target(data, output, embedded_recipe(num_tokens), click.echo)
+    train_target(data, output, embedded_recipe(num_tokens), click.echo, kind)
 
 
 @train.command()

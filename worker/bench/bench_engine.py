@@ -30,7 +30,10 @@ class BenchEngine(Engine):
 
 
 class OwnPositions:
-    """Positions of one generation, behind the prompt, in a cache that other generations use as well."""
+    """Positions of one generation, behind the prompt, in a cache that other generations use as well.
+
+    Nothing moves in a cache with states: each generation has one of its own.
+    """
 
     def __init__(self, cache: FullKVCache) -> None:
         self.cache = cache
@@ -44,11 +47,15 @@ class OwnPositions:
 
     def put_back(self) -> None:
         """Put the positions back into the cache, before the generation goes on."""
+        if not self.cache.is_by_position:
+            return
         self.cache.roll_back(self._first)
         self.cache.load(self._kv)
 
     def take_away(self) -> None:
         """Take the positions out of the cache, before another generation goes on."""
+        if not self.cache.is_by_position:
+            return
         self._kv = self.cache.kv(self._first, self.cache.length).copy()
 
 

@@ -14,14 +14,15 @@ CARD = "MODEL_CARD.md"
 
 TEMPLATE = """# The embedded model
 
-A small decoder of Qwen3's kind, trained from scratch on public-domain English books (published 1688-1922) with
-`swiftbatch train target --data DIR`. It is there so that swiftbatch runs, tests and measures real long-form decoding
+A small decoder of {kind} kind, trained from scratch on public-domain English books (published 1688-1922) with
+`swiftbatch train target{options} --data DIR`. It is there so that swiftbatch runs, tests and measures real \
+long-form decoding
 without a download. It writes period prose; it knows nothing and answers nothing.
 
 | | |
 |---|---|
 | parameters | {num_parameters:,} ({hidden_size} wide, {num_hidden_layers} layers, tied embedding) |
-| attention | {num_attention_heads} heads of {head_dim} over {num_key_value_heads} key-value heads, normed |
+| attention | {num_attention_heads} heads of {head_dim} over {num_key_value_heads} key-value heads, normed{nets} |
 | positions | {max_position_embeddings:,}, rotary with base {rope_theta:,.0f} |
 | tokenizer | byte-level BPE, {vocab_size:,} entries; it puts one token in front of every text |
 | weights | safetensors, bf16 |
@@ -115,6 +116,7 @@ def _target_section(folder: Path, records: list[dict[str, Any]], trained: dict[s
     return TEMPLATE.format(
         **figures
         | {
+            **_kind_words(config),
             "rope_theta": config["rope_parameters"]["rope_theta"],
             "stages": "\n".join(_stage_lines(records)),
             "kinds": "\n".join(kinds),
@@ -126,6 +128,17 @@ def _target_section(folder: Path, records: list[dict[str, Any]], trained: dict[s
             "twice_near": 2 * NEAR - 1,
         }
     )
+
+
+def _kind_words(config: dict[str, Any]) -> dict[str, str]:
+    """What a card says of a model's kind, and how it was asked for."""
+    num_nets, num_layers = config["layer_types"].count("linear_attention"), len(config["layer_types"])
+    if not num_nets:
+        return {"kind": "Qwen3's", "options": "", "nets": ""}
+    heads = f"{config['linear_num_value_heads']} heads of {config['linear_value_head_dim']}"
+    over = f"over {config['linear_num_key_heads']} of keys"
+    nets = f", with gates; in {num_nets} of {num_layers} layers gated delta nets in its place, {heads} {over}"
+    return {"kind": "Qwen3.5's", "options": f" --kind {config['model_type']}", "nets": nets}
 
 
 def _long_texts_section(recipes: list[dict[str, Any]]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+TARGET_KIND = "qwen3"
+TARGET_KINDS = (TARGET_KIND, "qwen3_5_text")
 TARGET_TOKENS = 20_000_000  # 1.2 times the books of the embedded model: hours of two processor cores
 HEADS_STEPS = 200
 HEADS_OWN_TEXTS = 0

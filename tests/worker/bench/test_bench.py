@@ -20,6 +20,7 @@ from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.drafters.drafter_parts import free_rows
+from tests.worker.session.recurrent_parts import save_recurrent_model
 
 ENGINES = ("autoregressive", "suffix", "token-recycling")
 
@@ -48,6 +49,15 @@ def test_all_engines_say_the_same_tokens_at_every_position(tiny_model: Path, tex
         assert same[0].speedup == 1.0
         assert same[0].num_steps == 30
     assert len({record.tokens_sha256 for record in records}) == 2
+
+
+def test_engines_say_the_same_tokens_on_a_model_whose_layers_have_states(text: Path, tmp_path: Path) -> None:
+    options = make_options(save_recurrent_model(tmp_path / "hybrid"), text=text, engines=("autoregressive", "auto"))
+    records = run_decode_bench(options)
+    assert [record.position for record in records] == [40, 40, 100, 100]
+    assert len({record.tokens_sha256 for record in records}) == 2
+    for plain, drafted in zip(records[::2], records[1::2], strict=True):
+        assert plain.tokens_sha256 == drafted.tokens_sha256
 
 
 def test_a_contestant_goes_on_from_its_own_cache_whatever_the_others_left(tiny_model: Path) -> None:

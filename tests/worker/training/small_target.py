@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from transformers import Qwen3Config
+from transformers import Qwen3_5TextConfig, Qwen3Config
 
+from swiftbatch.worker.training import defaults
 from swiftbatch.worker.training.target import recipe
 from swiftbatch.worker.training.target import training as target_training
 
@@ -15,7 +16,15 @@ def small_config(beginning_of_text_id: int, end_of_text_id: int) -> Qwen3Config:
     return Qwen3Config(**{**config, **sizes, "num_attention_heads": 2, "num_key_value_heads": 1})
 
 
+def small_hybrid_config(beginning_of_text_id: int, end_of_text_id: int) -> Qwen3_5TextConfig:
+    config = recipe.hybrid_config(beginning_of_text_id, end_of_text_id).to_dict()
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    layers = {"num_key_value_heads": 1, "layer_types": ["linear_attention", "full_attention"]}
+    return Qwen3_5TextConfig(**{**config, **sizes, **layers})
+
+
 def train_small_targets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is trained as the embedded model is one of these."""
     monkeypatch.setattr(target_training, "VOCAB_SIZE", 300)
-    monkeypatch.setattr(target_training, "embedded_config", small_config)
+    monkeypatch.setitem(target_training.CONFIGS, defaults.TARGET_KIND, small_config)
+    monkeypatch.setitem(target_training.CONFIGS, "qwen3_5_text", small_hybrid_config)

@@ -20,6 +20,7 @@ from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.model.text import TextCodec
 from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.training import defaults
 from swiftbatch.worker.training.corpus import CorpusError, read_books
 from swiftbatch.worker.training.own_texts import load_target
 from swiftbatch.worker.training.steps import Recipe
@@ -120,6 +121,21 @@ def test_training_writes_a_model_that_loads_and_a_card(
     assert said[-1].endswith("holds this training, finished; nothing to do")
 
 
+@pytest.mark.slow
+def test_a_hybrid_is_trained_with_the_embedded_tokenizer_and_its_card_says_how(data: Path, tmp_path: Path) -> None:
+    output, kind = tmp_path / "model", "qwen3_5_text"
+    target.train_target(data, output, WINDOWS_ALONE, lambda line: None, kind)
+    files = locate_model(str(output))
+    assert TargetModel.load(files, "bfloat16", "cpu").vocab_size == 4096
+    assert TextCodec(files).encode(BOOK) == TextCodec(locate_model("embedded")).encode(BOOK)
+    card = (output / "MODEL_CARD.md").read_text(encoding="utf-8")
+    assert "A small decoder of Qwen3.5's kind" in card
+    assert f"`swiftbatch train target --kind {kind} --data DIR`" in card
+    assert "with gates; in 1 of 2 layers gated delta nets in its place, 4 heads of 64 over 2 of keys |" in card
+    with pytest.raises(ModelError, match=f'kind is "{kind}", expected null'):
+        target.train_target(data, output, WINDOWS_ALONE, lambda line: None)
+
+
 def test_a_text_begins_with_the_token_that_training_puts_in_front(data: Path, tmp_path: Path) -> None:
     target.train_target(data, tmp_path / "model", dataclasses.replace(WINDOWS_ALONE, num_steps=1), lambda line: None)
     codec, sampling = TextCodec(locate_model(str(tmp_path / "model"))), SamplingParams(max_tokens=1, seed=0)
@@ -132,16 +148,17 @@ def test_a_text_begins_with_the_token_that_training_puts_in_front(data: Path, tm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(  # steps: six in windows, twice two texts of three
-    "stopped_at", [12, *(pytest.param(step, marks=pytest.mark.slow) for step in (5, 6, 10, 11, 13, 18))]
+@pytest.mark.parametrize(  # steps: six in windows, three times two texts of three
+    ("kind", "stopped_at"),
+    [*((defaults.TARGET_KIND, step) for step in (12, 5, 6, 10, 11, 13, 18)), ("qwen3_5_text", 10)],
 )
 def test_a_killed_training_goes_on_to_the_same_bits_and_logs_each_step_once(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped_at: int
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, stopped_at: int
 ) -> None:
     (data / "test.jsonl").unlink()
     recipe = dataclasses.replace(SHORT_RECIPE, num_steps=6)
     monkeypatch.setattr(stages, "NUM_STATE_STEPS", 2)
-    target.train_target(data, tmp_path / "whole", recipe, lambda line: None)
+    target.train_target(data, tmp_path / "whole", recipe, lambda line: None, kind)
     num_done, original = 0, stages.add_batch_gradients
 
     def stopping(*args: object) -> float:
@@ -155,12 +172,12 @@ def test_a_killed_training_goes_on_to_the_same_bits_and_logs_each_step_once(
     if stopped_at == recipe.all_steps:
         monkeypatch.setattr(target, "save_target", lambda *args: stopping())  # killed when all steps are done
     with pytest.raises(KeyboardInterrupt):
-        target.train_target(data, tmp_path / "killed", recipe, lambda line: None)
+        target.train_target(data, tmp_path / "killed", recipe, lambda line: None, kind)
     monkeypatch.undo()
     train_small_targets(monkeypatch)
     with pytest.raises(ModelError, match=r"recipe\.seed is 1, expected 2"):
-        target.train_target(data, tmp_path / "killed", dataclasses.replace(recipe, seed=2), lambda line: None)
-    target.train_target(data, tmp_path / "killed", recipe, lambda line: None)
+        target.train_target(data, tmp_path / "killed", dataclasses.replace(recipe, seed=2), lambda line: None, kind)
+    target.train_target(data, tmp_path / "killed", recipe, lambda line: None, kind)
     whole, killed = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "killed"))
     assert all(torch.equal(tensor, killed[name]) for name, tensor in whole.items())
     logs = [[(r["step"], r["loss"]) for r in log_of(tmp_path / name)] for name in ("whole", "killed")]

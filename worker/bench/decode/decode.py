@@ -89,7 +89,7 @@ def decode_records(
         contestants = list(_contestants(options, target, costs, cache, text[:position], drafters))
         compete(contestants, options.num_tokens)
         yield from make_records(contestants, position, options.temperature)
-        cache.roll_back(position - 1)
+        cache.roll_back(position - 1)  # which changes nothing where contestants have caches of their own
 
 
 def _longest(files: ModelFiles, options: DecodeBenchOptions) -> int:
@@ -135,9 +135,19 @@ def _contestants(
     for name in options.engines:
         sequence = Sequence(name, text, sampling, target.vocab_size, target.device)
         drafter = create_bench_drafter(name, target, costs, options.draft_model)
-        yield hot_contestant(name, target, drafter, drafters[name], [sequence], [cache])
+        own = cache if cache.is_by_position else _own_cache(target, cache, text, options.num_tokens)
+        yield hot_contestant(name, target, drafter, drafters[name], [sequence], [own])
     if options.against == "transformers":
         yield TransformersContestant(target, Sequence("transformers", text, sampling, target.vocab_size), cache)
+
+
+def _own_cache(target: TargetModel, cache: FullKVCache, text: list[int], num_tokens: int) -> FullKVCache:
+    """A cache behind the same text as `cache`, whose states no other generation moves."""
+    own = target.new_cache(len(text) + num_tokens)
+    if end := cache.copyable_end(cache.length):
+        own.copy_from(cache, end)
+    read_tokens(target, own, text, [])
+    return own
 
 
 def hot_contestant(

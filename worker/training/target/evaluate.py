@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from swiftbatch.worker.target.loading import resolve_device
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.training.corpus import encode_books, read_books
+from swiftbatch.worker.training.target.delta_nets import use_chunks
 from swiftbatch.worker.training.target.training_attention import ATTENTION_NAME
 
 STRETCH = 100_000  # tokens of concatenated books that one forward sees
@@ -57,6 +58,7 @@ def evaluate_target(model_folder: Path, test_file: Path, max_stretches: int) -> 
     ).eval()
     model.to(resolve_device("auto"))
     model.set_attn_implementation(ATTENTION_NAME)
+    use_chunks(model)
     first = np.array([tokenizer.bos_token_id])
     books = encode_books(list(read_books(test_file)), tokenizer)
     stream = np.concatenate([part for book in books for part in (first, book.astype(np.int64))])

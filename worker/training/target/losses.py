@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import kl_div, log_softmax, nll_loss
 from transformers import PreTrainedModel
 
+from swiftbatch.worker.training.target.delta_nets import sparing
 from swiftbatch.worker.training.target.training_attention import EarlierSegments
 from swiftbatch.worker.training.target.windows import WindowBatch
 
@@ -17,8 +18,9 @@ NUM_LOGIT_ROWS = {"cpu": 1024, "cuda": 16_384}  # rows whose logits are held at 
 
 def add_batch_gradients(model: PreTrainedModel, batch: WindowBatch) -> float:
     """Add the gradients of a batch's loss, and return it, in nats per token."""
-    states = states_of(model, batch.token_ids[:, :-1], batch.positions)
-    return add_row_gradients(model, states.flatten(0, 1), batch.token_ids[:, 1:].flatten())[0]
+    with sparing(model, batch.positions.numel()):
+        states = states_of(model, batch.token_ids[:, :-1], batch.positions)
+        return add_row_gradients(model, states.flatten(0, 1), batch.token_ids[:, 1:].flatten())[0]
 
 
 def states_of(

@@ -22,7 +22,7 @@ from swiftbatch.worker.training.target.recipe import LongTextRecipe, TargetRecip
 from swiftbatch.worker.training.target.training_attention import EarlierSegments
 from swiftbatch.worker.training.target.windows import WindowSource
 
-NUM_STATE_STEPS = 100  # between two states of training in windows
+NUM_STATE_STEPS = 10  # between two states of training in windows
 KIND = "long text"
 
 

@@ -9,17 +9,19 @@ from pathlib import Path
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from swiftbatch.worker.caches.memory.memory_plan import SlotsWanted
-from swiftbatch.worker.model.files import let_others_read, locate_model
+from swiftbatch.worker.model.files import EMBEDDED, let_others_read, locate_model
 from swiftbatch.worker.target.loading import resolve_device
 from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.training import defaults
 from swiftbatch.worker.training.card import write_card
 from swiftbatch.worker.training.corpus import encode_books, read_books
 from swiftbatch.worker.training.folder import TrainingFiles, TrainingFolder, write_record
 from swiftbatch.worker.training.hold import held
 from swiftbatch.worker.training.target import evaluate
+from swiftbatch.worker.training.target.delta_nets import use_chunks
 from swiftbatch.worker.training.target.evaluate import (
     NUM_SCORED,
     SCORED_FROM,
@@ -28,7 +30,7 @@ from swiftbatch.worker.training.target.evaluate import (
     evaluate_target,
     measure_long_context,
 )
-from swiftbatch.worker.training.target.recipe import VOCAB_SIZE, TargetRecipe, embedded_config
+from swiftbatch.worker.training.target.recipe import CONFIGS, VOCAB_SIZE, TargetRecipe
 from swiftbatch.worker.training.target.stages import run_stages, stages_of
 from swiftbatch.worker.training.target.training_attention import ATTENTION_NAME
 
@@ -51,29 +53,41 @@ class TrainedRecord(Evaluation):
     num_corpus_tokens: int
 
 
-def train_target(data: Path, output: Path, recipe: TargetRecipe, report: Callable[[str], None]) -> None:
+def train_target(
+    data: Path,
+    output: Path,
+    recipe: TargetRecipe,
+    report: Callable[[str], None],
+    kind: str = defaults.TARGET_KIND,
+) -> None:
     """Train tokenizer and model on the books under `data`; write both, and the log, to `output`.
 
-    A training that was killed goes on, on the same kind of device to the same weights; one that is finished is left as
-    it is. Where `data` holds a test file (`*test*.jsonl`), the model is scored on it, and its card is written beside
-    it. Raises CorpusError, and ModelError where the folder holds another training, or another process trains there.
+    Models of other kinds than the embedded one's have its tokenizer, so that losses can be compared. A training that
+    was killed goes on, on the same kind of device to the same weights; one that is finished is left as it is. Where
+    `data` holds a test file (`*test*.jsonl`), the model is scored on it, and its card is written beside it. Raises
+    CorpusError, and ModelError where the folder holds another training, or another process trains there.
     """
     books = list(read_books(data))
     with held(output):
-        _train(books, data, output, recipe, report)
+        _train(books, data, output, recipe, report, kind)
 
 
-def _train(books: list[str], data: Path, output: Path, recipe: TargetRecipe, report: Callable[[str], None]) -> None:
+def _train(
+    books: list[str], data: Path, output: Path, recipe: TargetRecipe, report: Callable[[str], None], kind: str
+) -> None:
     device, corpus = resolve_device("auto"), {"num_books": len(books), "num_characters": sum(map(len, books))}
-    folder = TrainingFolder(output, FILES, {"corpus": corpus, "recipe": asdict(recipe)})
+    identity = {"corpus": corpus, "recipe": asdict(recipe)} | ({} if _is_embedded(kind) else {"kind": kind})
+    folder = TrainingFolder(output, FILES, identity)
     if folder.is_finished():
         report(f"{output}: holds this training, finished; nothing to do")
         return
-    tokenizer = train_tokenizer(books, VOCAB_SIZE)
+    tokenizer = train_tokenizer(books, VOCAB_SIZE) if _is_embedded(kind) else embedded_tokenizer()
     encoded, test_file = encode_books(books, tokenizer), _test_file(data, tokenizer, report)
     torch.manual_seed(recipe.seed)
-    model = Qwen3ForCausalLM(embedded_config(tokenizer.bos_token_id, tokenizer.eos_token_id)).to(device)
+    config = CONFIGS[kind](tokenizer.bos_token_id, tokenizer.eos_token_id)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(device)
     model.set_attn_implementation(ATTENTION_NAME)
+    use_chunks(model)
     num_tokens = sum(map(len, encoded))
     report(f"{len(books)} books, {num_tokens:,} tokens; {model.num_parameters():,} parameters on {device.type}")
     run_stages(model, stages_of(model, encoded, tokenizer.bos_token_id, recipe, report), folder, report)
@@ -93,6 +107,16 @@ def _train(books: list[str], data: Path, output: Path, recipe: TargetRecipe, rep
             write_record(log, trained)
         write_card(output)
     folder.finish()
+
+
+def _is_embedded(kind: str) -> bool:
+    return kind == defaults.TARGET_KIND
+
+
+def embedded_tokenizer() -> PreTrainedTokenizerFast:
+    """Load the embedded model's."""
+    tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(EMBEDDED, local_files_only=True)
+    return tokenizer
 
 
 def _test_file(data: Path, tokenizer: PreTrainedTokenizerFast, report: Callable[[str], None]) -> Path | None:

@@ -20,16 +20,25 @@ UNKNOWN = ("softcap", "s_aux", "position_bias", "cache")  # what a layer may ask
 
 
 class EarlierSegments:
-    """Keys and values of a text's segments that were read before, by layer; gradients stop there."""
+    """Keys and values, or states, of a text's segments that were read before, by layer; gradients stop there."""
 
     def __init__(self) -> None:
         self._behind: dict[int, tuple[Tensor, Tensor]] = {}  # each [1, num_kv_heads, length, head_dim]
         self._read: dict[int, tuple[Tensor, Tensor]] = {}
+        self._states: dict[int, tuple[Tensor, Tensor]] = {}  # of recurrent layers: newest inputs, and the state
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """Attend with the next segment's heads to all of the text so far: `causal_attention` of these."""
         self._read[layer] = key.detach(), value.detach()
         return causal_attention(query, key, value, scaling, self._behind.get(layer))
+
+    def state_of(self, layer: int) -> tuple[Tensor | None, Tensor | None]:
+        """The newest inputs of a recurrent layer's convolution, and its state; None in front of the text."""
+        return self._states.get(layer, (None, None))
+
+    def keep_state(self, layer: int, inputs: Tensor, state: Tensor) -> None:
+        """Keep those behind the segment that is read, for the next one. Each layer reads a segment once."""
+        self._states[layer] = inputs.detach(), state.detach()
 
     def advance(self) -> None:
         """Put the segment that was read last behind the next one. Its length is a multiple of 64."""
