@@ -56,6 +56,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("DIR", "WORK", "MODEL"):
         (tmp_path / name).mkdir()
     (tmp_path / "book.txt").write_text("Once upon a time")
+    (tmp_path / "vllm/bin").mkdir(parents=True)
+    (tmp_path / "vllm/bin/python").touch()
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
