@@ -104,12 +104,12 @@ class SharedBudget:
         self._num_planned, self._longest_planned = 0, 0  # sequences of the plan, and tokens of the longest one then
         self._vacant: list[int] = []  # what those of them had that have left
         self._forward_seconds: dict[tuple[int, ...], float] = {}  # by numbers of nodes, since the last plan
-        self._are_trees_allowed = True
-        self.measured_rate: float | None = None  # tokens per second of steps without trees, where that is known
+        self.are_drafts_allowed = True
+        self.measured_rate: float | None = None  # tokens per second of steps without drafts, where that is known
 
-    def allow_trees(self, are_allowed: bool) -> None:
-        """Plan anew: with trees where they promise more, or with none, and no look at one."""
-        self._are_trees_allowed = are_allowed
+    def allow_drafts(self, are_allowed: bool) -> None:
+        """Plan anew: with drafts where they promise more, or with none, and no look at one."""
+        self.are_drafts_allowed = are_allowed
         self._plan.clear()
         self._vacant.clear()
         self._num_resting, self._is_resting = 0, False
@@ -152,7 +152,7 @@ class SharedBudget:
         names = names_of(requests)
         self._keep_planned(names, requests)
         planned = [self._plan[name] for name in names]
-        if self.clock.is_plain_due or not self._are_trees_allowed:
+        if self.clock.is_plain_due or not self.are_drafts_allowed:
             choices = [0] * len(names)
         else:
             choices = [
@@ -170,9 +170,9 @@ class SharedBudget:
     def rate(self, requests: list[DraftRequest]) -> float:
         """Tokens per second of all that the planned trees promise, by all that was seen since they were planned.
 
-        No less than what steps without trees were measured to bring.
+        No less than what steps without drafts were measured to bring.
         """
-        if self.measured_rate is not None and not self._are_trees_allowed:
+        if self.measured_rate is not None and not self.are_drafts_allowed:
             return self.measured_rate
         names = names_of(requests)
         self._keep_planned(names, requests)
@@ -265,7 +265,7 @@ class SharedBudget:
         proposing = self.clock.drafting_seconds
         worth = WORTH_STAYING if self._is_drafting else WORTH_DRAFTING
         shares = best_shares(self._costs, tokens, lengths, overhead, proposing, worth)
-        if not self._are_trees_allowed:
+        if not self.are_drafts_allowed:
             shares[:] = 0
         self._is_drafting = bool(shares.any())
         plan = dict(zip(names, shares.tolist(), strict=True))
@@ -286,7 +286,7 @@ class SharedBudget:
         if are_trees_planned:
             return self.clock.num_plain_due
         to_plan = STEPS_PER_PLAN - self._num_observed // len(requests)
-        if not self._are_trees_allowed:
+        if not self.are_drafts_allowed:
             return max(0, min(MOST_RESTING, to_plan - 1))
         to_look = min(self._of(request.sequence).num_steps_to_look for request in requests)
         return max(0, min(MOST_RESTING, to_plan - 1, to_look - 1))

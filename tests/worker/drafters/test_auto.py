@@ -63,6 +63,7 @@ def drafter_with(target: TargetModel, costs: StepCosts) -> AutoDrafter:
     drafter = auto(target, lambda: costs, None)
     assert isinstance(drafter, RepeatingDrafter)
     assert isinstance(drafter.otherwise, AutoDrafter)
+    drafter._budget.allow_drafts(True)  # whatever turn it is
     return drafter.otherwise
 
 

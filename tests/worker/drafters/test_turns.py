@@ -1,4 +1,4 @@
-"""Turns with trees and without: steps go the way that really brings more, and trials become rare."""
+"""Turns with drafts and without: steps go the way that really brings more, and trials become rare."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.drafters.base import DraftRequest
-from swiftbatch.worker.drafters.two_level.turns import FIRST_TURN, SHORTEST_TURN, TREES_TRIAL, TRIAL, TreeTurns
+from swiftbatch.worker.drafters.two_level.turns import DRAFTS_TRIAL, FIRST_TURN, SHORTEST_TURN, TRIAL, DraftTurns
 from swiftbatch.worker.drawing.sequence import Sequence
 
 
@@ -27,14 +27,14 @@ def ways(
     tree_seconds: float, num_steps: int, tokens: int = 2, rested: int = 8, names: tuple[str, ...] = ("a",)
 ) -> list[bool]:
     """Return the way of each step, where plain steps pass by `rested` and take a second each, trees `tree_seconds`."""
-    turns, clock, went = TreeTurns(clock := Clock()), clock, list[bool]()
+    turns, clock, went = DraftTurns(clock := Clock()), clock, list[bool]()
     requests = [DraftRequest(sequence_of(name), 31, 31, 0.0) for name in names]
     while len(went) < num_steps:
         turns.begin(requests)
-        passed = 1 if turns.has_trees else rested
-        went += [turns.has_trees] * passed
-        clock.now += tree_seconds if turns.has_trees else passed
-        turns.hear(len(names) * (tokens if turns.has_trees else passed), passed)
+        passed = 1 if turns.has_drafts else rested
+        went += [turns.has_drafts] * passed
+        clock.now += tree_seconds if turns.has_drafts else passed
+        turns.hear(len(names) * (tokens if turns.has_drafts else passed), passed)
     return went
 
 
@@ -57,11 +57,11 @@ def test_trees_that_bring_less_are_tried_ever_more_seldom() -> None:
 
 def test_a_trial_of_trees_that_come_near_lasts_longer() -> None:
     went = ways(2.05, FIRST_TURN + SHORTEST_TURN)
-    assert sum(went) == TREES_TRIAL
+    assert sum(went) == DRAFTS_TRIAL
 
 
 def test_what_passes_between_steps_or_in_a_third_way_counts_for_none() -> None:
-    turns, requests = TreeTurns(clock := Clock()), [DraftRequest(sequence_of("a"), 31, 31, 0.0)]
+    turns, requests = DraftTurns(clock := Clock()), [DraftRequest(sequence_of("a"), 31, 31, 0.0)]
     for _ in range(FIRST_TURN // 8):
         turns.begin(requests)
         clock.now += 8
@@ -76,13 +76,13 @@ def test_what_passes_between_steps_or_in_a_third_way_counts_for_none() -> None:
 @pytest.mark.parametrize("lengths", [(10, 4000), (4000, 10)])
 def test_texts_much_longer_or_shorter_are_tried_soon(lengths: tuple[int, int]) -> None:
     clock = Clock()
-    turns, went = TreeTurns(clock), list[list[bool]]()
+    turns, went = DraftTurns(clock), list[list[bool]]()
     for name, length in zip("ab", lengths, strict=True):
         requests, of_text = [DraftRequest(sequence_of(name, length), 31, 31, 0.0)], list[bool]()
         for _ in range(6 * SHORTEST_TURN):
             turns.begin(requests)
-            of_text.append(turns.has_trees)
-            clock.now += 3 if turns.has_trees else 1
-            turns.hear(2 if turns.has_trees else 1, 1)
+            of_text.append(turns.has_drafts)
+            clock.now += 3 if turns.has_drafts else 1
+            turns.hear(2 if turns.has_drafts else 1, 1)
         went.append(of_text)
     assert any(went[1][: FIRST_TURN + 2])

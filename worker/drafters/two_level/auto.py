@@ -35,7 +35,7 @@ from swiftbatch.worker.drafters.two_level.chain import Chain, Proposer
 from swiftbatch.worker.drafters.two_level.drafter import TwoLevelDrafter
 from swiftbatch.worker.drafters.two_level.measured import MeasuredDrafter
 from swiftbatch.worker.drafters.two_level.repeating import RepeatingDrafter
-from swiftbatch.worker.drafters.two_level.turns import TreeTurns
+from swiftbatch.worker.drafters.two_level.turns import DraftTurns
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.drawing.verification import Verification
@@ -56,7 +56,7 @@ def auto(target: TargetModel, costs: Costs, parts_folder: Path | None) -> Drafte
     recycling, rounds = TokenRecyclingDrafter(target, costs), round_costs(target)
     if recycling.budget is None:
         return recycling
-    turns = None if target.forwards.draw_chains is None else TreeTurns()
+    turns = None if target.forwards.draw_chains is None else DraftTurns()
     if rounds is None:
         repeating = RepeatingDrafter(recycling, recycling.budget.rate, recycling, recycling.budget, turns)
     else:
@@ -122,6 +122,7 @@ class AutoDrafter(RestingDrafter):
         self._most_scanned = math.inf if arena is None else arena.num_drafted
         self._rounds: RoundsChoice | None = None  # of the coming steps; None: they have trees
         self._names: list[str] = []  # of the sequences that the plan is for
+        self._were_drafts_allowed = True  # by the budget, when it was made
         self._num_steps = 0  # since then
         self._longest_planned = 0  # text of the sequences at the last plan, in tokens
         self._steps_per_plan = FIRST_PLAN
@@ -218,9 +219,10 @@ class AutoDrafter(RestingDrafter):
     def _plan(self, requests: list[DraftRequest]) -> None:
         """Choose what brings most tokens per second, every few steps and where other sequences share the step."""
         names = names_of(requests)
-        is_new = names != self._names
+        is_new, has_turned = names != self._names, self._budget.are_drafts_allowed != self._were_drafts_allowed
+        self._were_drafts_allowed = self._budget.are_drafts_allowed
         self._num_steps += 1
-        if not is_new and self._num_steps < self._steps_per_plan:
+        if not is_new and not has_turned and self._num_steps < self._steps_per_plan:
             return
         longest = int(lengths_of(requests).max())
         if is_new and self._is_like_those_before(longest):
@@ -228,13 +230,13 @@ class AutoDrafter(RestingDrafter):
             if max(request.sequence.num_remaining_tokens for request in requests) > WORTH_A_PLAN:
                 self._steps_per_plan = min(self._steps_per_plan, NEXT_PLAN)
         self._names = names
-        if self._num_steps < self._steps_per_plan and not is_new:
+        if self._num_steps < self._steps_per_plan and not is_new and not has_turned:
             return
         steps = FIRST_PLAN if is_new else 2 * self._steps_per_plan
         self._num_steps, self._longest_planned = 0, longest
         self._rounds = self._rounds_that_pay(requests)
         self._steps_per_plan = min(steps, self._most_steps_per_plan)
-        if self._rounds is None:
+        if self._rounds is None and self._were_drafts_allowed:
             self._planner.forget()
 
     def _is_like_those_before(self, longest: int) -> bool:
@@ -253,6 +255,8 @@ class AutoDrafter(RestingDrafter):
         lengths = lengths_of(requests)
         if lengths.max() < SHORTEST_SCANNED or len(requests) > self._most_scanned:
             return None  # nothing would be scanned, or not all have room for it
+        if not self._budget.are_drafts_allowed:
+            return None
         clock = self._budget.clock
         plain = clock.beside("plain", requests[0].overhead)
         beside = clock.beside("chain", otherwise=plain + clock.drafting_seconds)

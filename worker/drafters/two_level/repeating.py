@@ -14,7 +14,7 @@ from swiftbatch.worker.drafters.budget import NODE_CHOICES
 from swiftbatch.worker.drafters.lookup.repeated_text import RepeatedText, RepeatShares
 from swiftbatch.worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
 from swiftbatch.worker.drafters.shared_budget import RestingDrafter, SharedBudget, names_of
-from swiftbatch.worker.drafters.two_level.turns import TreeTurns
+from swiftbatch.worker.drafters.two_level.turns import DraftTurns
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.drawing.verification import Verification
@@ -39,7 +39,7 @@ class RepeatingDrafter(Drafter):
         rate: Callable[[list[DraftRequest]], float],
         recycling: TokenRecyclingDrafter,
         budget: SharedBudget,
-        turns: TreeTurns | None = None,
+        turns: DraftTurns | None = None,
     ) -> None:
         """`rate`: the tokens per second that `otherwise` promises; `budget` is that of `recycling`.
 
@@ -60,7 +60,7 @@ class RepeatingDrafter(Drafter):
         self._rested_at: list[float] = []  # when those began that nobody was told of yet
         self._num_passed: list[int] = []  # how many passed at once from then on
         self._rests_at_once = RESTS_AT_ONCE
-        budget.allow_trees(turns is None or turns.has_trees)
+        budget.allow_drafts(turns is None or turns.has_drafts)
 
     @property
     def draft_kind(self) -> str:
@@ -84,7 +84,7 @@ class RepeatingDrafter(Drafter):
             return self._propose(requests)
         if self._turns.begin(requests):
             self._wake()
-            self._budget.allow_trees(self._turns.has_trees)
+            self._budget.allow_drafts(self._turns.has_drafts)
         self._budget.measured_rate = self._turns.plain_rate
         return self._propose(requests)
 
@@ -131,8 +131,7 @@ class RepeatingDrafter(Drafter):
     def update_all(self, verified: Many[Verified]) -> None:
         if self._turns is not None and verified:
             num_tokens = sum(len(verification.committed_ids) for _, verification in verified)
-            is_turns = not self._is_repeating and self.otherwise.draft_kind != "chain"
-            self._turns.hear(num_tokens, _num_steps_of(verified), is_turns)
+            self._turns.hear(num_tokens, _num_steps_of(verified), not self._is_repeating)
         if self._begun is not None:
             self._pass_by(self._begun, _num_steps_of(verified))
             return

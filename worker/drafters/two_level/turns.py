@@ -1,7 +1,7 @@
-"""Trees of drafts by turns with none, where plain steps can pass by several at once.
+"""Drafts by turns with none, where plain steps can pass by several at once.
 
-What a tree promises follows from costs of single steps. Plain steps that pass in one call take less than those, so what
-both really bring is measured, everything in between included: trees are drafted only where they bring more.
+What drafts promise follows from costs of single steps. Plain steps that pass in one call take less than those, so what
+both really bring is measured, everything in between included: drafts are made only where they bring more.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FEWEST = 16.0  # steps that tell of a rate, the older ones counting less
 
 SETTLING = 4  # steps at the beginning of a turn that tell nothing
 FIRST_TURN, TRIAL = 32, 16  # steps
-TREES_TRIAL = 64  # steps of a trial with trees, unless it is far behind: tables of candidates fill only by drafts
+DRAFTS_TRIAL = 64  # steps of a trial with drafts, unless it is far behind: tables of candidates fill only by drafts
 NEAR = 0.9  # times the other way's rate
 SHORTEST_TURN, LONGEST_TURN = 1024, 8192  # steps between trials
 BETTER = 1.03  # times the tokens per second of the way that steps go
@@ -50,19 +50,19 @@ class TokenRate:
         return self._tokens / self._seconds if self._seconds else 0.0
 
 
-class TreeTurns:
-    """Says whether the coming steps may have trees: the way that brings more, and now and then the other, as a trial.
+class DraftTurns:
+    """Says whether the coming steps may have drafts: the way that brings more, and now and then the other, as a trial.
 
     The first turn has none. Trials become rarer the longer one way stays the better one.
     """
 
     def __init__(self, clock: Callable[[], float] = seconds_now) -> None:
         self._clock = clock
-        self.has_trees = False  # in this turn
-        self._prefers_trees = False  # between trials
+        self.has_drafts = False  # in this turn
+        self._prefers_drafts = False  # between trials
         self._turn, self._interval = FIRST_TURN, SHORTEST_TURN  # steps of this turn; of the next one between trials
         self._rates = {False: TokenRate(), True: TokenRate()}
-        self._plain_before = 0.0  # rate of the last turn without trees
+        self._plain_before = 0.0  # rate of the last turn without drafts
         self._num_steps = 0  # of this turn
         self._names: list[str] = []  # of the newest step's sequences
         self._longest = 0  # text of them when a trial began, in tokens
@@ -78,7 +78,7 @@ class TreeTurns:
 
     @property
     def plain_rate(self) -> float | None:
-        """The tokens per second of steps without trees, in this turn or the last one that had none; None if unknown."""
+        """The tokens per second of steps without drafts, of this turn or the last such one; None where unknown."""
         plain = self._rates[False]
         return (plain.value if plain.is_known else self._plain_before) or None
 
@@ -88,7 +88,7 @@ class TreeTurns:
         `is_turns`: whether in this turn's way; a third way tells nothing of it.
         """
         if is_turns and self._num_steps > SETTLING:
-            self._rates[self.has_trees].observe(num_tokens, self._clock() - self._begun, num_steps)
+            self._rates[self.has_drafts].observe(num_tokens, self._clock() - self._begun, num_steps)
         self._num_steps += num_steps
 
     def _meet(self, names: list[str], longest: int) -> None:
@@ -102,23 +102,23 @@ class TreeTurns:
         self._names = names
 
     def _end_turn(self) -> bool:
-        """Begin the next turn; False where a trial of trees is near enough to go on."""
-        if self.has_trees == self._prefers_trees:
-            self._begin(not self.has_trees, TRIAL)
+        """Begin the next turn; False where a trial of drafts is near enough to go on."""
+        if self.has_drafts == self._prefers_drafts:
+            self._begin(not self.has_drafts, TRIAL)
             return True
-        tried, other = self._rates[self.has_trees].value, self._rates[not self.has_trees].value
-        if self.has_trees and tried > NEAR * other and self._num_steps < TREES_TRIAL:
+        tried, other = self._rates[self.has_drafts].value, self._rates[not self.has_drafts].value
+        if self.has_drafts and tried > NEAR * other and self._num_steps < DRAFTS_TRIAL:
             self._turn += TRIAL
             return False
         if tried > BETTER * other:
-            self._prefers_trees, self._interval = self.has_trees, SHORTEST_TURN
+            self._prefers_drafts, self._interval = self.has_drafts, SHORTEST_TURN
             self._turn, self._num_steps = self._interval, SETTLING + 1
             return False
-        self._begin(self._prefers_trees, self._interval)
+        self._begin(self._prefers_drafts, self._interval)
         self._interval = min(2 * self._interval, LONGEST_TURN)
         return True
 
-    def _begin(self, has_trees: bool, num_steps: int) -> None:
-        self.has_trees, self._turn, self._num_steps = has_trees, num_steps, 0
+    def _begin(self, has_drafts: bool, num_steps: int) -> None:
+        self.has_drafts, self._turn, self._num_steps = has_drafts, num_steps, 0
         self._plain_before = self.plain_rate or 0.0
-        self._rates[has_trees] = TokenRate()
+        self._rates[has_drafts] = TokenRate()
