@@ -52,11 +52,12 @@ class ForgettingCache(FullKVCache):
 
     def roll_back(self, length: int) -> None:
         """Forget all positions from `length` on; where rows there see forgotten ones, from the first of these on."""
-        super().roll_back(length if self._has_all_behind(length) else self._lost.start)
+        end = length if self._has_all_behind(length) else self._lost.start
+        if end <= self._lost.start:
+            self._lost = range(0)  # first: a page that is taken on the way would count as one of the lost ones
+        super().roll_back(end)
         if not self._has_all_behind(self.length):
             self.roll_back(self.length)  # pages may have brought it further back
-        if self.length <= self._lost.start:
-            self._lost = range(0)
 
     def copyable_end(self, limit: int) -> int:
         end = super().copyable_end(limit)

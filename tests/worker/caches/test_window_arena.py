@@ -128,6 +128,26 @@ def test_a_cache_goes_back_as_far_as_its_rows_see_what_is_there_and_else_to_wher
     assert (cache.kv(320, 400) == alone.kv(320, 400)).all()
 
 
+@pytest.mark.parametrize("end", [230, 300])
+def test_one_that_goes_back_into_a_page_that_another_has_too_gets_its_own(end: int) -> None:
+    """In front of what is forgotten, or to its beginning."""
+    arena = arena_of()
+    one, other, alone = new_cache(arena), new_cache(arena), FullKVCache(replace(SHAPE, windows=()), LENGTH)
+    one.expect_copies(300)
+    read_to(300, one)
+    read_to(600, alone)
+    other.copy_from(one, 256)
+    other.expect_copies(250)
+    read_to(600, other)
+    other.roll_back(end)
+    assert (other.length, len(other.window_pages)) == (min(end, 250), 4)
+    assert not {NO_PAGE, one.window_pages[3]}.intersection(other.window_pages)
+    read_to(400, other)
+    assert (other.kv(0, 230) == alone.kv(0, 230)).all()
+    assert (other.kv(320, 400) == alone.kv(320, 400)).all()
+    assert (one.kv(0, 300) == alone.kv(0, 300)).all()
+
+
 @pytest.mark.parametrize("pool", ["pool", "windows"])
 def test_who_finds_no_page_in_one_of_the_pools_has_as_many_positions_in_both(pool: str) -> None:
     arena = arena_of()
