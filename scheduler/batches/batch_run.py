@@ -132,16 +132,22 @@ class StartedRun:
         return cls(folder, process)
 
     def figures(self) -> Figures:
-        """Wait for its end, and measure. Raises BatchError; an interruption, which it heard as well, ends it first."""
+        """Wait for its end, and measure. Raises BatchError; an interruption ends the run first."""
         try:
             told = self.process.communicate()[1]
         except KeyboardInterrupt:
-            self.process.wait()
+            self.stop()
             raise
         if self.process.returncode != 0:
             last = (told.strip().splitlines() or ["it said nothing"])[-1]
             raise BatchError(f"the run {self.folder.name!r} ended with exit code {self.process.returncode}: {last}")
         return figures_of(Run.open(str(self.folder)))
+
+    def stop(self) -> None:
+        """Have it end in good order, and wait for that. It counts as one signal with the Ctrl-C that both heard."""
+        self.process.terminate()
+        if self.process.stderr is not None and not self.process.stderr.closed:  # read, for a full pipe would hold it up
+            self.process.communicate()
 
 
 def figures_of(run: Run) -> Figures:

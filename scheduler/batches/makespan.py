@@ -14,7 +14,15 @@ from statistics import fmean
 from pydantic import Field
 from rich.table import Table
 
-from swiftbatch.scheduler.batches.batch_run import BatchOptions, Figures, Stage, StartedRun, run_stages, write_figures
+from swiftbatch.scheduler.batches.batch_run import (
+    BatchError,
+    BatchOptions,
+    Figures,
+    Stage,
+    StartedRun,
+    run_stages,
+    write_figures,
+)
 from swiftbatch.worker.bench.bench_tables import new_table, number
 
 SPREAD = 20.0  # the longest job over the shortest
@@ -53,7 +61,12 @@ def run_tail_bench(options: TailOptions, report: Callable[[str], None]) -> dict[
 def _alone(jobs: Path, options: TailOptions) -> Figures:
     """All jobs on one worker, as often as there are workers, at the same time: each finds the machine as busy."""
     runs = [StartedRun.of(jobs, f"{ALONE}-{number}", options, 1) for number in range(options.num_workers)]
-    found = [run.figures() for run in runs]
+    try:
+        found = [run.figures() for run in runs]
+    except (BatchError, KeyboardInterrupt):
+        for run in runs:  # all lie in a folder that goes with this process
+            run.stop()
+        raise
     seconds = fmean(figures["seconds"] for figures in found)
     return found[0] | {"seconds": seconds, "tokens_per_second": found[0]["num_tokens"] / seconds}
 

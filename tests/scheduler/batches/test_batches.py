@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from swiftbatch.scheduler.batches import makespan, mixed
-from swiftbatch.scheduler.batches.batch_run import BatchError, Figures, figures_of
+from swiftbatch.scheduler.batches.batch_run import BatchError, Figures, StartedRun, figures_of
 from swiftbatch.scheduler.batches.makespan import TailOptions, run_tail_bench, tail_lengths
 from swiftbatch.scheduler.batches.mixed import MixedOptions, mixed_lengths, run_mixed_bench
 from swiftbatch.scheduler.cli import main
@@ -118,6 +120,39 @@ class EndedRun:
             "choices": [{"token_ids_sha256": str(number)}],
         }
         return {"error": None, "response": {"body": body}}
+
+
+def started(tmp_path: Path, code: str) -> StartedRun:
+    command = [sys.executable, "-c", code]
+    return StartedRun(tmp_path, subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
+
+
+def test_a_benchmark_that_alone_hears_of_an_interruption_ends_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = started(tmp_path, "import time; time.sleep(20)")
+    told = run.process.communicate
+
+    def interrupt() -> None:
+        monkeypatch.setattr(run.process, "communicate", told)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run.process, "communicate", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run.figures()
+    assert run.process.returncode < 0
+
+
+def test_no_run_goes_on_when_another_that_works_beside_it_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = [started(tmp_path, code) for code in ("raise SystemExit(2)", "import time; time.sleep(20)")]
+    waiting = iter(runs)
+    monkeypatch.setattr(StartedRun, "of", lambda *_: next(waiting))
+    options = TailOptions(scale=10, num_threads=1, num_jobs=2, num_workers=2, longest=100)
+    with pytest.raises(BatchError, match="exit code 2"):
+        makespan._alone(tmp_path / "jobs.jsonl", options)
+    assert all(run.process.returncode for run in runs)
 
 
 def test_a_run_is_measured_without_the_starts_of_its_workers() -> None:
