@@ -8,11 +8,13 @@ from __future__ import annotations
 import gc
 import hashlib
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
@@ -170,6 +172,16 @@ class Worker:
         return ended
 
 
+@pytest.fixture
+def _few_objects() -> Iterator[None]:
+    """Let the collector look at no object of the tests before this one: it is called at every step."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("_few_objects")
 def test_forty_jobs_in_pages_for_six_have_the_tokens_that_each_has_alone() -> None:
     worker, waiting, ended, rng = Worker(), texts(), list[Text](), random.Random(2)
     while len(ended) < NUM_JOBS:
