@@ -9,6 +9,8 @@ import click
 import pytest
 from pydantic import BaseModel
 
+from swiftbatch.scheduler.batches.makespan import TailOptions
+from swiftbatch.scheduler.batches.mixed import MixedOptions
 from swiftbatch.scheduler.chaos.chaos_options import ChaosOptions
 from swiftbatch.scheduler.limits import Limits
 from swiftbatch.scheduler.runs.settings import Settings
@@ -65,6 +67,8 @@ FIELDS = {
     "bench all": defaults(SuiteOptions),
     "bench gpu": defaults(GPUBenchOptions),
     "bench scale": defaults(ScaleOptions),
+    "bench mixed": defaults(MixedOptions),
+    "bench tail": defaults(TailOptions),
     "bench ablation tokenswift": defaults(AblationOptions),
     "bench ablation triforce": defaults(PromptAblationOptions),
     "bench ablation griffin": defaults(GriffinAblationOptions),
