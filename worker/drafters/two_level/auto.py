@@ -164,9 +164,9 @@ class AutoDrafter(RestingDrafter):
         return trees
 
     def rest(self, most: int) -> int:
-        if self._rounds is not None:
+        if self._rounds is not None or self._num_steps + 1 >= self._steps_per_plan:
             return 0
-        num_steps = self._budget.rest(min(most, self._steps_per_plan - 1 - self._num_steps))
+        num_steps = self._budget.rest(most)  # a plan may wait for the end of a rest
         self._num_steps += num_steps
         return num_steps
 
