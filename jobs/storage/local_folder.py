@@ -21,7 +21,7 @@ from uuid import uuid4
 
 ASIDE = re.compile(r"\..+\.[0-9a-f]{32}")  # the name of a file that has yet to get its own
 COPY_BYTES = 2**23
-NUM_DELETE_TRIES = 5
+NUM_DELETE_TRIES = NUM_WRITE_TRIES = 5
 CHANGED_MEANWHILE = {errno.ENOENT, errno.ENOTEMPTY}
 NO_FILE = {errno.ENXIO, errno.ELOOP}  # a socket, a link to itself
 NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
@@ -34,7 +34,14 @@ class LocalFolder:
         self._root = Path(root)
 
     def write(self, path: str, data: bytes | memoryview) -> None:
-        self._put(path, lambda file: file.write(data), os.replace)
+        for num_tries_left in reversed(range(NUM_WRITE_TRIES)):
+            try:
+                self._put(path, lambda file: file.write(data), os.replace)
+            except FileNotFoundError:  # a worker that was believed dead deletes a finished job's folder meanwhile
+                if num_tries_left == 0:
+                    raise
+            else:
+                return
 
     def write_from(self, path: str, source: BinaryIO) -> None:
         self._put(path, lambda file: shutil.copyfileobj(source, file, COPY_BYTES), os.replace)

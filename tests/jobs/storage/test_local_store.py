@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -40,6 +42,27 @@ def test_a_failed_write_leaves_the_old_file_and_no_temporary(tmp_path: Path) -> 
         store.write_from("a", Failing())
     assert store.read("a") == b"old"
     assert os.listdir(tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize("when", ["before the file is written", "behind it"])
+def test_a_folder_that_another_program_deletes_meanwhile_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """A worker of a killed driver ends a job and drops its checkpoints while the next driver writes one of them."""
+    name = "swiftbatch.jobs.storage.local_folder._make_folder" if when.startswith("before") else "os.fsync"
+    module, _, function = name.rpartition(".")
+    call, deleted = getattr(importlib.import_module(module), function), list[Path]()
+
+    def deleting(argument: Any) -> None:
+        call(argument)
+        if not deleted:
+            deleted.append(tmp_path / "job")
+            shutil.rmtree(tmp_path / "job")
+
+    monkeypatch.setattr(name, deleting)
+    Store(str(tmp_path)).write("job/claim.json", b"x")
+    assert deleted
+    assert (tmp_path / "job/claim.json").read_bytes() == b"x"
 
 
 WRITER = """
