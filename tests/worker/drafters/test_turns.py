@@ -6,7 +6,14 @@ import pytest
 
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.drafters.base import DraftRequest
-from swiftbatch.worker.drafters.two_level.turns import DRAFTS_TRIAL, FIRST_TURN, SHORTEST_TURN, TRIAL, DraftTurns
+from swiftbatch.worker.drafters.two_level.turns import (
+    DRAFTS_TRIAL,
+    FIRST_TURN,
+    SETTLING,
+    SHORTEST_TURN,
+    TRIAL,
+    DraftTurns,
+)
 from swiftbatch.worker.drawing.sequence import Sequence
 
 
@@ -86,3 +93,16 @@ def test_texts_much_longer_or_shorter_are_tried_soon(lengths: tuple[int, int]) -
             turns.hear(2 if turns.has_drafts else 1, 1)
         went.append(of_text)
     assert any(went[1][: FIRST_TURN + 2])
+
+
+def test_a_trial_that_many_other_sequences_come_into_decides_nothing() -> None:
+    turns, few = DraftTurns(clock := Clock()), [DraftRequest(sequence_of("a"), 31, 31, 0.0)]
+    many = [DraftRequest(sequence_of(name), 31, 31, 0.0) for name in "abcd"]
+    went = list[bool]()
+    for step in range(2 * FIRST_TURN + SHORTEST_TURN):
+        turns.begin(few if step < FIRST_TURN + SETTLING else many)
+        clock.now += 3 if turns.has_drafts else 1
+        turns.hear(2 if turns.has_drafts else 1, 1)
+        went.append(turns.has_drafts)
+    assert sum(went) <= FIRST_TURN + SETTLING + 2 * TRIAL
+    assert not went[-1]

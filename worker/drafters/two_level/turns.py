@@ -65,7 +65,7 @@ class DraftTurns:
         self._plain_before = 0.0  # rate of the last turn without drafts
         self._num_steps = 0  # of this turn
         self._names: list[str] = []  # of the newest step's sequences
-        self._longest = 0  # text of them when a trial began, in tokens
+        self._number, self._longest = 0, 0  # sequences, and the longest text of them, that the rates are for
         self._begun = 0.0
 
     def begin(self, requests: list[DraftRequest]) -> bool:
@@ -92,12 +92,11 @@ class DraftTurns:
         self._num_steps += num_steps
 
     def _meet(self, names: list[str], longest: int) -> None:
-        """Look sooner where steps cost otherwise: more or fewer sequences share them, or texts are much longer."""
-        is_as_long = longest < MUCH_LONGER * self._longest and self._longest < MUCH_LONGER * longest
-        if (self._names and len(names) != len(self._names)) or not is_as_long:
+        """Measure anew where steps cost otherwise: many more or fewer sequences share them, or texts are longer."""
+        if not (_are_alike(len(names), self._number) and _are_alike(longest, self._longest)):
             self._interval = SHORTEST_TURN
-            self._turn = min(self._turn, self._num_steps + (SHORTEST_TURN if is_as_long else FIRST_TURN))
-            self._longest = longest
+            self._turn = min(self._turn, self._num_steps + FIRST_TURN)
+            self._number, self._longest = len(names), longest
             self._rates, self._plain_before = {False: TokenRate(), True: TokenRate()}, 0.0
         self._names = names
 
@@ -107,6 +106,9 @@ class DraftTurns:
             self._begin(not self.has_drafts, TRIAL)
             return True
         tried, other = self._rates[self.has_drafts].value, self._rates[not self.has_drafts].value
+        if not (tried and other):  # other sequences came in this trial
+            self._begin(self._prefers_drafts, FIRST_TURN)
+            return True
         if self.has_drafts and tried > NEAR * other and self._num_steps < DRAFTS_TRIAL:
             self._turn += TRIAL
             return False
@@ -122,3 +124,7 @@ class DraftTurns:
         self.has_drafts, self._turn, self._num_steps = has_drafts, num_steps, 0
         self._plain_before = self.plain_rate or 0.0
         self._rates[has_drafts] = TokenRate()
+
+
+def _are_alike(number: int, before: int) -> bool:
+    return number < MUCH_LONGER * before and before < MUCH_LONGER * number
