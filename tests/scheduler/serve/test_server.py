@@ -37,7 +37,8 @@ CHAT = {
 }
 MAX_FILE_BYTES = 100_000
 NUM_TOKENS = 2500
-LONG = (request("short", 5), request("drawn", NUM_TOKENS, min_p=0.02))
+# log-probabilities are looked up at each step: eight plain steps at once would end before a kill
+LONG = (request("short", 5), request("drawn", NUM_TOKENS, min_p=0.02, logprobs=1))
 
 
 @pytest.fixture(scope="module")
