@@ -242,7 +242,7 @@ class FullKVCache:
         return min(limit, self.length)
 
     def end_of_copy(self, source: CacheSource, end: int) -> int:
-        """How far to copy at once what a source has up to `end`."""
+        """Return the end of what is to be copied at once of what a source has up to `end`."""
         return end
 
     def expect_copies(self, end: int) -> None:

@@ -91,7 +91,7 @@ class WindowedPages(ForgettingCache, PagedKVCache):
 
     @property
     def holds_unwritten(self) -> bool:
-        """Whether positions are held until a checkpoint has them."""
+        """Return whether positions are held until a checkpoint has them."""
         return self._first_asked is not None
 
     @property
@@ -216,7 +216,7 @@ class WindowSlotCache(PagedKVCache):
         return self._windowed.copyable_end(super().copyable_end(limit))
 
     def end_of_copy(self, source: CacheSource, end: int) -> int:
-        """How far to copy: what has no pages to share takes some, and jobs are counted with so many for a step."""
+        """Return the end of what to copy: what has no pages to share takes some, and jobs are counted with so many."""
         return end if isinstance(source, WindowSlotCache) else min(end, self.length + ROW_CHOICES[-1])
 
     def expect_copies(self, end: int) -> None:

@@ -40,7 +40,7 @@ class PlainRuns:
 
 
 def _needs_a_look(slot: Slot) -> bool:
-    """Whether something is looked up in the logits of each step, or each step's tokens decide on those to come."""
+    """Return whether each step's logits are looked at, or each step's tokens decide on those to come."""
     return slot.sequence.logprobs is not None or bool(slot.sequence.rules)
 
 

@@ -51,7 +51,7 @@ def pages_of(num_positions: int, page: int | None = None) -> int:
 
 
 def held_in_windows(windows: Windows, num_unwritten: int) -> HeldPositions | None:
-    """What layers with a window hold in pages of their own, if checkpoints lag by so much; None where none see all.
+    """Return the pages of layers with a window, if checkpoints lag by so much; None where no layer sees all.
 
     Beside what is asked for, kernels read all that the first row of a block sees, the first page may be lost in part,
     and a forward may read as many rows as it has.

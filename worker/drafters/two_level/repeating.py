@@ -263,4 +263,5 @@ class RepeatingDrafter(Drafter):
 
 
 def _num_steps_of(verified: Many[Verified]) -> int:
+    """The steps that passed in one call; one where all sequences of it failed."""
     return max((verification.num_steps for _, verification in verified), default=1)

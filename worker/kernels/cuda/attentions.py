@@ -53,7 +53,7 @@ class Attention(Protocol):
 
 
 class RowsInOrder:
-    """What attentions of our own kernels have alike: queries row by row, and parts of softmaxes to be merged."""
+    """Base of the attentions of our own kernels: queries row by row, and parts of softmaxes to be merged."""
 
     query: Tensor
     scratch: Scratch
