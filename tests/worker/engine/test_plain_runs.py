@@ -128,3 +128,11 @@ def test_auto_lets_plain_steps_pass_at_once_and_is_told_how_many(
     one_by_one.undo()
     engine = begun(target, {"temperature": 1.0}, Engine(target, auto(target, free_rows, None)))
     assert outcome(engine) == expected
+
+
+def test_auto_cuts_no_run_short_in_a_turn_without_drafts(target: TargetModel) -> None:
+    drafter = auto(target, free_rows, None)
+    runs = begun(target, {"temperature": 1.0}, Engine(target, drafter)), begun(target, {"temperature": 1.0})
+    sizes = [[len(engine.step()[0][1].committed_ids) for _ in range(5)] for engine in runs]
+    assert sizes[0] == sizes[1]
+    assert sizes[0].count(MOST_STEPS) > 2
