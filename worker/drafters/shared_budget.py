@@ -170,7 +170,8 @@ class SharedBudget:
         names = names_of(requests)
         self._keep_planned(names, requests)
         planned = [self._plan[name] for name in names]
-        if self.clock.is_plain_due or not self.are_drafts_allowed:
+        is_plain_due = self.clock.is_plain_due and not self._are_plain_steps_cheap  # else they have turns of their own
+        if is_plain_due or not self.are_drafts_allowed:
             choices = [0] * len(names)
         else:
             least = LOOK_CHOICE if self._num_to_try else 0

@@ -82,6 +82,9 @@ class RepeatingDrafter(Drafter):
     def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
         if self._turns is None:
             return self._propose(requests)
+        if self._num_rests and [request.sequence for request in requests] == self._resting and self._turns.go_on():
+            self._begun = seconds_now()
+            return [DraftTree()] * len(requests)
         if self._turns.begin(requests, self.otherwise.promises_drafts):
             self._wake()
             self._budget.allow_drafts(self._turns.has_drafts, self._turns.is_trial)

@@ -202,6 +202,14 @@ class DraftTurns:
         self._begun = self._clock()
         return (now.has_drafts, now.is_trial) != before
 
+    def go_on(self) -> bool:
+        """Begin the coming step of the same sequences, if it is of this turn for sure; else call `begin`."""
+        now = self._now
+        if now.is_over or (now.has_drafts and now.is_trial):
+            return False
+        self._begun = self._clock()
+        return True
+
     def hear(self, verified: Many[Verified], is_turns: bool = True) -> None:
         """Take in what has passed since `begin`.
 
