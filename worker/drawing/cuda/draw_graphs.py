@@ -53,8 +53,8 @@ class DrawGraphs:
         counting = functools.partial(update_counts, self.slots.counts, self.slots.output, arriving, gone)
         plain, filtered = Draw(self._buffers), FilteredDraw(self._buffers)
         works = (
-            _in_a_row(counting, plain.launch, candidates.launch),
-            _in_a_row(counting, QuickDraw(filtered).launch, candidates.launch),
+            in_a_row(counting, plain.launch, candidates.launch),
+            in_a_row(counting, QuickDraw(filtered).launch, candidates.launch),
             filtered.launch,
         )
         self._plain, self._quick, self._sorted = (capture(work, device) for work in works)
@@ -71,7 +71,7 @@ class DrawGraphs:
         return DrawnRows(out[: self._num_rows], ids, logprobs.view(np.float32))
 
 
-def _in_a_row(*works: Work) -> Work:
+def in_a_row(*works: Work) -> Work:
     """Return the work of all, one after the other. It refers to no graph, so that the last owner frees all buffers."""
 
     def work() -> None:
