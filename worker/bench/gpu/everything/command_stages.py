@@ -17,6 +17,7 @@ from swiftbatch.worker.bench.gpu.everything.trial import Trial, Try
 from swiftbatch.worker.exactness.first_run.findings import Finding
 
 KIND_TESTS = "tests/worker/test_gpu_kinds.py"
+ROW_TESTS = "tests/worker/test_gpu_rows.py"
 GPU_TESTS = tuple(f"tests/worker/{name}.py" for name in ("test_gpu", "caches/test_every_cache", "caches/test_copies"))
 CHAOS = ("chaos", "--jobs", "3", "--tokens", "600", "--kills", "3", "--workers", "1")
 LAST_LINES = 4
@@ -25,6 +26,11 @@ LAST_LINES = 4
 def kinds(trial: Trial) -> Iterator[Try]:
     """A small model of every kind against transformers, in the order of the tests."""
     yield "kinds", functools.partial(_tests, trial, KIND_TESTS)
+
+
+def rows_of_kinds(trial: Trial) -> Iterator[Try]:
+    """2,000 rows of trees of small models of several kinds against plain decoding."""
+    yield "rows of kinds", functools.partial(_tests, trial, ROW_TESTS)
 
 
 def tests(trial: Trial) -> Iterator[Try]:
