@@ -68,13 +68,13 @@ def _checkout() -> Path | None:
 def _ran(command: list[str], folder: Path) -> Finding:
     """Run a command to its end, all of whose words go to the log; the last ones are the finding's."""
     environment = environment_of_code() | {"TRITON_INTERPRET": os.environ.get("TRITON_INTERPRET", "0")}
-    process = subprocess.Popen(
-        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    assert process.stdout is not None
     lines = []
-    for line in process.stdout:
-        print(line, end="", flush=True)
-        lines.append(line.strip())
+    with subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            lines.append(line.strip())
     words = " / ".join(line for line in lines[-LAST_LINES:] if line)
-    return Finding(passed=process.wait() == 0, words=words or "it said nothing", rows=[])
+    return Finding(passed=process.returncode == 0, words=words or "it said nothing", rows=[])

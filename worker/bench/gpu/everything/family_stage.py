@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -78,7 +79,7 @@ def _steps(trial: Trial, parts: Parts, num_jobs: int) -> Finding:
             if num_jobs == 1:
                 raise
         num_jobs //= 2
-        parts.forget_unused()
+        forget(parts)
 
 
 def _with_jobs(trial: Trial, parts: Parts, num_jobs: int) -> Finding:
@@ -97,11 +98,17 @@ def _with_jobs(trial: Trial, parts: Parts, num_jobs: int) -> Finding:
         rows.append({"jobs": num_jobs} | steps_row(name, length, done, trial.device))
         del caches, drafter
     del target, costs
-    parts.forget_unused()
+    forget(parts)
     is_same = all(agree(plain, others) for each in found[1:] for plain, others in zip(found[0], each, strict=True))
     words = f"{len(parts.weights.layers)} layers, {num_jobs} jobs: {'the same' if is_same else 'OTHER'} tokens"
     words += "" if is_finite else ", logits that are NO numbers"
     return Finding(passed=is_same and is_finite, words=words, rows=rows)
+
+
+def forget(parts: Parts) -> None:
+    """Give back the memory of a target that is gone, also where it hangs in a circle of references."""
+    gc.collect()
+    parts.forget_unused()
 
 
 def target_of(parts: Parts, num_slots: int, longest: int) -> ArenaTarget:
