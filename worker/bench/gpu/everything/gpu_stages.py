@@ -32,7 +32,7 @@ STAGES = (
     GPUStage("kept rows", ".exact_stages:kept_rows", 90, ("Keys and values in 8 bits",)),
     GPUStage("experts", ".expert_stage:experts", 120, ("Experts",)),
     GPUStage(
-        *("rows of kinds", ".command_stages:rows_of_kinds", 150), ("Experts", "Latent attention", "Layers with states")
+        *("rows of kinds", ".command_stages:rows_of_kinds", 240), ("Experts", "Latent attention", "Layers with states")
     ),
     GPUStage("forced rounds", ".round_stages:forced_rounds", 120, ("Scanned texts",)),
     GPUStage("offload", ".round_stages:offload", 120, ("Offloaded caches", "Scanned texts")),
