@@ -22,7 +22,7 @@ from swiftbatch.jobs.checkpoints.files import (
 )
 from swiftbatch.jobs.checkpoints.logprob_files import encode_span, span_name
 from swiftbatch.jobs.checkpoints.token_log import TokenLog, encode_log
-from swiftbatch.jobs.identity import Identity
+from swiftbatch.jobs.file_owner import Identity
 from swiftbatch.jobs.logprobs import TokenLogprobs
 from swiftbatch.jobs.storage.store import Store
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Self
 
 from swiftbatch.jobs.checkpoints.logprob_files import decode_span, encode_span
 from swiftbatch.jobs.checkpoints.token_log import TokenLog, decode_log, encode_log
-from swiftbatch.jobs.identity import DamagedFileError, Identity
+from swiftbatch.jobs.file_owner import DamagedFileError, Identity
 from swiftbatch.jobs.logprobs import TokenLogprobs
 from swiftbatch.jobs.storage.store import Store
 

@@ -12,9 +12,8 @@ from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.storage.folder import Folder, ReadableFile
 from swiftbatch.jobs.storage.local_folder import COPY_BYTES, LocalFolder
 from swiftbatch.jobs.storage.object_folder import ObjectFolder
-from swiftbatch.jobs.storage.object_stores import open_place
+from swiftbatch.jobs.storage.object_stores import hidden_credentials, local_path, open_place, shown_uri
 from swiftbatch.jobs.storage.retries import BRIEF_RETRIES, NO_RETRIES, Retries, is_transient
-from swiftbatch.jobs.storage.uris import hidden_credentials, local_path, shown_uri
 
 Result = TypeVar("Result")
 

@@ -35,9 +35,9 @@ from swiftbatch.worker.drafters.catalogue import ENGINES
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from swiftbatch.jobs.input.column_option import Columns
+    from swiftbatch.jobs.input.parquet_rows import Columns
     from swiftbatch.jobs.input.reader import Reject
-    from swiftbatch.jobs.shards.settings import ShardSettings
+    from swiftbatch.jobs.shards.plans import ShardSettings
     from swiftbatch.scheduler.display.display import Display
 
 ENGINE_LINES = (f"  {name:<16} {entry.drafts_from}" for name, entry in ENGINES.items())
@@ -67,7 +67,7 @@ def _markers(_ctx: click.Context, _param: click.Parameter, value: tuple[str, str
 
 
 def _columns(_ctx: click.Context, _param: click.Parameter, value: tuple[str, ...]) -> Columns:
-    from swiftbatch.jobs.input.column_option import ColumnError, Columns
+    from swiftbatch.jobs.input.parquet_rows import ColumnError, Columns
 
     try:
         return Columns.parse(value)
@@ -76,7 +76,7 @@ def _columns(_ctx: click.Context, _param: click.Parameter, value: tuple[str, ...
 
 
 def _shards(_ctx: click.Context, _param: click.Parameter, value: str | ShardSettings | None) -> ShardSettings | None:
-    from swiftbatch.jobs.shards.settings import ShardSettings
+    from swiftbatch.jobs.shards.plans import ShardSettings
 
     try:
         return ShardSettings.parse(value) if isinstance(value, str) else value

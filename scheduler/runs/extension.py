@@ -10,7 +10,7 @@ from swiftbatch.jobs.checkpoints.checkpoint_store import AttemptRecord, Checkpoi
 from swiftbatch.jobs.checkpoints.inheritance import inherit
 from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
 from swiftbatch.jobs.checkpoints.token_log import TokenLog
-from swiftbatch.jobs.identity import DamagedFileError, Identity
+from swiftbatch.jobs.file_owner import DamagedFileError, Identity
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.logprobs import TokenLogprobs
 from swiftbatch.jobs.run.output_line import tokens_sha256

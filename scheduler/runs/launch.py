@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 
 from swiftbatch.jobs.run.run import Run, RunManifest
 from swiftbatch.jobs.run.run_records import RunState
+from swiftbatch.jobs.storage.object_stores import local_path
 from swiftbatch.jobs.storage.retries import Retries
 from swiftbatch.jobs.storage.store import StoreError
-from swiftbatch.jobs.storage.uris import local_path
 from swiftbatch.metrics.driver_counters import DriverCounters
 from swiftbatch.scheduler.cluster.actors import WorkerSpec
 from swiftbatch.scheduler.cluster.cluster import Cluster, ClusterError, connect

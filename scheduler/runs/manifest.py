@@ -15,7 +15,7 @@ from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.run.job_index import JobIndex
 from swiftbatch.jobs.run.run import Run, RunError, RunManifest
 from swiftbatch.jobs.run.run_records import FORM, RUN_FORM
-from swiftbatch.jobs.storage.uris import shown_uri
+from swiftbatch.jobs.storage.object_stores import shown_uri
 from swiftbatch.scheduler.runs.settings import Settings
 from swiftbatch.worker.caches.memory.memory_plan import GPUMemory, splits_of
 from swiftbatch.worker.caches.memory.model_sizes import read_sizes

@@ -13,7 +13,7 @@ from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from swiftbatch.metrics import discovery
+from swiftbatch.metrics import endpoint
 from swiftbatch.metrics.exporter import ServerCollector, registry_of
 from swiftbatch.metrics.server_counters import ServerCounters
 from swiftbatch.scheduler.serve.api import batch_routes, file_routes, watching_routes
@@ -118,7 +118,7 @@ def metrics(service: Served) -> Response:
     return Response(generate_latest(registry_of(ServerCollector(service.counters))), media_type=CONTENT_TYPE_LATEST)
 
 
-@server_router.get(discovery.PATH)
+@server_router.get(endpoint.PATH)
 def targets(service: Served) -> list[Any]:
     """The drivers that serve metrics, and their workers, a group for each batch."""
     found: list[Any] = []
@@ -127,7 +127,7 @@ def targets(service: Served) -> list[Any]:
             progress = service.status(batch).progress
             workers = [] if progress is None else [worker.metrics_address for worker in progress.workers]
             addresses = [driver.metrics_address, *(address for address in workers if address is not None)]
-            found += json.loads(discovery.document(addresses, batch.id))
+            found += json.loads(endpoint.document(addresses, batch.id))
     return found
 
 

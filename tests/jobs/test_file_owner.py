@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from swiftbatch.jobs.identity import Identity
+from swiftbatch.jobs.file_owner import Identity
 from tests.jobs.run.run_parts import MANIFEST
 
 OWN = Identity(job_id="a-0123456789abcdef", fingerprint="fp_0123456789abcdef")

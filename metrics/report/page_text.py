@@ -1,8 +1,21 @@
-"""Times of a report: what is shown of a duration and a date, and where a time axis has its ticks."""
+"""Texts, durations, dates and ticks of an axis, as a page shows them."""
 
 from __future__ import annotations
 
+import re
 from datetime import UTC, datetime, timedelta
+
+from markupsafe import Markup
+
+NOT_HTML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
+
+
+def in_html(value: object) -> object:
+    """A text as a page can hold it: control characters and halves of characters become escapes as in Python."""
+    if not isinstance(value, str) or isinstance(value, Markup):
+        return value
+    return NOT_HTML.sub(lambda found: found[0].encode("unicode_escape").decode(), value)
+
 
 MINUTE, HOUR, DAY = 60, 3600, 86_400
 STEPS = (
