@@ -7,9 +7,9 @@ from typing import Any
 
 import click
 
-from swiftbatch.scheduler.commands.launch_options import GIGABYTES
-from swiftbatch.scheduler.commands.model_options import DTYPE, JSON, MODEL, THREADS, all_of, checked, say, show
-from swiftbatch.scheduler.commands.options.numbers import ANY_NUMBER, WholeNumber
+from swiftbatch.scheduler.commands.options.launch_options import GIGABYTES
+from swiftbatch.scheduler.commands.options.model_options import DTYPE, JSON, MODEL, THREADS, all_of, checked, say, show
+from swiftbatch.scheduler.commands.options.option_types import ANY_NUMBER, WholeNumber
 from swiftbatch.worker.config import Computation
 from swiftbatch.worker.drafters.catalogue import ENGINES
 
@@ -44,7 +44,7 @@ def mixed(**options: Any) -> None:
     Example:
       swiftbatch bench mixed --scale 10 --vllm vllm/bin/python --json mixed.json
     """
-    from swiftbatch.scheduler.batches.mixed import MixedOptions, render, run_mixed_bench
+    from swiftbatch.scheduler.batches.mixed_bench import MixedOptions, render, run_mixed_bench
 
     asked = checked(MixedOptions, options)
     show(render(asked, run_mixed_bench(asked, say)))
@@ -65,7 +65,7 @@ def tail(**options: Any) -> None:
     Example:
       swiftbatch bench tail --scale 10 --threads 1 --json tail.json
     """
-    from swiftbatch.scheduler.batches.makespan import TailOptions, render, run_tail_bench
+    from swiftbatch.scheduler.batches.tail_bench import TailOptions, render, run_tail_bench
 
     asked = checked(TailOptions, options)
     show(render(asked, run_tail_bench(asked, say)))

@@ -10,7 +10,7 @@ import click
 from swiftbatch.jobs import sampling
 from swiftbatch.scheduler.commands.ablation import ablation
 from swiftbatch.scheduler.commands.batch_benches import mixed, tail
-from swiftbatch.scheduler.commands.model_options import (
+from swiftbatch.scheduler.commands.options.model_options import (
     COMPUTING,
     CUDA_KERNELS,
     DRAFT_MODEL,
@@ -24,7 +24,7 @@ from swiftbatch.scheduler.commands.model_options import (
     say,
     show,
 )
-from swiftbatch.scheduler.commands.options.numbers import ANY_NUMBER, ANY_WHOLE_NUMBER, WholeNumber
+from swiftbatch.scheduler.commands.options.option_types import ANY_NUMBER, ANY_WHOLE_NUMBER, WholeNumber
 from swiftbatch.worker.config import CheckpointSettings, Computation
 from swiftbatch.worker.drafters.catalogue import ENGINES
 
@@ -374,8 +374,7 @@ def scale(folder: Path | None, **options: Any) -> None:
     """
     from tempfile import TemporaryDirectory
 
-    from swiftbatch.scheduler.scale.scale import render, run_scale_bench
-    from swiftbatch.scheduler.scale.scale_options import ScaleOptions
+    from swiftbatch.scheduler.scale.scale import ScaleOptions, render, run_scale_bench
 
     with TemporaryDirectory(prefix="swiftbatch-scale-") as temporary:
         scale_options = checked(ScaleOptions, options | {"folder": folder or Path(temporary)})

@@ -10,9 +10,9 @@ from swiftbatch.jobs.job import JobUrl
 from swiftbatch.jobs.repetition import LoopAction
 from swiftbatch.jobs.run.option_values import LogprobsMode
 from swiftbatch.jobs.sampling import ThinkingEnd
-from swiftbatch.scheduler.commands.launch_options import ENGINE, launch_options, make_settings
 from swiftbatch.scheduler.commands.launching import end, launch_shown
-from swiftbatch.scheduler.commands.model_options import (
+from swiftbatch.scheduler.commands.options.launch_options import ENGINE, launch_options, make_settings
+from swiftbatch.scheduler.commands.options.model_options import (
     ATTENTION_HELP,
     ATTENTIONS,
     DEVICES,
@@ -26,9 +26,8 @@ from swiftbatch.scheduler.commands.model_options import (
     THREAD_COUNT,
     filled,
 )
-from swiftbatch.scheduler.commands.options.grouping import GroupedCommand, options_of
-from swiftbatch.scheduler.commands.options.numbers import WholeNumber
-from swiftbatch.scheduler.commands.options.webhook import shown
+from swiftbatch.scheduler.commands.options.option_types import GroupedCommand, WholeNumber, options_of
+from swiftbatch.scheduler.commands.options.output_options import shown
 from swiftbatch.worker.config import Computation
 from swiftbatch.worker.drafters.catalogue import ENGINES
 

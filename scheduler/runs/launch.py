@@ -15,10 +15,9 @@ from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.metrics.driver_counters import DriverCounters
 from swiftbatch.scheduler.cluster.actors import WorkerSpec
 from swiftbatch.scheduler.cluster.cluster import Cluster, ClusterError, connect
-from swiftbatch.scheduler.cluster.watch import ClusterLostError
+from swiftbatch.scheduler.cluster.cluster_watch import ClusterLostError
 from swiftbatch.scheduler.display.display import Display
-from swiftbatch.scheduler.display.end_events import LimitReached, ShardWritten
-from swiftbatch.scheduler.display.events import FewGpus, SlowOnGpu
+from swiftbatch.scheduler.display.events import FewGpus, LimitReached, ShardWritten, SlowOnGpu
 from swiftbatch.scheduler.display.job_events import LineDamaged
 from swiftbatch.scheduler.driver.attempts import Attempts
 from swiftbatch.scheduler.driver.backlog import count_jobs, load_queue, put_logs_in_place

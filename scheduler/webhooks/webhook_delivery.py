@@ -18,11 +18,16 @@ from tenacity import RetryCallState, Retrying, retry_if_exception
 from swiftbatch.jobs.backoff import Backoff
 from swiftbatch.jobs.run.run_records import Progress
 from swiftbatch.scheduler.display.display import Display
-from swiftbatch.scheduler.display.end_events import RunEnded, WebhookFailed
-from swiftbatch.scheduler.display.events import Event, RunOpened
+from swiftbatch.scheduler.display.events import Event, RunEnded, RunOpened, WebhookFailed
 from swiftbatch.scheduler.display.job_events import JobCancelled, JobFinished, JobGivenUp
-from swiftbatch.scheduler.webhooks.receiver import PATIENCE_SECONDS, Receiver
-from swiftbatch.scheduler.webhooks.webhook_message import PostError, PostRefusedError, WebhookMessage, post
+from swiftbatch.scheduler.webhooks.webhook_message import (
+    PATIENCE_SECONDS,
+    PostError,
+    PostRefusedError,
+    Receiver,
+    WebhookMessage,
+    post,
+)
 
 TRY_SECONDS = 5.0
 MESSAGE_SECONDS = 60.0  # in which a message is tried while the run goes on

@@ -18,8 +18,7 @@ from swiftbatch.metrics.exporter import ServerCollector, registry_of
 from swiftbatch.metrics.server_counters import ServerCounters
 from swiftbatch.scheduler.serve.api import batch_routes, file_routes, watching_routes
 from swiftbatch.scheduler.serve.api.batch_routes import PAGE
-from swiftbatch.scheduler.serve.api.bounds import BodyLimit, Crowd
-from swiftbatch.scheduler.serve.api.connection import Shutdown
+from swiftbatch.scheduler.serve.api.bounds import BodyLimit, Crowd, Shutdown
 from swiftbatch.scheduler.serve.api.dependencies import Served
 from swiftbatch.scheduler.serve.api.error_responses import answer_errors
 from swiftbatch.scheduler.serve.api.gate import Gate

@@ -12,9 +12,9 @@ from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.runs.folder_hold import hold
 from swiftbatch.scheduler.serve.api.app import make_app
-from swiftbatch.scheduler.serve.api.connection import Connection
+from swiftbatch.scheduler.serve.api.bounds import Connection
 from swiftbatch.scheduler.serve.api.gate import MOST_HEADER_BYTES, is_loopback
-from swiftbatch.scheduler.serve.driving.driver_process import DriverOptions
+from swiftbatch.scheduler.serve.driving.batch_driver import DriverOptions
 from swiftbatch.scheduler.serve.options import ServeOptions
 from swiftbatch.scheduler.serve.service import Service
 

@@ -10,7 +10,7 @@ from typing import Literal
 from swiftbatch.jobs.frozen import Frozen
 from swiftbatch.jobs.run.checked_reading import RunError, pretty, read_model
 from swiftbatch.jobs.storage.store import Store
-from swiftbatch.scheduler.serve.batch_records import is_batch_id
+from swiftbatch.scheduler.serve.records import is_batch_id
 
 WEBHOOKS, SUFFIX = "webhooks", ".json"
 

@@ -9,12 +9,12 @@ import click
 import pytest
 from pydantic import BaseModel
 
-from swiftbatch.scheduler.batches.makespan import TailOptions
-from swiftbatch.scheduler.batches.mixed import MixedOptions
+from swiftbatch.scheduler.batches.mixed_bench import MixedOptions
+from swiftbatch.scheduler.batches.tail_bench import TailOptions
 from swiftbatch.scheduler.chaos.chaos_options import ChaosOptions
 from swiftbatch.scheduler.limits import Limits
 from swiftbatch.scheduler.runs.settings import Settings
-from swiftbatch.scheduler.scale.scale_options import ScaleOptions
+from swiftbatch.scheduler.scale.scale import ScaleOptions
 from swiftbatch.scheduler.serve.options import ServeOptions
 from swiftbatch.worker.bench.agreement import AgreementOptions
 from swiftbatch.worker.bench.auto.auto_bench import AutoBenchOptions

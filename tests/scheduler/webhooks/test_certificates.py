@@ -12,8 +12,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from swiftbatch.scheduler.webhooks.receiver import Receiver
-from swiftbatch.scheduler.webhooks.webhook_message import PostError, WebhookMessage, post
+from swiftbatch.scheduler.webhooks.webhook_message import PostError, Receiver, WebhookMessage, post
 from tests.scheduler.webhooks.receivers import receiver, status
 
 END = WebhookMessage("run.ended", {"run_id": "run-1"})

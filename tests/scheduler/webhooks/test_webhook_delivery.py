@@ -11,13 +11,12 @@ from click.testing import CliRunner, Result
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.cli import main
-from swiftbatch.scheduler.commands.options.webhook import shown
-from swiftbatch.scheduler.display.end_events import RunEnded
-from swiftbatch.scheduler.display.events import RunOpened
+from swiftbatch.scheduler.commands.options.output_options import shown
+from swiftbatch.scheduler.display.events import RunEnded, RunOpened
 from swiftbatch.scheduler.display.job_events import JobCancelled, JobFinished, JobGivenUp, JobStarted
 from swiftbatch.scheduler.webhooks import webhook_delivery as sending
-from swiftbatch.scheduler.webhooks.receiver import PATIENCE_SECONDS, Receiver
 from swiftbatch.scheduler.webhooks.webhook_delivery import INTERRUPTED_SECONDS, posting
+from swiftbatch.scheduler.webhooks.webhook_message import PATIENCE_SECONDS, Receiver
 from tests.scheduler.driver.driver_parts import RecordingDisplay, make_run
 from tests.scheduler.webhooks.receivers import SECRET, receiver, status
 

@@ -17,8 +17,7 @@ from swiftbatch.jobs.errors import UserError
 from swiftbatch.scheduler.serve.batches import Batch
 from swiftbatch.scheduler.serve.hooks.outstanding import Target
 from swiftbatch.scheduler.serve.refusals import RefusedError
-from swiftbatch.scheduler.webhooks.receiver import SECRET_VARIABLE, Receiver, ReceiverError
-from swiftbatch.scheduler.webhooks.webhook_message import WebhookMessage, post
+from swiftbatch.scheduler.webhooks.webhook_message import SECRET_VARIABLE, Receiver, ReceiverError, WebhookMessage, post
 
 Reach = Literal["public", "private", "loopback", "forbidden"]
 """`forbidden`: link-local (where clouds have their secrets), multicast, unspecified, reserved, and tunnels."""

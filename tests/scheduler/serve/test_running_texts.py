@@ -9,7 +9,7 @@ import numpy as np
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.scheduler.serve.partial import partial_texts
+from swiftbatch.scheduler.serve.running_texts import partial_texts
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.model.text import TextCodec
 from tests.jobs.checkpoints.checkpoint_parts import claim

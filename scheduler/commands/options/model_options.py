@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 import click
 
 from swiftbatch.jobs.run.option_values import AttentionName, Device, Dtype, KVDtype, LinearName, NumRows
-from swiftbatch.scheduler.commands.options.numbers import ANY_WHOLE_NUMBER, WholeNumber
+from swiftbatch.scheduler.commands.options.option_types import ANY_WHOLE_NUMBER, WholeNumber
 from swiftbatch.worker.config import Computation
 
 if TYPE_CHECKING:

@@ -5,14 +5,18 @@ Owners had the tokens of their batches, as if each batch had brought its own eve
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from math import exp2, log
+from typing import Literal
 
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.serve.batch_status import is_submitted
 from swiftbatch.scheduler.serve.batches import Batch
+from swiftbatch.scheduler.serve.driving.batch_driver import DriverProcess
 from swiftbatch.scheduler.serve.keyring import Rights
 
 MAX_EXPIRED = 1  # beside the others: they are read to name their lines, and run nothing
@@ -128,3 +132,80 @@ def usage_of_ended(batch: Batch) -> Usage | None:
     if ended is None or ended.in_progress is None:
         return None
     return Usage(ended.num_total_tokens, min(ended.in_progress, ended.ended), ended.ended)
+
+
+Stage = Literal["to_settle", "settling", "waiting", "running", "ended"]
+
+
+@dataclass
+class Course:
+    """The course of a batch. `usage` is what it had, as its folder said or when its driver began."""
+
+    batch: Batch
+    stage: Stage = "to_settle"
+    driver: DriverProcess | None = None  # the newest one, also once it has ended
+    settling: Future[bool] | None = None
+    is_asked_to_cancel: bool = False
+    num_failures: int = 0  # in a row
+    not_before: float = 0.0  # in `time.monotonic()` seconds
+    problem: str = ""  # the reason why the last try did not bring it to its end
+    usage: Usage | None = None
+
+    def begin(self, driver: DriverProcess) -> None:
+        """Note that a driver is at work."""
+        self.driver, self.stage = driver, "running"
+        self.usage = self.usage_now(time.time())
+
+    def usage_now(self, now: float) -> Usage:
+        """The usage so far; `now` in seconds since the epoch."""
+        before = self.usage or Usage(0, now, now)
+        if self.driver is None or self.stage == "waiting":
+            return before
+        return Usage(max(before.num_tokens, self.driver.num_total_tokens), before.begun, max(before.ended, now))
+
+    def is_due(self) -> bool:
+        """Return whether the batch waits for a driver, and not for a later try."""
+        return self.stage == "waiting" and time.monotonic() >= self.not_before
+
+
+FRESH_SECONDS = 1.0  # however often it is asked meanwhile
+
+
+class Standings:
+    """Knows the usage of batches that have ended, a day long, and is told of the others."""
+
+    def __init__(self, batches: Iterable[Batch], rights: Callable[[str | None], Rights]) -> None:
+        self._rights = rights
+        self._ended: defaultdict[str | None, list[Usage]] = defaultdict(list)
+        self._known: dict[str | None, tuple[float, Standing]] = {}
+        for batch in batches:
+            if (usage := usage_of_ended(batch)) is not None:
+                self._ended[batch.owner].append(usage)
+        for owner, usages in self._ended.items():
+            self._ended[owner] = _of_a_day(usages)
+
+    def add_ended(self, batch: Batch) -> None:
+        """Take in a batch that has ended; others are no matter."""
+        if (usage := usage_of_ended(batch)) is not None:
+            self._ended[batch.owner] = _of_a_day([*self._ended[batch.owner], usage])
+
+    def forget(self) -> None:
+        """Forget computed standings: something has changed, such as that a batch has begun."""
+        self._known.clear()
+
+    def of(self, owner: str | None, courses: Iterable[Course]) -> Standing:
+        """The standing of an owner, with those of the courses that are its own."""
+        now = time.time()
+        computed, standing = self._known.get(owner, (-FRESH_SECONDS, Standing()))
+        if not 0 <= now - computed < FRESH_SECONDS:
+            own = [course for course in courses if course.batch.owner == owner]
+            running = [course.usage_now(now) for course in own if course.stage == "running"]
+            at_rest = [course.usage_now(now) for course in own if course.stage != "running"]
+            standing = standing_of(self._rights(owner), [*self._ended[owner], *at_rest], running, now)
+            self._known[owner] = now, standing
+        return standing
+
+
+def _of_a_day(usages: Iterable[Usage]) -> list[Usage]:
+    now = time.time()
+    return [each for each in usages if now - each.ended < DAY]

@@ -9,18 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from swiftbatch.scheduler.commands.options.grouping import options_of
-from swiftbatch.scheduler.commands.options.numbers import WholeNumber
+from swiftbatch.scheduler.commands.options.option_types import WholeNumber, options_of
 
 if TYPE_CHECKING:
     from swiftbatch.scheduler.display.display import Display, OutputMode
-    from swiftbatch.scheduler.webhooks.receiver import Receiver
+    from swiftbatch.scheduler.webhooks.webhook_message import Receiver
 
 
 def receiver_of(_context: click.Context, _parameter: click.Parameter, value: str | Receiver | None) -> Receiver | None:
     if value is None:
         return None
-    from swiftbatch.scheduler.webhooks.receiver import SECRET_VARIABLE, Receiver, ReceiverError
+    from swiftbatch.scheduler.webhooks.webhook_message import SECRET_VARIABLE, Receiver, ReceiverError
 
     try:
         return Receiver.parse(value, os.environ.get(SECRET_VARIABLE)) if isinstance(value, str) else value

@@ -19,9 +19,8 @@ from swiftbatch.jobs.storage.store import Store, StoreError
 from swiftbatch.scheduler.process.streams import Lines
 from swiftbatch.scheduler.serve.batches import Batch, Batches
 from swiftbatch.scheduler.serve.hooks.outstanding import OutstandingMessages, Target
-from swiftbatch.scheduler.serve.hooks.receivers import Receivers
-from swiftbatch.scheduler.webhooks.receiver import ReceiverError
-from swiftbatch.scheduler.webhooks.webhook_message import PostError, WebhookMessage
+from swiftbatch.scheduler.serve.hooks.webhook_hosts import Receivers
+from swiftbatch.scheduler.webhooks.webhook_message import PostError, ReceiverError, WebhookMessage
 
 PAUSES = Backoff(first=5.0, longest=3600.0)
 

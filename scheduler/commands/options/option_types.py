@@ -1,4 +1,4 @@
-"""Help of commands with many options: under headings, in the same columns, a line each where it fits."""
+"""Types of options: under headings of the help, in the same columns; and numbers in the digits 0 to 9."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import click
+from click.types import FloatParamType, IntParamType
 
 COLUMN_WIDTH = 27
 
@@ -47,3 +48,31 @@ class GroupedCommand(click.Command):
 def options_of(group: str) -> Callable[..., Callable[[Command], Command]]:
     """`click.option` for options under a heading."""
     return functools.partial(click.option, cls=GroupedOption, group=group)
+
+
+class InOurDigits(click.ParamType[Any]):
+    """Refuses other digits in front of the conversion that stands behind this class."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, str) and not value.isascii():
+            self.fail(f"found {value!a}, expected a number in the digits 0 to 9", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+class WholeNumber(InOurDigits, click.IntRange):
+    """A whole number within bounds."""
+
+
+class Number(InOurDigits, click.FloatRange):
+    """A number within bounds."""
+
+
+class _AnyWholeNumber(InOurDigits, IntParamType):
+    """A whole number. Without bounds a class of its own: `--help` would show bounds that are none."""
+
+
+class _AnyNumber(InOurDigits, FloatParamType):
+    """A number; see `_AnyWholeNumber`."""
+
+
+ANY_WHOLE_NUMBER, ANY_NUMBER = _AnyWholeNumber(), _AnyNumber()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swiftbatch.scheduler.webhooks.receiver import Receiver, ReceiverError
+from swiftbatch.scheduler.webhooks.webhook_message import Receiver, ReceiverError
 from tests.scheduler.webhooks.receivers import KEY, SECRET
 
 

@@ -8,10 +8,9 @@ from typing import Any, get_args
 
 import click
 
-from swiftbatch.scheduler.commands.model_options import all_of, filled
-from swiftbatch.scheduler.commands.options.grouping import options_of
-from swiftbatch.scheduler.commands.options.numbers import Number, WholeNumber
-from swiftbatch.scheduler.commands.options.webhook import OUTPUT
+from swiftbatch.scheduler.commands.options.model_options import all_of, filled
+from swiftbatch.scheduler.commands.options.option_types import Number, WholeNumber, options_of
+from swiftbatch.scheduler.commands.options.output_options import OUTPUT
 from swiftbatch.scheduler.limits import Limits, parse_deadline
 from swiftbatch.scheduler.runs.settings import STORE_SLACK_SECONDS, WORKER_TIMEOUT, Settings
 from swiftbatch.worker.config import CheckpointKind, CheckpointSettings, Computation
