@@ -79,8 +79,8 @@ def decode(**options: Any) -> None:
     Example:
       swiftbatch bench decode --engines autoregressive,suffix --positions 4096,100000 --tokens 256 --json bench.json
     """
-    from swiftbatch.worker.bench.decode.decode import DecodeBenchOptions, run_decode_bench
-    from swiftbatch.worker.bench.decode.decode_figures import render
+    from swiftbatch.worker.bench.decode import DecodeBenchOptions, run_decode_bench
+    from swiftbatch.worker.bench.decode_figures import render
 
     show(render(run_decode_bench(checked(DecodeBenchOptions, options), say)))
 
@@ -116,8 +116,8 @@ def auto(**options: Any) -> None:
     Example:
       swiftbatch bench auto --positions 2048,16384 --slots 1,8 --temperatures 0.6,1.0 --text book.txt --json auto.json
     """
-    from swiftbatch.worker.bench.auto.auto_bench import AutoBenchOptions, run_auto_bench
-    from swiftbatch.worker.bench.auto.auto_figures import render
+    from swiftbatch.worker.bench.auto_bench import AutoBenchOptions, run_auto_bench
+    from swiftbatch.worker.bench.auto_figures import render
 
     show(render(run_auto_bench(checked(AutoBenchOptions, options), say)))
 
@@ -230,7 +230,7 @@ def checkpoints(**options: Any) -> None:
     Example:
       swiftbatch bench checkpoints --positions 4096,60000 --text book.txt --json checkpoints.json
     """
-    from swiftbatch.worker.bench.checkpoints.checkpoints import CheckpointBenchOptions, render, run_checkpoint_bench
+    from swiftbatch.worker.bench.checkpoints import CheckpointBenchOptions, render, run_checkpoint_bench
 
     show(render(run_checkpoint_bench(checked(CheckpointBenchOptions, options), say)))
 

@@ -1,11 +1,7 @@
 """A message as Standard Webhooks has it, its receiver, and one try to deliver it, over in seconds whatever that does.
 
-The path and the query of an address may be all that keeps strangers out, so none of them is ever shown.
-
-A message as Standard Webhooks has it, and one try to deliver it, over in seconds whatever the receiver does.
-
 A message says what happened, under an id of its own, and is signed at every try. Answers are not read beyond their
-head.
+head. The path and the query of an address may be all that keeps strangers out, so none of them is ever shown.
 """
 
 from __future__ import annotations

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
-from swiftbatch.worker.caches.arena import ArenaKVCache, KVArena, SlotLease
-from swiftbatch.worker.caches.copies import Staging
 from swiftbatch.worker.caches.full import CacheShape, CacheSource, FullKVCache
-from swiftbatch.worker.caches.memory.pages import GPU_PAGE, PoolSize, pages_of
+from swiftbatch.worker.caches.host_copies import Staging
+from swiftbatch.worker.caches.memory.page_counts import GPU_PAGE, PoolSize, pages_of
 from swiftbatch.worker.caches.room import MAX_TREE_NODES, PagesError
+from swiftbatch.worker.caches.slot_arena import ArenaKVCache, KVArena, SlotLease
 from swiftbatch.worker.kernels.cuda.cuda_row_table import PageTable
 
 NO_PAGE = -1  # in a sequence's list, where it has given one back whose positions it has forgotten

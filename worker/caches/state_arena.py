@@ -13,13 +13,13 @@ import numpy as np
 import torch
 
 from swiftbatch.jobs.checkpoints.state_file import LayerStates, State
-from swiftbatch.worker.caches.arena import SlotLease
-from swiftbatch.worker.caches.copies import Staging
 from swiftbatch.worker.caches.full import CacheShape, CacheSource, FullKVCache
-from swiftbatch.worker.caches.kept_states import KeptStates
-from swiftbatch.worker.caches.memory.pages import GPU_PAGE
+from swiftbatch.worker.caches.host_copies import Staging
+from swiftbatch.worker.caches.memory.page_counts import GPU_PAGE
 from swiftbatch.worker.caches.paged_arena import PagedArena, PagedKVCache, PageLease
+from swiftbatch.worker.caches.recurrent_layer import KeptStates
 from swiftbatch.worker.caches.room import MAX_TREE_NODES
+from swiftbatch.worker.caches.slot_arena import SlotLease
 from swiftbatch.worker.kernels.cuda.moving.move_rows import PADDING, moves_of
 from swiftbatch.worker.kernels.cuda.states.move_steps import move_steps
 from swiftbatch.worker.kernels.cuda.states.state_buffers import StateBuffers, number_of_state

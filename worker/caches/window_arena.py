@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from swiftbatch.worker.caches.arena import SlotLease
-from swiftbatch.worker.caches.copies import Staging
 from swiftbatch.worker.caches.full import CacheShape, CacheSource, FullKVCache
-from swiftbatch.worker.caches.memory.pages import GPU_PAGE, PoolSize, WindowPages
+from swiftbatch.worker.caches.host_copies import Staging
+from swiftbatch.worker.caches.memory.page_counts import GPU_PAGE, PoolSize, WindowPages
 from swiftbatch.worker.caches.paged_arena import NO_PAGE, PagedArena, PagedKVCache, PageLease
 from swiftbatch.worker.caches.room import PagesError
+from swiftbatch.worker.caches.slot_arena import SlotLease
 from swiftbatch.worker.caches.windowed import ForgettingCache
 from swiftbatch.worker.kernels.sizes import BLOCK, ROW_CHOICES
 from swiftbatch.worker.model.layer_windows import Windows

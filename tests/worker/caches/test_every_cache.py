@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from swiftbatch.worker.caches import hosts as cache_hosts
-from swiftbatch.worker.caches.arena import KVArena
-from swiftbatch.worker.caches.copies import CudaLane, Staging, computing_stream
+from swiftbatch.worker.caches import host_memory as cache_hosts
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
+from swiftbatch.worker.caches.host_copies import CudaLane, Staging, computing_stream
 from swiftbatch.worker.caches.layer_ring import Streams
 from swiftbatch.worker.caches.offloaded import OffloadedKVCache
 from swiftbatch.worker.caches.offloaded_arena import OffloadedArena
 from swiftbatch.worker.caches.paged_arena import PagedArena
+from swiftbatch.worker.caches.slot_arena import KVArena
 from tests.worker.caches.cache_parts import MAX_LENGTH, held, rows_of, shape, use_small_blocks, write
 from tests.worker.caches.lazy_stream import LazyStream
 

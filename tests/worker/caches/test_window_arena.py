@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
-from swiftbatch.worker.caches.memory.pages import WindowPages
+from swiftbatch.worker.caches.memory.page_counts import WindowPages
 from swiftbatch.worker.caches.paged_arena import NO_PAGE
 from swiftbatch.worker.caches.room import NUM_ASKED, HeldPositions, PagesError
 from swiftbatch.worker.caches.window_arena import WindowArena, WindowSlotCache

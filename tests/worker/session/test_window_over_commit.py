@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
-from swiftbatch.worker.caches.memory.pages import WindowPages, has_window_pages, pages_of
+from swiftbatch.worker.caches.memory.page_counts import WindowPages, has_window_pages, pages_of
 from swiftbatch.worker.caches.room import NUM_ASKED, HeldPositions, PagesError
 from swiftbatch.worker.caches.window_arena import WindowArena
 from swiftbatch.worker.kernels.sizes import BLOCK

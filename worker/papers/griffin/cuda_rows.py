@@ -12,8 +12,8 @@ import torch
 import triton
 from numpy.typing import NDArray
 
-from swiftbatch.worker.caches.arena import ArenaKVCache, KVArena
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
+from swiftbatch.worker.caches.slot_arena import ArenaKVCache, KVArena
 from swiftbatch.worker.drawing.cuda.buffers import SlotBuffers
 from swiftbatch.worker.drawing.cuda.counts import update_counts
 from swiftbatch.worker.drawing.cuda.cuda_drawing import TokenCounts
@@ -24,7 +24,9 @@ from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.kernels.cuda.cuda_row_table import TableLayout
 from swiftbatch.worker.kernels.cuda.upload import Download, Upload
 from swiftbatch.worker.kernels.sizes import NUM_ROWS
+from swiftbatch.worker.papers.griffin.cuda_griffin import CudaGriffin, layout_of
 from swiftbatch.worker.papers.griffin.draft_input import (
+    NUM_ENTRIES,
     NUM_PLACES,
     Candidates,
     DraftRows,
@@ -39,8 +41,6 @@ from swiftbatch.worker.papers.griffin.griffin_weights import packed_weights
 from swiftbatch.worker.papers.griffin.model import GriffinModel
 from swiftbatch.worker.papers.griffin.native_griffin import GriffinWeights
 from swiftbatch.worker.papers.griffin.torch_ranking import SPREAD
-from swiftbatch.worker.papers.griffin.triton.cuda_griffin import CudaGriffin, layout_of
-from swiftbatch.worker.papers.griffin.window import NUM_ENTRIES
 from swiftbatch.worker.target.cuda.cuda_forwards import CudaForwards
 from swiftbatch.worker.target.forwards import Forwards
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from swiftbatch.worker.caches.memory.pages import GPU_PAGE
+from swiftbatch.worker.caches.memory.page_counts import GPU_PAGE
 from swiftbatch.worker.caches.summary import CHUNK_SIZE
 from swiftbatch.worker.drawing.cuda import (
     best_tokens as choice,

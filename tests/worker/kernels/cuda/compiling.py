@@ -20,8 +20,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from swiftbatch.worker.caches.memory.pages import GPU_PAGE
-from swiftbatch.worker.exactness.first_run import probes
+from swiftbatch.worker.caches.memory.page_counts import GPU_PAGE
+from swiftbatch.worker.exactness.first_run import machine
 from swiftbatch.worker.kernels.attention_view import AttentionView
 from swiftbatch.worker.kernels.cuda import (
     activations,
@@ -52,7 +52,7 @@ from swiftbatch.worker.kernels.mixer_sizes import MixerForm, MixerSizes
 from swiftbatch.worker.kernels.packed import CODE_BITS, TABLES, Code, PackedMatrix, Weight
 from swiftbatch.worker.kernels.routing import Routing, Score
 from swiftbatch.worker.kernels.sizes import ROW_CHOICES, LatentSizes
-from swiftbatch.worker.papers.griffin.triton import draft_layer_kernels as griffin
+from swiftbatch.worker.papers.griffin import draft_layer_kernels as griffin
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 MOST_ROWS = ROW_CHOICES[-1]
@@ -306,8 +306,8 @@ def kernels_besides_attention() -> dict[str, Made]:
         "linear with bias": (linear.multiply_columns, linear.multiply_constants(HIDDEN, True)),
         "head": (linear.multiply_columns, plain_linear),
         **griffin_kernels(),
-        "read": (probes.read_numbers, probes.READ_CONSTANTS),
-        "noise": (probes.store_noise, {"BLOCK": probes.NOISE_BLOCK}),
+        "read": (machine.read_numbers, machine.READ_CONSTANTS),
+        "noise": (machine.store_noise, {"BLOCK": machine.NOISE_BLOCK}),
     }
 
 

@@ -15,7 +15,7 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.worker.inspection.inspection import inspect_model
+from swiftbatch.worker.inspection import inspect_model
 from swiftbatch.worker.model.compute_path import path_on
 from swiftbatch.worker.model.gguf.gguf_config import config_of
 from swiftbatch.worker.model.gguf.gguf_folder import gguf_folder

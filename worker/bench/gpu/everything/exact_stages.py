@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 from swiftbatch.jobs.run.option_values import KVDtype
 from swiftbatch.worker.bench.gpu.everything.trial import Trial, Try
-from swiftbatch.worker.caches.arena import KVArena
+from swiftbatch.worker.caches.memory.page_counts import GPU_PAGE
 from swiftbatch.worker.caches.memory.page_plan import most_of_a_job
-from swiftbatch.worker.caches.memory.pages import GPU_PAGE
 from swiftbatch.worker.caches.paged_arena import PagedArena
+from swiftbatch.worker.caches.slot_arena import KVArena
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.exactness.first_run.attention_check import OneLayer
 from swiftbatch.worker.exactness.first_run.findings import Finding, Row, differing_bits

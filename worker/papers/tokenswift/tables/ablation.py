@@ -16,7 +16,7 @@ from rich.table import Table
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.bench_tables import new_table, number, short
 from swiftbatch.worker.bench.bench_variants import bench_slots
-from swiftbatch.worker.bench.caches.compared_caches import with_cache
+from swiftbatch.worker.bench.compared_caches import with_cache
 from swiftbatch.worker.bench.long.long import LongBenchOptions, Report, generate_long
 from swiftbatch.worker.bench.long.long_figures import LongRecord, LongResult
 from swiftbatch.worker.bench.options import BenchOptions, check_length

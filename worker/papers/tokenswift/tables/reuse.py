@@ -16,8 +16,7 @@ from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.drawing.verification import Verification
 from swiftbatch.worker.papers.tokenswift.digit_tree import Sources, by_token
-from swiftbatch.worker.papers.tokenswift.proposer import TokenSwiftProposer
-from swiftbatch.worker.papers.tokenswift.tokenswift import TokenSwiftOptions, tokenswift
+from swiftbatch.worker.papers.tokenswift.tokenswift import TokenSwiftOptions, TokenSwiftProposer, tokenswift
 from swiftbatch.worker.papers.tokenswift.variants import PAPER
 from swiftbatch.worker.target.step_costs import Costs
 from swiftbatch.worker.target.target import TargetModel

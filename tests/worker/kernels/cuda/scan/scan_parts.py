@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.caches.arena import ArenaKVCache, KVArena
 from swiftbatch.worker.caches.full import CacheShape
-from swiftbatch.worker.caches.memory.pages import pages_of
+from swiftbatch.worker.caches.memory.page_counts import pages_of
 from swiftbatch.worker.caches.paged_arena import PagedArena
 from swiftbatch.worker.caches.partial import PartialCache
 from swiftbatch.worker.caches.scan_slots import SlotKeys
+from swiftbatch.worker.caches.slot_arena import ArenaKVCache, KVArena
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.kernels.cuda.attend import AttentionShape, Scratch
 from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, CudaRowTable, TableLayout
