@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import AttemptRecord, CheckpointStore
-from swiftbatch.jobs.checkpoints.inheritance import inherit
-from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
+from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs, inherit
 from swiftbatch.jobs.checkpoints.packed_logs import CHECKPOINTS, WORKERS
 from swiftbatch.jobs.checkpoints.token_log import TokenLog
 from swiftbatch.jobs.file_owner import DamagedFileError, Identity

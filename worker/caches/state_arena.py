@@ -20,9 +20,8 @@ from swiftbatch.worker.caches.paged_arena import PagedArena, PagedKVCache, PageL
 from swiftbatch.worker.caches.recurrent_layer import KeptStates
 from swiftbatch.worker.caches.room import MAX_TREE_NODES
 from swiftbatch.worker.caches.slot_arena import SlotLease
-from swiftbatch.worker.kernels.cuda.moving.move_rows import PADDING, moves_of
-from swiftbatch.worker.kernels.cuda.states.move_steps import move_steps
-from swiftbatch.worker.kernels.cuda.states.state_buffers import StateBuffers, number_of_state
+from swiftbatch.worker.kernels.cuda.move_rows import PADDING, moves_of
+from swiftbatch.worker.kernels.cuda.states.state_buffers import StateBuffers, move_steps, number_of_state
 from swiftbatch.worker.kernels.cuda.upload import Upload
 from swiftbatch.worker.kernels.sizes import BLOCK
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore, LayerStates, StateManifest, TokenLog
-from swiftbatch.jobs.checkpoints.inheritance import inherit
+from swiftbatch.jobs.checkpoints.kept_logs import inherit
 from swiftbatch.jobs.checkpoints.token_log import Rewind
 from swiftbatch.jobs.checkpoints.writer import CheckpointWriter
 from swiftbatch.jobs.file_owner import Identity

@@ -14,16 +14,16 @@ import pytest
 
 from swiftbatch.jobs.backoff import Backoff
 from swiftbatch.jobs.storage.store import Store
+from swiftbatch.scheduler.display.webhook_message import SECRET_VARIABLE, Receiver
+from swiftbatch.scheduler.serve import batch_webhooks, webhook_hosts
+from swiftbatch.scheduler.serve.batch_webhooks import Hooks
 from swiftbatch.scheduler.serve.batches import Batch, Batches
 from swiftbatch.scheduler.serve.files import Files
-from swiftbatch.scheduler.serve.hooks import batch_webhooks, webhook_hosts
-from swiftbatch.scheduler.serve.hooks.batch_webhooks import Hooks
-from swiftbatch.scheduler.serve.hooks.webhook_hosts import Receivers, WebhookHosts, WebhookHostsError, reach
 from swiftbatch.scheduler.serve.records import Counts, Ended
 from swiftbatch.scheduler.serve.refusals import RefusedError
-from swiftbatch.scheduler.webhooks.webhook_message import SECRET_VARIABLE, Receiver
+from swiftbatch.scheduler.serve.webhook_hosts import Receivers, WebhookHosts, WebhookHostsError, reach
+from tests.scheduler.display.receivers import KEY, SECRET, receiver, redirect, status
 from tests.scheduler.serve.server_parts import wait_until
-from tests.scheduler.webhooks.receivers import KEY, SECRET, receiver, redirect, status
 
 
 class Server:

@@ -14,7 +14,7 @@ import pytest
 import uvicorn
 
 from swiftbatch.scheduler.serve.api import bounds
-from swiftbatch.scheduler.serve.api.app import make_app
+from swiftbatch.scheduler.serve.api.server import make_app
 from tests.scheduler.serve.api_parts import service_on
 
 NUM_CLIENTS = 7

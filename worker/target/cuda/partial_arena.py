@@ -20,8 +20,7 @@ from swiftbatch.worker.caches.scan_slots import SlotKeys
 from swiftbatch.worker.caches.slot_arena import ArenaKVCache, Place, SlotLease
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.kernels.cuda.graph import Capture, capture
-from swiftbatch.worker.kernels.cuda.moving.means import average_chunks
-from swiftbatch.worker.kernels.cuda.moving.move_rows import (
+from swiftbatch.worker.kernels.cuda.move_rows import (
     PADDING,
     Move,
     gather_entries,
@@ -29,6 +28,7 @@ from swiftbatch.worker.kernels.cuda.moving.move_rows import (
     move_rows,
     moves_of,
 )
+from swiftbatch.worker.kernels.cuda.row_means import average_chunks
 from swiftbatch.worker.kernels.cuda.scan.scanned_texts import ScannedTexts, TextSizes
 from swiftbatch.worker.kernels.cuda.upload import Upload
 from swiftbatch.worker.kernels.scan_coding import most_chunks

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from swiftbatch.worker.kernels.cuda.moving.means import average_chunks
-from tests.worker.kernels.cuda.moving.arena_parts import HEAD_DIM, NUM_HEADS, NUM_LAYERS, in_pages
+from swiftbatch.worker.kernels.cuda.row_means import average_chunks
+from tests.worker.kernels.cuda.arena_parts import HEAD_DIM, NUM_HEADS, NUM_LAYERS, in_pages
 
 CAPACITY = 90
 

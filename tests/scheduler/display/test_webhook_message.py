@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from swiftbatch.scheduler.webhooks.webhook_message import Receiver, ReceiverError
-from tests.scheduler.webhooks.receivers import KEY, SECRET
+from swiftbatch.scheduler.display.webhook_message import Receiver, ReceiverError
+from tests.scheduler.display.receivers import KEY, SECRET
 
 
 def test_an_address_is_shown_without_what_may_be_secret_in_it() -> None:

@@ -1,5 +1,7 @@
 """Tells others of the end of every batch, in threads of its own, again and again, and after a kill where it was.
 
+webhooks/<batch_id>.json    to whom the end of that batch is yet to be told; written before the end itself
+
 Each host has a lane, so that one that is away holds up no other.
 """
 
@@ -13,14 +15,57 @@ from collections import defaultdict, deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Literal
 
 from swiftbatch.jobs.backoff import Backoff
+from swiftbatch.jobs.frozen import Frozen
+from swiftbatch.jobs.run.checked_reading import RunError, pretty, read_model
 from swiftbatch.jobs.storage.store import Store, StoreError
+from swiftbatch.scheduler.display.webhook_message import PostError, ReceiverError, WebhookMessage
 from swiftbatch.scheduler.process.streams import Lines
 from swiftbatch.scheduler.serve.batches import Batch, Batches
-from swiftbatch.scheduler.serve.hooks.outstanding import OutstandingMessages, Target
-from swiftbatch.scheduler.serve.hooks.webhook_hosts import Receivers
-from swiftbatch.scheduler.webhooks.webhook_message import PostError, ReceiverError, WebhookMessage
+from swiftbatch.scheduler.serve.records import is_batch_id
+from swiftbatch.scheduler.serve.webhook_hosts import Receivers, Target
+
+WEBHOOKS, SUFFIX = "webhooks", ".json"
+
+
+class Outstanding(Frozen):
+    """`webhooks/<batch_id>.json`."""
+
+    version: Literal[1] = 1
+    targets: tuple[Target, ...]
+
+
+class OutstandingMessages:
+    """The outstanding messages of all batches. Every method raises StoreError when the storage fails."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def all(self) -> dict[str, tuple[Target, ...]]:
+        """The targets of messages that are outstanding, by the ids of their batches."""
+        names = [name.removesuffix(SUFFIX) for name in self._store.list(WEBHOOKS)]
+        found = {name: self._read(name) for name in names if is_batch_id(name)}
+        return {name: outstanding.targets for name, outstanding in found.items() if outstanding is not None}
+
+    def keep(self, batch_id: str, targets: tuple[Target, ...]) -> None:
+        """Keep the targets that are yet to be told of a batch's end; an empty tuple if all were."""
+        if targets:
+            self._store.write(_path(batch_id), pretty(Outstanding(targets=targets)))
+        else:
+            self._store.delete(_path(batch_id))
+
+    def _read(self, batch_id: str) -> Outstanding | None:
+        try:
+            return read_model(self._store, _path(batch_id), Outstanding)
+        except RunError:
+            return None
+
+
+def _path(batch_id: str) -> str:
+    return f"{WEBHOOKS}/{batch_id}{SUFFIX}"
+
 
 PAUSES = Backoff(first=5.0, longest=3600.0)
 

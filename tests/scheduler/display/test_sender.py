@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from swiftbatch.scheduler.webhooks import webhook_delivery as sending
-from swiftbatch.scheduler.webhooks.webhook_delivery import Sender
-from swiftbatch.scheduler.webhooks.webhook_message import PATIENCE_SECONDS, PostError, Receiver, WebhookMessage, post
-from tests.scheduler.webhooks.receivers import KEY, SECRET, receiver, redirect, silence, slow_body, slow_head, status
+from swiftbatch.scheduler.display import webhook_delivery as sending
+from swiftbatch.scheduler.display.webhook_delivery import Sender
+from swiftbatch.scheduler.display.webhook_message import PATIENCE_SECONDS, PostError, Receiver, WebhookMessage, post
+from tests.scheduler.display.receivers import KEY, SECRET, receiver, redirect, silence, slow_body, slow_head, status
 from tests.simulated_clock import SimulatedClock
 
 pytestmark = pytest.mark.long

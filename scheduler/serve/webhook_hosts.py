@@ -14,13 +14,15 @@ from functools import partial
 from typing import Literal
 
 from swiftbatch.jobs.errors import UserError
+from swiftbatch.scheduler.display.webhook_message import SECRET_VARIABLE, Receiver, ReceiverError, WebhookMessage, post
 from swiftbatch.scheduler.serve.batches import Batch
-from swiftbatch.scheduler.serve.hooks.outstanding import Target
 from swiftbatch.scheduler.serve.refusals import RefusedError
-from swiftbatch.scheduler.webhooks.webhook_message import SECRET_VARIABLE, Receiver, ReceiverError, WebhookMessage, post
 
 Reach = Literal["public", "private", "loopback", "forbidden"]
 """`forbidden`: link-local (where clouds have their secrets), multicast, unspecified, reserved, and tunnels."""
+
+Target = Literal["server", "batch"]
+"""The address of `--webhook` ("server"), or the one that the batch came with ("batch")."""
 
 TUNNELS = tuple(map(ipaddress.IPv6Network, ("2002::/16", "2001::/32", "64:ff9b::/96", "64:ff9b:1::/48")))
 NAME = re.compile(r"(\*\.)?[A-Za-z0-9._:-]{1,253}")

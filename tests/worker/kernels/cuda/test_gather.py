@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from swiftbatch.worker.kernels.cuda.moving.move_rows import gather_entries, gather_range
-from tests.worker.kernels.cuda.moving.arena_parts import (
+from swiftbatch.worker.kernels.cuda.move_rows import gather_entries, gather_range
+from tests.worker.kernels.cuda.arena_parts import (
     CAPACITY,
     HEAD_DIM,
     NUM_HEADS,

@@ -12,8 +12,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from swiftbatch.scheduler.webhooks.webhook_message import PostError, Receiver, WebhookMessage, post
-from tests.scheduler.webhooks.receivers import receiver, status
+from swiftbatch.scheduler.display.webhook_message import PostError, Receiver, WebhookMessage, post
+from tests.scheduler.display.receivers import receiver, status
 
 END = WebhookMessage("run.ended", {"run_id": "run-1"})
 SECONDS = 60.0

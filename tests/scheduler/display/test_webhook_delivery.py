@@ -12,13 +12,13 @@ from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.cli import main
 from swiftbatch.scheduler.commands.options.output_options import shown
+from swiftbatch.scheduler.display import webhook_delivery as sending
 from swiftbatch.scheduler.display.events import RunEnded, RunOpened
 from swiftbatch.scheduler.display.job_events import JobCancelled, JobFinished, JobGivenUp, JobStarted
-from swiftbatch.scheduler.webhooks import webhook_delivery as sending
-from swiftbatch.scheduler.webhooks.webhook_delivery import INTERRUPTED_SECONDS, posting
-from swiftbatch.scheduler.webhooks.webhook_message import PATIENCE_SECONDS, Receiver
+from swiftbatch.scheduler.display.webhook_delivery import INTERRUPTED_SECONDS, posting
+from swiftbatch.scheduler.display.webhook_message import PATIENCE_SECONDS, Receiver
+from tests.scheduler.display.receivers import SECRET, receiver, status
 from tests.scheduler.driver.driver_parts import RecordingDisplay, make_run
-from tests.scheduler.webhooks.receivers import SECRET, receiver, status
 
 OPENED = RunOpened("s3://bucket/run", "run-1", 3)
 ENDED = RunEnded("s3://bucket/run", "finished", {"finished": 2, "failed": 1}, ("a", "b"), None, 1, 40)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from swiftbatch.worker.caches.full import keep_path
-from swiftbatch.worker.kernels.cuda.moving.move_rows import PADDING, move_rows, moves_of
-from tests.worker.kernels.cuda.moving.arena_parts import CAPACITY, NUM_SLOTS, any_arena, same_bits
+from swiftbatch.worker.kernels.cuda.move_rows import PADDING, move_rows, moves_of
+from tests.worker.kernels.cuda.arena_parts import CAPACITY, NUM_SLOTS, any_arena, same_bits
 
 
 def any_path(chance: random.Random, num_nodes: int) -> list[int]:
