@@ -1,4 +1,4 @@
-"""The small files of a model, and what the heads of its weights say: from a folder, or a few KB from the hub."""
+"""Tells what a model is and how it would run, from its config and the heads of its weights alone. Without torch."""
 
 from __future__ import annotations
 

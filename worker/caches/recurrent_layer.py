@@ -1,4 +1,4 @@
-"""States of layers that a sequence keeps at some boundaries that it has passed."""
+"""The state of one recurrent layer for one sequence, its last positions' steps, and states kept at boundaries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The SHA-256 of each file of a model, and the fingerprints that are made of these."""
+"""The SHA-256 of each file of a model, read and hashed at once, and the fingerprints that are made of these."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -148,6 +149,7 @@ class Parts:
 
     def forget_unused(self) -> None:
         """Give back what the allocator keeps of buffers that are gone."""
+        gc.collect()  # some may hang in a circle of references
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

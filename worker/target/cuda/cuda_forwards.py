@@ -205,10 +205,10 @@ class CudaQueryTap:
     def __init__(self, decoder: CudaDecoder, num_layers: int, device: torch.device, capture: Capture) -> None:
         sizes = decoder.sizes
         heads = (sizes.num_kv_heads, sizes.num_heads // sizes.num_kv_heads, sizes.head_dim)
-        self._queries = torch.zeros(num_layers, *heads, dtype=sizes.dtype, device=device)
+        queries = self._queries = torch.zeros(num_layers, *heads, dtype=sizes.dtype, device=device)
 
         def keep(layer: int, query: torch.Tensor) -> None:
-            self._queries[layer].copy_(query[0])
+            queries[layer].copy_(query[0])
 
         self._graph = capture(lambda: decoder.forward(keep), device)
 

@@ -1,4 +1,4 @@
-"""Accepted rows on their way next to their root: told through pinned memory, moved in one launch, without a wait."""
+"""All partial caches of a drafter on a GPU in one buffer, with their biases and means; accepted rows move within it."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class RowMover:
 
     def __init__(self, buffer: torch.Tensor, capture: Capture = capture) -> None:
         """`buffer [num_layers, 2, num_slots, num_kv_heads, capacity, head_dim]`."""
-        self._moves = torch.tensor([PADDING] * MAX_TREE_NODES, dtype=torch.int32, device=buffer.device)
-        self._upload = Upload(self._moves.view(-1))
-        self._graph = capture(lambda: move_rows(buffer, self._moves), buffer.device)
+        moves = self._moves = torch.tensor([PADDING] * MAX_TREE_NODES, dtype=torch.int32, device=buffer.device)
+        self._upload = Upload(moves.view(-1))
+        self._graph = capture(lambda: move_rows(buffer, moves), buffer.device)
         self._waiting: list[Move] | None = None  # moves that are made together; None: each one at once
 
     def __call__(self, slot: int, root: int, path: Many[int], place: Place | None = None) -> None:
