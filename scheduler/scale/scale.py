@@ -15,7 +15,7 @@ from rich.table import Table
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.frozen import Frozen
 from swiftbatch.jobs.processes import environment_of_code, module_command
-from swiftbatch.worker.bench.bench_tables import new_table, number
+from swiftbatch.worker.bench.bench_tables import new_table, number, write_json
 
 JOBS_FILE, RUN, OPTIONS_FILE = "jobs.jsonl", "run", "options.json"
 MOST_JOBS, MOST_WORKERS, MOST_SLOTS, MOST_SECONDS = 10_000_000, 100_000, 256, 86_400
@@ -73,7 +73,7 @@ def run_scale_bench(options: ScaleOptions, report: Callable[[str], None] = lambd
     found = [figures for figures in found if figures["stage"] != UNMEASURED]
     if options.json_path is not None:
         document = {"results": found, "settings": options.model_dump(mode="json", exclude={"json_path", "folder"})}
-        options.json_path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        write_json(options.json_path, document)
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import statistics
 import tempfile
@@ -15,7 +14,7 @@ from rich.table import Table
 
 from swiftbatch.jobs.frozen import Frozen
 from swiftbatch.worker.bench.bench_engine import text_tokens
-from swiftbatch.worker.bench.bench_tables import new_table
+from swiftbatch.worker.bench.bench_tables import new_table, write_json
 from swiftbatch.worker.bench.bench_worker import BenchWorker, Turn, make_run
 from swiftbatch.worker.bench.options import BenchOptions, Positions, check_length
 from swiftbatch.worker.config import EngineConfig
@@ -74,7 +73,7 @@ def run_checkpoint_bench(
     if options.json_path is not None:
         settings = options.model_dump(mode="json", exclude={"json_path"})
         document = {"results": [r.model_dump() for r in records], "settings": settings}
-        options.json_path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        write_json(options.json_path, document)
     return records
 
 

@@ -44,6 +44,7 @@ class KVArena:
     """
 
     holds_all = True  # layers of all slots, so that rows may move from one to another
+    pool_size: PoolSize | None = None  # pages that all slots share; None where each has memory of its own
     pages: PageTable | None = None  # on the device, where entries of slots lie in pages of a pool
     states: StateBuffers | None = None  # of slots' layers that have some
     windowed: PagedArena | None = None  # of layers with a window, where these forget; then `buffer` is of all others
@@ -66,11 +67,6 @@ class KVArena:
     def num_free(self) -> int:
         """Slots that nobody has."""
         return len(self._free)
-
-    @property
-    def pool_size(self) -> PoolSize | None:
-        """The pages that all slots share; None where each has memory of its own."""
-        return None
 
     @property
     def num_free_pages(self) -> int:

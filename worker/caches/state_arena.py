@@ -15,7 +15,7 @@ import torch
 from swiftbatch.jobs.checkpoints.state_file import LayerStates, State
 from swiftbatch.worker.caches.full import CacheShape, CacheSource, FullKVCache
 from swiftbatch.worker.caches.host_copies import Staging
-from swiftbatch.worker.caches.memory.page_counts import GPU_PAGE
+from swiftbatch.worker.caches.memory.page_counts import PoolSize
 from swiftbatch.worker.caches.paged_arena import PagedArena, PagedKVCache, PageLease
 from swiftbatch.worker.caches.recurrent_layer import KeptStates
 from swiftbatch.worker.caches.room import MAX_TREE_NODES
@@ -34,16 +34,10 @@ class StateArena(PagedArena):
     states: StateBuffers
 
     def __init__(
-        self,
-        shape: CacheShape,
-        num_slots: int,
-        max_length: int,
-        num_pages: int,
-        staging: Staging | None = None,
-        page: int = GPU_PAGE,
+        self, shape: CacheShape, num_slots: int, max_length: int, pool: PoolSize, staging: Staging | None = None
     ) -> None:
         """`shape` is that of a model with states."""
-        super().__init__(shape, num_slots, max_length, num_pages, staging, page)
+        super().__init__(shape, num_slots, max_length, pool, staging)
         sizes = shape.recurrent
         assert sizes is not None
         self.states = StateBuffers.empty(sizes, sizes.num_layers, num_slots, shape.dtype, MOST_READ, shape.device)

@@ -100,6 +100,16 @@ def test_a_benchmark_that_was_stopped_goes_on_behind_its_last_stage(
     assert [name for name, _ in runs.started][3:] == ["pages", "slots"], "figures of other settings are none of these"
 
 
+@pytest.mark.parametrize("text", ["", "[]", '{"stages": {"pages": 1}, "settings": {}}', '{"stages": {}}'])
+def test_a_file_of_another_form_is_no_stage_that_was_measured(text: str, monkeypatch: Any, tmp_path: Path) -> None:
+    options, runs = MIXED.model_copy(update={"json_path": tmp_path / "mixed.json"}), StubRuns({"pages": 1, "slots": 2})
+    put_in_place(runs, monkeypatch)
+    (tmp_path / "mixed.json").write_text(text)
+    run_mixed_bench(options, lambda line: None)
+    assert [name for name, _ in runs.started] == ["pages", "slots"]
+    assert [path.name for path in tmp_path.iterdir()] == ["mixed.json"], "nothing is left beside the file"
+
+
 class EndedRun:
     """A run that has ended: two workers, of which one began two seconds later."""
 

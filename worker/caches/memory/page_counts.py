@@ -38,7 +38,7 @@ class PoolSize(NamedTuple):
     """The pool of pages that a GPU's caches lie in."""
 
     num_pages: int
-    page: int  # positions of a page
+    page: int = GPU_PAGE  # positions of a page
     windows: WindowPages | None = None  # beside it; None where all layers lie in the pool
 
 

@@ -1,4 +1,4 @@
-"""The commands `bench mixed` and `bench tail`: real runs of whole batches."""
+"""The commands `bench mixed` and `bench tail`, real runs of whole batches, and `bench scale`, a driver by itself."""
 
 from __future__ import annotations
 
@@ -69,3 +69,42 @@ def tail(**options: Any) -> None:
 
     asked = checked(TailOptions, options)
     show(render(asked, run_tail_bench(asked, say)))
+
+
+@click.command()
+@click.option("--jobs", "num_jobs", type=WholeNumber(10), default=10_000, show_default=True, help="Jobs of the run.")
+@click.option("--workers", "num_workers", type=WholeNumber(1), default=100, show_default=True, help="Stub workers.")
+@click.option("--slots", "num_slots", type=WholeNumber(1), default=8, show_default=True, help="Jobs at a time on each.")
+@click.option(
+    "--seconds", "num_seconds", type=ANY_NUMBER, default=20.0, show_default=True, help="Simulated time of the driver."
+)
+@click.option(
+    "--store-ms",
+    type=ANY_NUMBER,
+    default=0.0,
+    show_default=True,
+    help="Simulated time of a request to the store, 100 in a busy bucket.",
+)
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder for the run, which stays; in memory (/dev/shm) it goes sooner. [default: one that is removed]",
+)
+@JSON
+def scale(folder: Path | None, **options: Any) -> None:
+    """Measure the driver with stub workers and a simulated clock: CPU seconds and memory, from submit to cancel.
+
+    Nothing is generated, Ray is left out. "core" is the driver's share of one, "turn" a turn of its loop, "no beat"
+    the longest time without a heartbeat.
+
+    \b
+    Example:
+      swiftbatch bench scale --jobs 100000 --workers 1000 --folder /dev/shm/scale --json scale.json
+    """
+    from tempfile import TemporaryDirectory
+
+    from swiftbatch.scheduler.scale.scale import ScaleOptions, render, run_scale_bench
+
+    with TemporaryDirectory(prefix="swiftbatch-scale-") as temporary:
+        scale_options = checked(ScaleOptions, options | {"folder": folder or Path(temporary)})
+        show(render(scale_options, run_scale_bench(scale_options, say)))
