@@ -13,18 +13,16 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.metrics.report.curves import (
-    Stretches,
     acceptance_by_length,
-    job_pace,
     length_chart,
     ms_per_token_by_length,
-    stretches,
     throughput,
     throughput_chart,
 )
 from swiftbatch.metrics.report.facts import MAX_JOBS, JobFacts, RunFacts
 from swiftbatch.metrics.report.gantt import attempt_line, gantt
 from swiftbatch.metrics.report.page_text import clock, date, in_html, ticks
+from swiftbatch.metrics.report.stretches import Stretches, job_pace, stretches
 from swiftbatch.metrics.report.summary import summary
 
 FOLDER = Path(__file__).parent

@@ -6,9 +6,9 @@ from collections import Counter
 from dataclasses import dataclass
 
 from swiftbatch.metrics.driver_counters import OUTGROWN
-from swiftbatch.metrics.report.curves import Stretches
 from swiftbatch.metrics.report.facts import RunFacts
 from swiftbatch.metrics.report.page_text import clock
+from swiftbatch.metrics.report.stretches import Stretches
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,80 @@
+"""The stretches between two marks of every attempt, as columns: what all curves of a report are made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from swiftbatch.metrics.report.attempts import Marks
+from swiftbatch.metrics.report.facts import JobFacts, RunFacts
+
+Row = tuple[float, float, float, float, float, float]
+
+
+@dataclass(frozen=True)
+class Stretches:
+    """Columns [num_stretches]: `start` and `end` in seconds since the epoch, `length` is that of prompt and text in
+    tokens, half-way through. `is_measured` tells whether timelines say so; older runs have whole attempts alone.
+    """
+
+    start: NDArray[np.float64]
+    end: NDArray[np.float64]
+    num_tokens: NDArray[np.float64]
+    length: NDArray[np.float64]
+    num_drafts: NDArray[np.float64]
+    num_accepted_tokens: NDArray[np.float64]
+    is_measured: bool
+
+
+def stretches(facts: RunFacts) -> Stretches:
+    """The stretches of all attempts that drew tokens."""
+    is_measured = any(attempt.marks for _, attempt in facts.attempts)
+    numbers = np.fromiter((number for job in facts.jobs for row in _rows(job) for number in row), np.float64)
+    start, end, num_tokens, length, num_drafts, num_accepted = numbers.reshape(-1, 6).T
+    return Stretches(start, end, num_tokens, length, num_drafts, num_accepted, is_measured)
+
+
+def job_pace(job: JobFacts) -> tuple[float | None, float | None]:
+    """A job's mean acceptance length and milliseconds per token over all its attempts; None where there are none."""
+    seconds, num_tokens, num_drafts, num_accepted = 0.0, 0.0, 0.0, 0.0
+    for start, end, tokens, _, drafts, accepted in _rows(job):
+        seconds, num_tokens = seconds + end - start, num_tokens + tokens
+        num_drafts, num_accepted = num_drafts + drafts, num_accepted + accepted
+    acceptance = 1 + num_accepted / num_drafts if num_drafts else None
+    return acceptance, 1000 * seconds / num_tokens if num_tokens else None
+
+
+def _rows(job: JobFacts) -> list[Row]:
+    rows: list[Row] = []
+    for index, attempt in enumerate(job.attempts):
+        rows += _whole_attempt(job, index) if attempt.marks is None else _between_marks(job, attempt.marks)
+    return rows
+
+
+def _between_marks(job: JobFacts, marks: Marks) -> list[Row]:
+    prompt = job.num_prompt_tokens
+    return [
+        (start, end, after - before, prompt + (before + after) / 2, drafts - old_drafts, accepted - old_accepted)
+        for (start, before, old_drafts, old_accepted), (end, after, drafts, accepted) in pairwise(marks.rows())
+        if end > start
+    ]
+
+
+def _whole_attempt(job: JobFacts, index: int) -> list[Row]:
+    """An attempt without a timeline: its tokens are those that the next one recovered or drew again."""
+    attempt = job.attempts[index]
+    start = attempt.first_token
+    before = attempt.resume.num_recovered_tokens if attempt.resume else 0
+    after, drafts, accepted = job.num_tokens, 0, 0
+    if index + 1 < len(job.attempts):
+        follower = job.attempts[index + 1].resume
+        after = follower.num_recovered_tokens + follower.num_recomputed_tokens if follower else before
+    else:
+        drafts, accepted = job.num_drafts, job.num_accepted_tokens
+    if attempt.end <= start or after <= before:
+        return []
+    length = job.num_prompt_tokens + (before + after) / 2
+    return [(start, attempt.end, after - before, length, drafts, accepted)]
