@@ -23,8 +23,7 @@ from swiftbatch.worker.model.dense_config import (
 from swiftbatch.worker.model.dense_names import ATTENTION
 from swiftbatch.worker.model.expert_layers import expert_weights
 from swiftbatch.worker.model.files import ModelFiles, read_config, stored_layout
-from swiftbatch.worker.model.latent_layers import latent_linears
-from swiftbatch.worker.model.mixer_layers import mixer_weights, of_rows
+from swiftbatch.worker.model.mixer_layers import latent_linears, mixer_weights, of_rows
 from swiftbatch.worker.model.tensors import read_tensors
 from swiftbatch.worker.model.text_view import EMBEDDING, HEAD, HEAD_BIAS, is_of_text
 

@@ -15,12 +15,12 @@ from swiftbatch.worker.bench.gpu.everything.decoding import NUM_WARM_STEPS, deco
 from swiftbatch.worker.bench.gpu.everything.family_weights import Family
 from swiftbatch.worker.bench.gpu.everything.job_stage import TOKENS_A_STEP, agree, steps_row
 from swiftbatch.worker.bench.gpu.everything.trial import Trial, Try, deepened
-from swiftbatch.worker.caches.arena import ArenaKVCache, KVArena
 from swiftbatch.worker.caches.memory.memory_plan import splits_of
 from swiftbatch.worker.caches.memory.model_sizes import sizes_of
+from swiftbatch.worker.caches.memory.page_counts import GPU_PAGE, PoolSize, WindowPages, held_in_windows, pages_of
 from swiftbatch.worker.caches.memory.page_plan import most_of_a_job
-from swiftbatch.worker.caches.memory.pages import GPU_PAGE, WindowPages, held_in_windows, pages_of
 from swiftbatch.worker.caches.paged_arena import PagedArena
+from swiftbatch.worker.caches.slot_arena import ArenaKVCache, KVArena
 from swiftbatch.worker.caches.window_arena import WindowArena
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.exactness.first_run.findings import Finding, Row
@@ -126,7 +126,7 @@ def _arena(parts: Parts, num_slots: int, longest: int) -> KVArena:
     least = most_of_a_job(longest)
     pages = WindowPages(num_slots * min(least, pages_of(held.num_whole, GPU_PAGE)), held)
     shape = replace(parts.cache_shape(), windows=windows)
-    return WindowArena(shape, num_slots, longest, num_slots * least, pages)
+    return WindowArena(shape, num_slots, longest, PoolSize(num_slots * least, windows=pages))
 
 
 def fill(arena: KVArena) -> None:

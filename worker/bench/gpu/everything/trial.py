@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 
 from swiftbatch.jobs.run.option_values import Dtype
 from swiftbatch.worker.bench.gpu.everything.family_weights import DEVIATION, FAMILIES, Family
-from swiftbatch.worker.caches.copies import CudaLane, HostStream, computing_stream
+from swiftbatch.worker.caches.host_copies import CudaLane, HostStream, computing_stream
 from swiftbatch.worker.caches.layer_ring import Streams
 from swiftbatch.worker.exactness.first_run.findings import Finding
 from swiftbatch.worker.exactness.first_run.parts import Extent, Parts
