@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from swiftbatch.worker.drafters.base import DraftRequest, Verified
 from swiftbatch.worker.drafters.shared_budget import MUCH_LONGER, lengths_of, names_of
-from swiftbatch.worker.target.stopwatch import seconds_now
+from swiftbatch.worker.target.clock import seconds_now
 
 NUM_TOLD = 256  # steps at a turn's end that tell of its rate
 SETTLING = 4  # steps at the beginning of a turn that tell nothing
