@@ -28,7 +28,7 @@ DRAFTS_TRIAL, MOST_TRIED = 16, 64  # steps of a trial with drafts; of one that i
 NEAR = 0.9  # times the rate without drafts
 BETTER = 1.03  # times the rate without drafts: what brings less is not drafted
 CLEARLY_BETTER = 2.0  # such rates: no need to see plain steps once more
-PLAIN_TURNS = (256, 2048, 4096, 8192)  # steps without drafts between trials, that drafts lose one by one
+PLAIN_TURNS = (512, 2048, 4096, 8192)  # steps without drafts between trials, that drafts lose one by one
 NO_PROMISE = 1  # where of these turns drafts go on that have lost a trial, and promise nothing either
 DRAFTS_TURNS = (64, 256, 1024, 4096, 8192)  # steps with drafts between trials of none
 
