@@ -98,7 +98,7 @@ def test_accepted_paths_leave_the_states_of_plain_decoding_where_kernels_run_all
 
 @pytest.mark.long
 @pytest.mark.skipif(chosen_variant() is None, reason="no kernels run here")
-@pytest.mark.parametrize("kind", ["falcon_h1", "qwen3_5_text"])
+@pytest.mark.parametrize("kind", ["falcon_h1", "kimi_linear", "qwen3_5_text"])
 def test_accepted_paths_leave_the_states_of_plain_decoding_in_our_kernels_too(kind: str) -> None:
     torch.set_num_threads(1)
     target = tiny_target(kind, torch.bfloat16, variant=chosen_variant())
