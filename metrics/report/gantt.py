@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from heapq import nlargest
 
 from swiftbatch.metrics.report.attempts import Attempt
-from swiftbatch.metrics.report.clock import clock
 from swiftbatch.metrics.report.facts import JobFacts, RunFacts
+from swiftbatch.metrics.report.page_text import clock
 
 MAX_BARS = 4000
 NUM_TONES = 6

@@ -12,7 +12,6 @@ from urllib.parse import quote
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from swiftbatch.jobs.storage.store import Store
-from swiftbatch.metrics.report.clock import clock, date, ticks
 from swiftbatch.metrics.report.curves import (
     acceptance_by_length,
     length_chart,
@@ -22,7 +21,7 @@ from swiftbatch.metrics.report.curves import (
 )
 from swiftbatch.metrics.report.facts import MAX_JOBS, JobFacts, RunFacts
 from swiftbatch.metrics.report.gantt import attempt_line, gantt
-from swiftbatch.metrics.report.html_text import in_html
+from swiftbatch.metrics.report.page_text import clock, date, in_html, ticks
 from swiftbatch.metrics.report.stretches import Stretches, job_pace, stretches
 from swiftbatch.metrics.report.summary import summary
 
