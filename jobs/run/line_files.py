@@ -127,7 +127,7 @@ def parsed_line(
         return None
     try:
         text = unsealed(data)  # None for a line of an older version
-        return parse_line(data if text is None else text, place.job_id, fingerprint)
+        return parse_line(text or data, place.job_id, fingerprint, is_sealed=text is not None)
     except ValueError as error:
         damaged[place.name] = str(error)
         return None

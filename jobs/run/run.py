@@ -146,6 +146,10 @@ class Run:
         """All jobs in input order, each in its newest form."""
         return list(self.records())
 
+    def records_at(self, places: NDArray[np.int64]) -> Iterator[JobRecord]:
+        """The jobs at some ascending places of the run's tables."""
+        return read_records(self.store, places, self._run_id)
+
     def job_index(self) -> JobIndex:
         """All jobs in input order, each in its newest form, without their prompts."""
         from swiftbatch.jobs.run.job_index import COLUMNS, JobIndex
@@ -249,6 +253,20 @@ class Run:
     def output_lines(self) -> Iterator[tuple[JobRecord, dict[str, Any] | None]]:
         """Every job in input order with its output line, None while it has neither result nor error."""
         return self._lines({})
+
+    def lines_of(self, index: JobIndex) -> Iterator[dict[str, Any] | None]:
+        """The output line of each job of an index, None while it has neither result nor error."""
+        finished = self.finished_ids()
+        failed = self._errors.job_ids()
+
+        def place(job_id: str) -> LinePlace | None:
+            return self._place(job_id, finished) if job_id in finished or job_id in failed else None
+
+        return self._read_places(map(place, index.job_ids()))
+
+    def finished_ids(self) -> Container[str]:
+        """The ids of the jobs with a result, of which no copy is made."""
+        return self._results.job_ids()
 
     def ended_jobs(self, index: JobIndex) -> Iterator[EndedJob]:
         """The jobs of an index that have a result or an error which can be read; results in segments are not parsed."""

@@ -25,7 +25,7 @@ from swiftbatch.scheduler.driver.hold import Hold
 from swiftbatch.scheduler.driver.run_progress import Census
 from swiftbatch.scheduler.driver.settlement import Intake, Settlement
 from swiftbatch.scheduler.driver.sharding import Sharding
-from swiftbatch.scheduler.driver.worker_fleet import Event, Lost
+from swiftbatch.scheduler.driver.worker_fleet import Event, Lost, slice_seconds
 
 WAIT_SECONDS = 0.2
 DRAIN_SLACK_SECONDS = 1.0  # for a drained worker's report to arrive
@@ -103,7 +103,8 @@ class Driver:
 
     def _step(self) -> None:
         now = self._clock()
-        if self._hold.is_due(now):  # first of all: it fails where the run is no longer ours
+        # first of all: it fails where the run is no longer ours
+        if self._hold.is_due(now, slice_seconds(len(self._fleet.workers))):
             self._beat("running")
             self._context.attempts.keep()
             with self._hold.beating():  # there may be a hundred thousand of them

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 RESTARTS = Backoff(first=1.0, longest=30.0)
 DIED = ("worker_died", "worker_unreachable")  # for a reason of its own, or with its node
 LOOK_SECONDS = 1.0  # between two looks for workers that are silent: each goes through all of them
+SLICE_SECONDS = 0.5  # the work of a worker between two reports
+SECONDS_PER_WORKER = 0.002  # of a slice: from so many workers on, each reports the more seldom the more there are
 LONGER = 10  # times the patience, where a worker reads a prompt or gigabytes of checkpoints before it reports
 
 
@@ -83,6 +85,11 @@ class Lost:
 
 
 Event = Started | Reported | Lost
+
+
+def slice_seconds(num_workers: int) -> float:
+    """The work of a worker between two reports: among many workers more, so that the driver keeps up with them."""
+    return max(SLICE_SECONDS, SECONDS_PER_WORKER * num_workers)
 
 
 class Calls(Protocol):
