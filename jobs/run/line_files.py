@@ -19,7 +19,7 @@ from swiftbatch.jobs.storage.store import Store
 DAMAGED = "damaged"
 NO_FILE = "found no file, but something else of that name"
 SUFFIX = ".json"
-NUM_SHORT_AHEAD = 256  # lines whose lengths are known
+NUM_SHORT_AHEAD = 1024  # lines whose lengths are known
 BYTES_AHEAD = 2**24  # of these, and of files as if all were equally long
 
 

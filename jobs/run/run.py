@@ -176,7 +176,10 @@ class Run:
 
     def job_ids(self) -> list[str]:
         """The ids of all jobs in input order, without their prompts."""
-        return [lineage[-1] for lineage in self.lineages()]
+        from swiftbatch.jobs.run.job_index import JobIndex
+
+        names = ("job_id", "supersedes")
+        return list(JobIndex.of(read_parts(self.store, names, self._run_id), names).job_ids())
 
     def all_job_ids(self) -> pa.ChunkedArray:
         """The ids of all jobs, also of those that others have superseded."""
@@ -290,7 +293,10 @@ class Run:
 
         A job without a result that has superseded one with a result still has that one's line.
         """
-        return joined(self._lines({lineage[-1]: lineage for lineage in self.lineages() if len(lineage) > 1}))
+        supersedes = (part.column("supersedes") for part in read_parts(self.store, ["supersedes"], self._run_id))
+        is_extended = any(column.null_count < len(column) for column in supersedes)
+        extended = (lineage for lineage in self.lineages() if len(lineage) > 1) if is_extended else ()
+        return joined(self._lines({lineage[-1]: lineage for lineage in extended}))
 
     def _lines(self, extended: Mapping[str, list[str]]) -> Iterator[tuple[JobRecord, dict[str, Any] | None]]:
         """Every job in input order with its line; one of the `extended` may have that of one that it has superseded."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain
 from sys import intern
 from typing import Any, Literal, NamedTuple, Self
 
@@ -27,8 +25,8 @@ class Marks(NamedTuple):
 
     @classmethod
     def of(cls, timeline: Timeline) -> Self:
-        columns = (timeline.seconds, timeline.num_tokens, timeline.num_drafts, timeline.num_accepted_tokens)
-        return cls(timeline.started, timeline.is_released, array("d", chain.from_iterable(columns)))
+        columns = (*timeline.seconds, *timeline.num_tokens, *timeline.num_drafts, *timeline.num_accepted_tokens)
+        return cls(timeline.started, timeline.is_released, array("d", columns))
 
     @property
     def last(self) -> float:
@@ -42,8 +40,7 @@ class Marks(NamedTuple):
         return zip((self.started + each for each in seconds), *counts, strict=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Attempt:
+class Attempt(NamedTuple):
     """One attempt at a job; times in seconds since the epoch. `driver` counts the run's drivers from 1."""
 
     number: int
@@ -106,7 +103,7 @@ def without_guesses(attempts: Iterable[Attempt]) -> tuple[Attempt, ...]:
     claim is known of its end.
     """
     return tuple(
-        replace(attempt, end=attempt.first_token) if attempt.has_guessed_end else attempt for attempt in attempts
+        attempt._replace(end=attempt.first_token) if attempt.has_guessed_end else attempt for attempt in attempts
     )
 
 
