@@ -1,13 +1,15 @@
-"""The HTTP endpoint of a worker or a driver: its metrics, and further pages where it has any."""
+"""The HTTP endpoint of a worker or a driver: its metrics, the addresses for Prometheus at `/sd`, further pages."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 from prometheus_client import make_wsgi_app
@@ -120,3 +122,15 @@ def own_host() -> str:
         probe.connect(OUTSIDE_ADDRESS)
         return str(probe.getsockname()[0])
     return "127.0.0.1"
+
+
+PATH = "/sd"
+
+
+def document(addresses: Iterable[str], run: str) -> str:
+    """The targets at `addresses`, each `http://HOST:PORT/metrics`, with a label that says whose run it is.
+
+    The format is that of `http_sd_configs` in Prometheus' reference of its configuration: one group of targets.
+    """
+    targets = [urlsplit(address).netloc for address in addresses]
+    return json.dumps([{"targets": targets, "labels": {"run": run}}])

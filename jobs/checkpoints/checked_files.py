@@ -16,7 +16,7 @@ from swiftbatch.jobs.checkpoints.files import (
     TimelineFile,
     parse_file,
 )
-from swiftbatch.jobs.identity import DamagedFileError, Identity, refuse_other
+from swiftbatch.jobs.file_owner import DamagedFileError, Identity, refuse_other
 from swiftbatch.jobs.storage.store import Store
 
 Content = TypeVar("Content")

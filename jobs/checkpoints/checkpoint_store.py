@@ -45,11 +45,20 @@ from swiftbatch.jobs.checkpoints.files import (
     states_name,
 )
 from swiftbatch.jobs.checkpoints.logprob_files import LogprobFiles, WrittenSpans
-from swiftbatch.jobs.checkpoints.segment_file import Segment, decode_segment, encode_segment, identity_of_segment
-from swiftbatch.jobs.checkpoints.state_file import LayerStates, State, decode_state, encode_state, identity_of_state
+from swiftbatch.jobs.checkpoints.state_file import (
+    LayerStates,
+    Segment,
+    State,
+    decode_segment,
+    decode_state,
+    encode_segment,
+    encode_state,
+    identity_of_segment,
+    identity_of_state,
+)
 from swiftbatch.jobs.checkpoints.timeline import Timeline
 from swiftbatch.jobs.checkpoints.token_log import Rewind, TokenIds, TokenLog, decode_log, encode_log
-from swiftbatch.jobs.identity import DamagedFileError, Identity
+from swiftbatch.jobs.file_owner import DamagedFileError, Identity
 from swiftbatch.jobs.logprobs import TokenLogprobs
 from swiftbatch.jobs.storage.store import Store
 

@@ -8,8 +8,8 @@ from typing import Any, Final, Literal, Self, TypeVar
 from pydantic import Field, SerializerFunctionWrapHandler, ValidationError, model_serializer, model_validator
 
 from swiftbatch.jobs.checkpoints.timeline import Moment, Timeline
+from swiftbatch.jobs.file_owner import DamagedFileError, Identity, refuse_other
 from swiftbatch.jobs.frozen import Strict
-from swiftbatch.jobs.identity import DamagedFileError, Identity, refuse_other
 from swiftbatch.jobs.input.reasons import reasons, shown
 from swiftbatch.jobs.json_lines import sealed, unsealed
 

@@ -1,17 +1,33 @@
-"""Token logs that outlive their jobs, so that these can go on with more tokens some day.
+"""Token logs that outlive their jobs, so that these can go on with more tokens some day; and how they go on from them.
 
 tokens/<job_id>.bin         of a job that ended at its max_tokens, or in a thought that there was no room to close;
                             written before its result
 tokens/<job_id>.logprobs    the log-probabilities of these tokens, where the job asked for them; written before both
+
+The checkpoint of a job that goes on from them has that one's attempts. It is written anew: each file says whose it is.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Self
 
-from swiftbatch.jobs.checkpoints.logprob_files import decode_span, encode_span
+import numpy as np
+
+from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
+from swiftbatch.jobs.checkpoints.files import (
+    AttemptRecord,
+    ClaimFile,
+    DrafterEntry,
+    LayerStatesEntry,
+    ResumeFile,
+    SegmentEntry,
+    TimelineFile,
+    dump_file,
+)
+from swiftbatch.jobs.checkpoints.logprob_files import decode_span, encode_span, span_name
 from swiftbatch.jobs.checkpoints.token_log import TokenLog, decode_log, encode_log
-from swiftbatch.jobs.identity import DamagedFileError, Identity
+from swiftbatch.jobs.file_owner import DamagedFileError, Identity
 from swiftbatch.jobs.logprobs import TokenLogprobs
 from swiftbatch.jobs.storage.store import Store
 
@@ -79,3 +95,93 @@ class KeptLogs:
 
 def _path(job_id: str, suffix: str = SUFFIX) -> str:
     return f"{FOLDER}/{job_id}{suffix}"
+
+
+CHECKPOINTS = "checkpoints"
+
+
+def inherit(
+    store: Store,
+    identity: Identity,
+    earlier_id: str,
+    attempts: Sequence[AttemptRecord],
+    log: TokenLog,
+    logprobs: TokenLogprobs | None = None,
+) -> None:
+    """Write what the job of `identity` begins with: the state kept of `earlier_id`, if any, its attempts and `log`.
+
+    `logprobs` are of all tokens of the log, where the job asks for them. The next attempt goes on there as after a
+    loss. Call it before the run knows the job; again does no harm.
+    """
+    _State(CheckpointStore(store, identity.fingerprint), identity.job_id, earlier_id).take()
+    for record in attempts:
+        is_last = record is attempts[-1]
+        folder = f"{CHECKPOINTS}/{identity.job_id}/{record.folder_number:04d}"
+        claim = ClaimFile(
+            worker_id=record.worker_id, claimed=record.claimed, numerics=record.numerics, attempt=record.attempt
+        )
+        store.write(f"{folder}/claim.json", dump_file(claim, identity))
+        if record.resume is not None:
+            store.write(f"{folder}/resume.json", dump_file(ResumeFile(**record.resume.model_dump()), identity))
+        if record.timeline is not None:
+            # it ended with all its tokens in the log
+            timeline = record.timeline.model_dump() | ({"is_released": True} if is_last else {})
+            store.write(f"{folder}/timeline.json", dump_file(TimelineFile(**timeline), identity))
+        its_log = log if is_last else TokenLog(np.zeros(0, dtype=np.uint32))
+        if is_last and logprobs is not None:
+            span = encode_span(log.token_ids, logprobs, identity)
+            store.write(f"{folder}/{span_name(0, *reversed(log.progress))}", span)
+        store.write(f"{folder}/tokens.bin", encode_log(its_log, identity))
+
+
+class _State:
+    """Writes state of the earlier job as the later one's own, each file once."""
+
+    def __init__(self, checkpoints: CheckpointStore, job_id: str, earlier_id: str) -> None:
+        self._checkpoints = checkpoints
+        self._job_id, self._earlier_id = job_id, earlier_id
+        self._segments: dict[str, SegmentEntry | None] = {}  # by the file of the earlier job; None: it can't be read
+
+    def take(self) -> None:
+        """Take what the manifests name, and each manifest behind it."""
+        for attempt in self._checkpoints.attempts(self._earlier_id):
+            if (manifest := self._checkpoints.read_manifest(self._earlier_id, attempt)) is not None:
+                own = {
+                    "segments": tuple(self._taken(manifest.segments)),
+                    "drafter": self._drafter(manifest.drafter),
+                    "states": self._states(manifest.states),
+                }
+                self._checkpoints.write_manifest(self._job_id, attempt, manifest.model_copy(update=own))
+
+    def _taken(self, segments: Sequence[SegmentEntry]) -> Iterator[SegmentEntry]:
+        """The segments up to one that can't be read: those behind it have nothing to go on from."""
+        for entry in segments:
+            if entry.file not in self._segments:
+                self._segments[entry.file] = self._segment(entry)
+            if (own := self._segments[entry.file]) is None:
+                return
+            yield own
+
+    def _segment(self, entry: SegmentEntry) -> SegmentEntry | None:
+        segment = self._checkpoints.read_segment(self._earlier_id, entry)
+        if segment is None:
+            return None
+        return self._checkpoints.write_segment(self._job_id, _attempt(entry), segment)
+
+    def _drafter(self, entry: DrafterEntry | None) -> DrafterEntry | None:
+        state = None if entry is None else self._checkpoints.read_drafter(self._earlier_id, entry)
+        if entry is None or state is None:
+            return None
+        place = (self._job_id, _attempt(entry), entry.num_positions)
+        return self._checkpoints.write_drafter(*place, entry.engine, state)
+
+    def _states(self, entry: LayerStatesEntry | None) -> LayerStatesEntry | None:
+        states = None if entry is None else self._checkpoints.read_states(self._earlier_id, entry)
+        if entry is None or states is None:
+            return None
+        return self._checkpoints.write_states(self._job_id, entry.attempt, states)
+
+
+def _attempt(entry: SegmentEntry | DrafterEntry) -> int:
+    """The attempt that has written a file."""
+    return int(entry.file.partition("/")[0])

@@ -21,7 +21,7 @@ import numpy as np
 
 from swiftbatch.jobs.checkpoints.checked_files import CheckedFiles
 from swiftbatch.jobs.checkpoints.token_log import TokenIds, TokenLog
-from swiftbatch.jobs.identity import DamagedFileError, Identity, take_identity
+from swiftbatch.jobs.file_owner import DamagedFileError, Identity, take_identity
 from swiftbatch.jobs.logprobs import TokenLogprobs
 from swiftbatch.jobs.storage.store import Store
 

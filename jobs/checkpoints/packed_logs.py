@@ -30,8 +30,8 @@ from swiftbatch.jobs.checkpoints.files import (
 )
 from swiftbatch.jobs.checkpoints.timeline import Timeline
 from swiftbatch.jobs.checkpoints.token_log import TokenLog, decode_log, encode_log
+from swiftbatch.jobs.file_owner import Identity
 from swiftbatch.jobs.frozen import Strict
-from swiftbatch.jobs.identity import Identity
 from swiftbatch.jobs.json_lines import sealed, unsealed
 from swiftbatch.jobs.storage.store import Store
 

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from swiftbatch.jobs.identity import DamagedFileError, Identity, take_identity
+from swiftbatch.jobs.file_owner import DamagedFileError, Identity, take_identity
 
 TokenIds = NDArray[np.uint32]
 

@@ -17,8 +17,8 @@ from urllib.parse import quote
 
 from swiftbatch.jobs.input.input_file import STANDARD_INPUT, InputFileError, shown_input
 from swiftbatch.jobs.storage.local_folder import COPY_BYTES
+from swiftbatch.jobs.storage.object_stores import OBJECT_STORES, hidden_credentials, local_path, shown_uri
 from swiftbatch.jobs.storage.store import Store, StoreError
-from swiftbatch.jobs.storage.uris import OBJECT_STORES, hidden_credentials, local_path, shown_uri
 
 OURS = (*OBJECT_STORES, "file")
 MAX_PROBLEM = 300  # characters; some libraries tell long stories

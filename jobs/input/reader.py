@@ -13,7 +13,6 @@ from itertools import islice
 from tempfile import TemporaryFile
 from typing import IO, Any
 
-from swiftbatch.jobs.input.column_option import Columns
 from swiftbatch.jobs.input.input_file import (
     NUM_BYTES,
     ONE_A_LINE,
@@ -26,7 +25,7 @@ from swiftbatch.jobs.input.input_file import (
 )
 from swiftbatch.jobs.input.line_kinds import LineKinds
 from swiftbatch.jobs.input.lines import JobLine, LineError, parse_object
-from swiftbatch.jobs.input.parquet_rows import MAGIC, Row, parquet_rows
+from swiftbatch.jobs.input.parquet_rows import MAGIC, Columns, Row, parquet_rows
 from swiftbatch.jobs.input.reasons import shown
 from swiftbatch.jobs.job import MAX_CUSTOM_ID, JobUrl
 

@@ -10,7 +10,7 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import from_json
 
-from swiftbatch.jobs.identity import Identity
+from swiftbatch.jobs.file_owner import Identity
 from swiftbatch.jobs.input.reasons import reasons
 
 LINE_ID = "batch_req_"  # and the job's id

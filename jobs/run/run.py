@@ -16,12 +16,11 @@ from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.json_lines import dump_line
 from swiftbatch.jobs.run import job_table
 from swiftbatch.jobs.run.checked_reading import RunError, pretty, read_model, read_parsed
-from swiftbatch.jobs.run.choices import joined
 from swiftbatch.jobs.run.job_table import lineages, newest_with
 from swiftbatch.jobs.run.job_table_parts import longest_job, read_parts, read_records
 from swiftbatch.jobs.run.line_files import LineFiles, LinePlace, read_lines
 from swiftbatch.jobs.run.line_parts import num_completion_tokens
-from swiftbatch.jobs.run.output import write_output
+from swiftbatch.jobs.run.output import joined, write_output
 from swiftbatch.jobs.run.result_files import ResultFiles
 from swiftbatch.jobs.run.run_records import Progress, RunManifest, WorkerStatus
 from swiftbatch.jobs.run.segment_format import SEGMENTS, SealedResult

@@ -15,8 +15,7 @@ from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.json_lines import dump_line
 from swiftbatch.jobs.run.line_parts import texts_of
 from swiftbatch.jobs.run.output import row_groups
-from swiftbatch.jobs.shards.plans import Failure
-from swiftbatch.jobs.shards.settings import ShardFormat
+from swiftbatch.jobs.shards.plans import Failure, ShardFormat
 
 if TYPE_CHECKING:
     import pyarrow as pa

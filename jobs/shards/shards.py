@@ -14,8 +14,17 @@ from swiftbatch.jobs.run.job_table import newest_with
 from swiftbatch.jobs.run.line_parts import plain
 from swiftbatch.jobs.run.output import temporary_file
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.jobs.shards.plans import MAX_BYTES, Failure, Plan, PlannedLine, Plans, SizedLine, packed
-from swiftbatch.jobs.shards.settings import ShardSettings, shard_settings
+from swiftbatch.jobs.shards.plans import (
+    MAX_BYTES,
+    Failure,
+    Plan,
+    PlannedLine,
+    Plans,
+    ShardSettings,
+    SizedLine,
+    packed,
+    shard_settings,
+)
 from swiftbatch.jobs.shards.shard_file import Row, card, failed_row, finished_row, write_shard
 
 FOLDER = "shards"

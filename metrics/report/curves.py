@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
 from numpy.typing import NDArray
 
-from swiftbatch.metrics.report.clock import ticks
+from swiftbatch.metrics.report.page_text import ticks
 from swiftbatch.metrics.report.stretches import Stretches
 
 Column = NDArray[np.float64]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from swiftbatch.metrics.report.attempts import Attempt
-from swiftbatch.metrics.report.clock import clock
 from swiftbatch.metrics.report.facts import RunFacts
+from swiftbatch.metrics.report.page_text import clock
 from swiftbatch.metrics.report.tally import LongAttempt
 
 NUM_TONES = 6

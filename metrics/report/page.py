@@ -11,7 +11,6 @@ from urllib.parse import quote
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from swiftbatch.jobs.storage.store import Store
-from swiftbatch.metrics.report.clock import clock, date, ticks
 from swiftbatch.metrics.report.curves import (
     acceptance_by_length,
     length_chart,
@@ -21,8 +20,8 @@ from swiftbatch.metrics.report.curves import (
 )
 from swiftbatch.metrics.report.facts import RunFacts
 from swiftbatch.metrics.report.gantt import attempt_line, gantt
-from swiftbatch.metrics.report.html_text import in_html
 from swiftbatch.metrics.report.job_facts import JobFacts
+from swiftbatch.metrics.report.page_text import clock, date, in_html, ticks
 from swiftbatch.metrics.report.stretches import Stretches, job_pace
 from swiftbatch.metrics.report.summary import summary
 

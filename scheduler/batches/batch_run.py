@@ -12,7 +12,7 @@ from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationError, field_validator
 
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.frozen import Frozen
@@ -20,6 +20,7 @@ from swiftbatch.jobs.processes import environment_of_code, module_command
 from swiftbatch.jobs.run.option_values import Dtype
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.metrics.report.attempts import Attempt, attempts_of, parsed_history
+from swiftbatch.worker.bench.bench_tables import write_json
 from swiftbatch.worker.config import Computation
 
 WORDS = "river lamp seven green walked slowly over the hill and found a letter from her brother who had left in autumn"
@@ -62,6 +63,13 @@ class BatchOptions(Frozen):
         return self.model_dump(mode="json", exclude={"json_path"})
 
 
+class StagesFile(Frozen):
+    """The JSON file of a batch's stages, by which a later run goes on."""
+
+    stages: dict[str, Figures]
+    settings: dict[str, Any]
+
+
 def write_lines(path: Path, lengths: Iterable[int]) -> None:
     """Write a file of jobs of such lengths, each with a prompt and a seed of its own, the same ones each time."""
     draw, words = random.Random(11), WORDS.split()
@@ -96,16 +104,18 @@ def run_stages(
 def write_figures(options: BatchOptions, found: dict[str, Figures]) -> None:
     """Write the figures of stages with what they were measured with, where a file was named."""
     if options.json_path is not None:
-        document = json.dumps({"stages": found, "settings": options.settings()}, indent=2)
-        options.json_path.write_text(document + "\n", encoding="utf-8")
+        write_json(options.json_path, StagesFile(stages=found, settings=options.settings()).model_dump())
 
 
 def _kept(path: Path | None, settings: dict[str, Any]) -> dict[str, Figures]:
-    try:
-        document = json.loads(path.read_text(encoding="utf-8")) if path is not None else {}
-        return dict(document["stages"]) if document.get("settings") == settings else {}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    """The figures of stages that were measured with the same settings; none where the file has another form."""
+    if path is None:
         return {}
+    try:
+        found = StagesFile.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError):
+        return {}
+    return found.stages if found.settings == settings else {}
 
 
 @dataclass(frozen=True)

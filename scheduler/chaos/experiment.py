@@ -12,8 +12,8 @@ from pathlib import Path
 from random import Random
 
 from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.storage.object_stores import local_path
 from swiftbatch.jobs.storage.store import Store
-from swiftbatch.jobs.storage.uris import local_path
 from swiftbatch.scheduler.chaos.chaos_options import STORE_RETRIES, ChaosError, ChaosOptions, write_jobs
 from swiftbatch.scheduler.chaos.chaos_report import ChaosReport, RunOutput, compare
 from swiftbatch.scheduler.chaos.disturbed_run import ENDED_WELL, DisturbedDriver, DisturbedRun, Kill

@@ -16,7 +16,7 @@ from swiftbatch.scheduler.chaos.chaos_options import WORKER_TIMEOUT
 from swiftbatch.scheduler.chaos.hosts import Host, NamespaceHosts
 from swiftbatch.scheduler.chaos.kills import Kind, Way
 from swiftbatch.scheduler.chaos.local_cluster import LocalCluster, Node
-from swiftbatch.scheduler.cluster.watch import SILENT_SECONDS
+from swiftbatch.scheduler.cluster.cluster_watch import SILENT_SECONDS
 
 LONGEST_SECONDS = 2.5 * WORKER_TIMEOUT  # some are over before anybody notices, others when the jobs are elsewhere
 LONGEST_HEAD_SECONDS = 1.5 * SILENT_SECONDS  # the driver gives some up

@@ -9,7 +9,7 @@ import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from swiftbatch.worker.caches.memory.pages import PoolSize
+from swiftbatch.worker.caches.memory.page_counts import PoolSize
 from swiftbatch.worker.caches.room import HeldPositions
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.session.work import Orders, WorkReport

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.scheduler.cluster.bootstrap import linked_code
+from swiftbatch.scheduler.cluster.cluster_watch import ANSWER_SECONDS, ClusterLostError, ClusterWatch
 from swiftbatch.scheduler.cluster.embedded_ray import EmbeddedRay
-from swiftbatch.scheduler.cluster.watch import ANSWER_SECONDS, ClusterLostError, ClusterWatch
 from swiftbatch.scheduler.process.interruption import INTERRUPTED, call_interruptibly
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 import click
 
-from swiftbatch.scheduler.commands.model_options import (
+from swiftbatch.scheduler.commands.options.model_options import (
     COMPUTING,
     DRAFT_MODEL,
     JSON,
@@ -18,7 +18,7 @@ from swiftbatch.scheduler.commands.model_options import (
     say,
     show,
 )
-from swiftbatch.scheduler.commands.options.numbers import ANY_WHOLE_NUMBER
+from swiftbatch.scheduler.commands.options.option_types import ANY_WHOLE_NUMBER
 from swiftbatch.worker.papers.griffin.tables.catalogue import GRIFFIN_TABLES, NUM_ORDER_SEEDS
 from swiftbatch.worker.papers.tokenswift.tables.catalogue import ABLATIONS, Engine
 from swiftbatch.worker.papers.triforce.tables.catalogue import PROMPT_TABLES

@@ -9,8 +9,7 @@ import click
 
 from swiftbatch.jobs import sampling
 from swiftbatch.scheduler.commands.ablation import ablation
-from swiftbatch.scheduler.commands.batch_benches import mixed, tail
-from swiftbatch.scheduler.commands.model_options import (
+from swiftbatch.scheduler.commands.options.model_options import (
     COMPUTING,
     CUDA_KERNELS,
     DRAFT_MODEL,
@@ -24,7 +23,8 @@ from swiftbatch.scheduler.commands.model_options import (
     say,
     show,
 )
-from swiftbatch.scheduler.commands.options.numbers import ANY_NUMBER, ANY_WHOLE_NUMBER, WholeNumber
+from swiftbatch.scheduler.commands.options.option_types import ANY_NUMBER, ANY_WHOLE_NUMBER, WholeNumber
+from swiftbatch.scheduler.commands.run_benches import mixed, scale, tail
 from swiftbatch.worker.config import CheckpointSettings, Computation
 from swiftbatch.worker.drafters.catalogue import ENGINES
 
@@ -79,8 +79,8 @@ def decode(**options: Any) -> None:
     Example:
       swiftbatch bench decode --engines autoregressive,suffix --positions 4096,100000 --tokens 256 --json bench.json
     """
-    from swiftbatch.worker.bench.decode.decode import DecodeBenchOptions, run_decode_bench
-    from swiftbatch.worker.bench.decode.decode_figures import render
+    from swiftbatch.worker.bench.decode import DecodeBenchOptions, run_decode_bench
+    from swiftbatch.worker.bench.decode_figures import render
 
     show(render(run_decode_bench(checked(DecodeBenchOptions, options), say)))
 
@@ -116,8 +116,8 @@ def auto(**options: Any) -> None:
     Example:
       swiftbatch bench auto --positions 2048,16384 --slots 1,8 --temperatures 0.6,1.0 --text book.txt --json auto.json
     """
-    from swiftbatch.worker.bench.auto.auto_bench import AutoBenchOptions, run_auto_bench
-    from swiftbatch.worker.bench.auto.auto_figures import render
+    from swiftbatch.worker.bench.auto_bench import AutoBenchOptions, run_auto_bench
+    from swiftbatch.worker.bench.auto_figures import render
 
     show(render(run_auto_bench(checked(AutoBenchOptions, options), say)))
 
@@ -230,7 +230,7 @@ def checkpoints(**options: Any) -> None:
     Example:
       swiftbatch bench checkpoints --positions 4096,60000 --text book.txt --json checkpoints.json
     """
-    from swiftbatch.worker.bench.checkpoints.checkpoints import CheckpointBenchOptions, render, run_checkpoint_bench
+    from swiftbatch.worker.bench.checkpoints import CheckpointBenchOptions, render, run_checkpoint_bench
 
     show(render(run_checkpoint_bench(checked(CheckpointBenchOptions, options), say)))
 
@@ -342,46 +342,6 @@ def _everything_on_a_gpu(output: Path, minutes: int) -> None:
         click.get_current_context().exit(NOT_PASSED)
 
 
-@bench.command()
-@click.option("--jobs", "num_jobs", type=WholeNumber(10), default=10_000, show_default=True, help="Jobs of the run.")
-@click.option("--workers", "num_workers", type=WholeNumber(1), default=100, show_default=True, help="Stub workers.")
-@click.option("--slots", "num_slots", type=WholeNumber(1), default=8, show_default=True, help="Jobs at a time on each.")
-@click.option(
-    "--seconds", "num_seconds", type=ANY_NUMBER, default=20.0, show_default=True, help="Simulated time of the driver."
-)
-@click.option(
-    "--store-ms",
-    type=ANY_NUMBER,
-    default=0.0,
-    show_default=True,
-    help="Simulated time of a request to the store, 100 in a busy bucket.",
-)
-@click.option(
-    "--folder",
-    type=click.Path(path_type=Path, file_okay=False),
-    help="Folder for the run, which stays; in memory (/dev/shm) it goes sooner. [default: one that is removed]",
-)
-@JSON
-def scale(folder: Path | None, **options: Any) -> None:
-    """Measure the driver with stub workers and a simulated clock: CPU seconds and memory, from submit to cancel.
-
-    Nothing is generated, Ray is left out. "core" is the driver's share of one, "turn" a turn of its loop, "no beat"
-    the longest time without a heartbeat.
-
-    \b
-    Example:
-      swiftbatch bench scale --jobs 100000 --workers 1000 --folder /dev/shm/scale --json scale.json
-    """
-    from tempfile import TemporaryDirectory
-
-    from swiftbatch.scheduler.scale.scale import render, run_scale_bench
-    from swiftbatch.scheduler.scale.scale_options import ScaleOptions
-
-    with TemporaryDirectory(prefix="swiftbatch-scale-") as temporary:
-        scale_options = checked(ScaleOptions, options | {"folder": folder or Path(temporary)})
-        show(render(scale_options, run_scale_bench(scale_options, say)))
-
-
 @bench.command("all")
 @MODEL
 @click.option("--text", type=click.Path(exists=True, path_type=Path), required=True, help="Text that fills the cache.")
@@ -414,5 +374,5 @@ def everything(**options: Any) -> None:
     click.echo(f"tables: {suite.output / PAGE}")
 
 
-for command in (ablation, mixed, tail):
+for command in (ablation, mixed, scale, tail):
     bench.add_command(command)

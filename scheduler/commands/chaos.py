@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
-from swiftbatch.scheduler.commands.model_options import MODEL
-from swiftbatch.scheduler.commands.options.numbers import WholeNumber
+from swiftbatch.scheduler.commands.options.model_options import MODEL
+from swiftbatch.scheduler.commands.options.option_types import WholeNumber
 
 NOT_PASSED = 1
 

@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from swiftbatch.scheduler.commands.launch_options import ENGINE, launch_options, make_settings
 from swiftbatch.scheduler.commands.launching import end, launch_shown
-from swiftbatch.scheduler.commands.options.grouping import GroupedCommand, options_of
-from swiftbatch.scheduler.commands.options.numbers import WholeNumber
-from swiftbatch.scheduler.commands.options.webhook import shown
+from swiftbatch.scheduler.commands.options.launch_options import ENGINE, launch_options, make_settings
+from swiftbatch.scheduler.commands.options.option_types import GroupedCommand, WholeNumber, options_of
+from swiftbatch.scheduler.commands.options.output_options import shown
 
 if TYPE_CHECKING:
     from swiftbatch.scheduler.display.display import Display

@@ -11,7 +11,7 @@ from swiftbatch.scheduler.commands.launching import SOME_FAILED
 from swiftbatch.worker.kernels.sizes import ROW_CHOICES
 
 if TYPE_CHECKING:
-    from swiftbatch.worker.inspection.inspection import DevicePath, Inspection
+    from swiftbatch.worker.inspection import DevicePath, Inspection
 
 
 @click.command()
@@ -28,7 +28,7 @@ def inspect(models: tuple[str, ...], as_json: bool) -> None:
       swiftbatch inspect Qwen/Qwen3-0.6B ./my-model
     """
     from swiftbatch.jobs.errors import ModelError
-    from swiftbatch.worker.inspection.inspection import inspect_model
+    from swiftbatch.worker.inspection import inspect_model
 
     has_failed = False
     for number, model in enumerate(models):

@@ -31,7 +31,7 @@ def launch_shown(hold: Hold, num_jobs: int, settings: Settings, display: Display
 
 def end(run: Run, outcome: Outcome, num_rejects: int, display: Display) -> None:
     """Tell how the run stands, and exit with what that means."""
-    from swiftbatch.scheduler.display.end_events import RunEnded
+    from swiftbatch.scheduler.display.events import RunEnded
 
     place = run.store.shown_uri
     outputs = (f"{place}/output.jsonl", f"{place}/output.parquet")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from swiftbatch.scheduler.commands.launching import LIMIT_REACHED, SOME_FAILED
-from swiftbatch.scheduler.commands.options.grouping import GroupedCommand
+from swiftbatch.scheduler.commands.options.option_types import GroupedCommand
 from swiftbatch.scheduler.commands.submit import run_option, submit
 from swiftbatch.scheduler.display.summary import printable
 from swiftbatch.scheduler.process.interruption import INTERRUPTED

@@ -18,7 +18,7 @@ def prune(run_uri: str, state: bool, logs: bool) -> None:
       swiftbatch prune my-run --state
     """
     from swiftbatch.jobs.run.run import Run
-    from swiftbatch.scheduler.runs.kept import prune
+    from swiftbatch.scheduler.runs.extension import prune
 
     is_all = not (state or logs)
     click.echo(prune(Run.open(run_uri), logs=logs or is_all, state=state or is_all))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from swiftbatch.scheduler.commands.model_options import say
+from swiftbatch.scheduler.commands.options.model_options import say
 
 if TYPE_CHECKING:
     from swiftbatch.worker.model.files import ModelFiles
@@ -56,7 +56,7 @@ def quantize(model: str, format_: str, output: Path, text: Path | None) -> None:
 
 def _token_ids(files: ModelFiles, text: Path) -> list[int]:
     """Raises UsageError for a file that is no text, and ModelError for one without tokens."""
-    from swiftbatch.worker.quantization.text_loss import text_token_ids
+    from swiftbatch.worker.quantization.quantizing import text_token_ids
 
     try:
         return text_token_ids(files, text.read_text(encoding="utf-8"))
@@ -65,7 +65,7 @@ def _token_ids(files: ModelFiles, text: Path) -> list[int]:
 
 
 def _score(before: ModelFiles, after: ModelFiles, token_ids: list[int]) -> None:
-    from swiftbatch.worker.quantization.text_loss import text_loss
+    from swiftbatch.worker.quantization.quantizing import text_loss
     from swiftbatch.worker.target.target import TargetModel
 
     say(f"scoring {len(token_ids):,} tokens with both models")

@@ -6,10 +6,10 @@ from typing import Any
 
 import click
 
-from swiftbatch.scheduler.commands.launch_options import ENGINE, launch_options, make_settings
 from swiftbatch.scheduler.commands.launching import end, launch_shown
-from swiftbatch.scheduler.commands.options.grouping import GroupedCommand, options_of
-from swiftbatch.scheduler.commands.options.webhook import shown
+from swiftbatch.scheduler.commands.options.launch_options import ENGINE, launch_options, make_settings
+from swiftbatch.scheduler.commands.options.option_types import GroupedCommand, options_of
+from swiftbatch.scheduler.commands.options.output_options import shown
 
 
 @click.command(cls=GroupedCommand)

@@ -10,9 +10,8 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from swiftbatch.scheduler.commands.options.grouping import Command, GroupedCommand, options_of
-from swiftbatch.scheduler.commands.options.numbers import WholeNumber
-from swiftbatch.scheduler.commands.options.webhook import receiver_of
+from swiftbatch.scheduler.commands.options.option_types import Command, GroupedCommand, WholeNumber, options_of
+from swiftbatch.scheduler.commands.options.output_options import receiver_of
 from swiftbatch.scheduler.commands.resume import resume
 from swiftbatch.scheduler.commands.submit import run_option, submit
 from swiftbatch.scheduler.process.interruption import INTERRUPTED
@@ -138,7 +137,7 @@ serve.params += [option for option in submit.params if option.name not in OF_THE
 
 def _driver_options(context: click.Context) -> Any:
     """The words that every driver gets."""
-    from swiftbatch.scheduler.serve.driving.driver_process import DriverOptions
+    from swiftbatch.scheduler.serve.driving.batch_driver import DriverOptions
 
     of_start = {option.name for option in resume.params}
     words: dict[bool, list[str]] = {False: [], True: []}

@@ -38,7 +38,7 @@ def status(run_uri: str, as_json: bool, is_watching: bool) -> None:
 
 def _watch_status(run: Run, as_json: bool) -> None:
     from swiftbatch.scheduler.display.display import open_display
-    from swiftbatch.scheduler.runs.watching import watch
+    from swiftbatch.scheduler.runs.run_watch import watch
 
     if not as_json:
         _show_run(run)
@@ -59,7 +59,7 @@ def _show_run(run: Run) -> None:
 def _show_status(run: Run, progress: Progress) -> None:
     from swiftbatch.jobs.shards.shards import DATA, FOLDER
     from swiftbatch.scheduler.display.summary import counted, numerics_lines, printable, summary_line, worker_line
-    from swiftbatch.scheduler.runs.kept import kept_of
+    from swiftbatch.scheduler.runs.extension import kept_of
 
     _show_run(run)
     click.echo(summary_line(progress))
@@ -78,7 +78,7 @@ def _show_status(run: Run, progress: Progress) -> None:
 
 def _show_what_next(run: Run, progress: Progress) -> None:
     from swiftbatch.scheduler.display.summary import duration, printable
-    from swiftbatch.scheduler.runs.watching import silent_driver
+    from swiftbatch.scheduler.runs.run_watch import silent_driver
 
     place = printable(run.store.shown_uri)
     if progress.state == "interrupted" and progress.reached_limit is not None:

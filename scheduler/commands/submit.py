@@ -10,9 +10,9 @@ from swiftbatch.jobs.job import JobUrl
 from swiftbatch.jobs.repetition import LoopAction
 from swiftbatch.jobs.run.option_values import LogprobsMode
 from swiftbatch.jobs.sampling import ThinkingEnd
-from swiftbatch.scheduler.commands.launch_options import ENGINE, launch_options, make_settings
 from swiftbatch.scheduler.commands.launching import end, launch_shown
-from swiftbatch.scheduler.commands.model_options import (
+from swiftbatch.scheduler.commands.options.launch_options import ENGINE, launch_options, make_settings
+from swiftbatch.scheduler.commands.options.model_options import (
     ATTENTION_HELP,
     ATTENTIONS,
     DEVICES,
@@ -26,18 +26,17 @@ from swiftbatch.scheduler.commands.model_options import (
     THREAD_COUNT,
     filled,
 )
-from swiftbatch.scheduler.commands.options.grouping import GroupedCommand, options_of
-from swiftbatch.scheduler.commands.options.numbers import WholeNumber
-from swiftbatch.scheduler.commands.options.webhook import shown
+from swiftbatch.scheduler.commands.options.option_types import GroupedCommand, WholeNumber, options_of
+from swiftbatch.scheduler.commands.options.output_options import shown
 from swiftbatch.worker.config import Computation
 from swiftbatch.worker.drafters.catalogue import ENGINES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from swiftbatch.jobs.input.column_option import Columns
+    from swiftbatch.jobs.input.parquet_rows import Columns
     from swiftbatch.jobs.input.reader import Reject
-    from swiftbatch.jobs.shards.settings import ShardSettings
+    from swiftbatch.jobs.shards.plans import ShardSettings
     from swiftbatch.scheduler.display.display import Display
 
 ENGINE_LINES = (f"  {name:<16} {entry.drafts_from}" for name, entry in ENGINES.items())
@@ -67,7 +66,7 @@ def _markers(_ctx: click.Context, _param: click.Parameter, value: tuple[str, str
 
 
 def _columns(_ctx: click.Context, _param: click.Parameter, value: tuple[str, ...]) -> Columns:
-    from swiftbatch.jobs.input.column_option import ColumnError, Columns
+    from swiftbatch.jobs.input.parquet_rows import ColumnError, Columns
 
     try:
         return Columns.parse(value)
@@ -76,7 +75,7 @@ def _columns(_ctx: click.Context, _param: click.Parameter, value: tuple[str, ...
 
 
 def _shards(_ctx: click.Context, _param: click.Parameter, value: str | ShardSettings | None) -> ShardSettings | None:
-    from swiftbatch.jobs.shards.settings import ShardSettings
+    from swiftbatch.jobs.shards.plans import ShardSettings
 
     try:
         return ShardSettings.parse(value) if isinstance(value, str) else value

@@ -7,7 +7,7 @@ import sys
 import click
 
 from swiftbatch.scheduler.commands.launching import SOME_FAILED
-from swiftbatch.scheduler.commands.options.numbers import WholeNumber
+from swiftbatch.scheduler.commands.options.option_types import WholeNumber
 
 
 @click.command()
@@ -24,7 +24,7 @@ def tail(run_uri: str, custom_id: str, follow: bool, choice: int) -> None:
     """
     from swiftbatch.jobs.run.run import Run
     from swiftbatch.scheduler.display.summary import damage_lines, harmless
-    from swiftbatch.scheduler.runs.watching import follow_text
+    from swiftbatch.scheduler.runs.run_watch import follow_text
 
     run = Run.open(run_uri)
     for piece in follow_text(run, custom_id, follow, choice):

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from swiftbatch.scheduler.commands.model_options import MODEL
-from swiftbatch.scheduler.commands.options.numbers import WholeNumber
+from swiftbatch.scheduler.commands.options.model_options import MODEL
+from swiftbatch.scheduler.commands.options.option_types import WholeNumber
 from swiftbatch.worker.training import defaults
 
 if TYPE_CHECKING:
@@ -156,8 +156,8 @@ def draft(model: str, data: Path, output: Path, num_steps: int, seed: int) -> No
     Example:
       swiftbatch train draft --model my-model --data books --output my-model/parts/draft
     """
-    from swiftbatch.worker.papers.triforce.training.recipe import draft_recipe
-    from swiftbatch.worker.papers.triforce.training.training import train_draft
+    from swiftbatch.worker.papers.triforce.recipe import draft_recipe
+    from swiftbatch.worker.papers.triforce.training import train_draft
 
     train_draft(model, data, output, draft_recipe(num_steps, seed), click.echo)
 

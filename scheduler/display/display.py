@@ -14,8 +14,7 @@ from contextlib import contextmanager
 from typing import Any, Literal, Protocol
 
 from swiftbatch.jobs.run.run import Progress
-from swiftbatch.scheduler.display.end_events import RunEnded
-from swiftbatch.scheduler.display.events import Event
+from swiftbatch.scheduler.display.events import Event, RunEnded
 from swiftbatch.scheduler.display.summary import summary_line
 from swiftbatch.scheduler.process.streams import Lines
 

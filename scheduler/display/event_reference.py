@@ -7,7 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from swiftbatch.jobs.run.run import Progress
-from swiftbatch.scheduler.display import end_events, events, job_events
+from swiftbatch.scheduler.display import events, job_events
 from swiftbatch.scheduler.display.events import Event
 
 PATH = Path(__file__).with_name("EVENTS.md")
@@ -31,12 +31,7 @@ stderr.
 
 def kinds() -> list[type[Event]]:
     """All events, in the order of the code."""
-    found = [
-        value
-        for module in (events, job_events, end_events)
-        for value in vars(module).values()
-        if inspect.isclass(value)
-    ]
+    found = [value for module in (events, job_events) for value in vars(module).values() if inspect.isclass(value)]
     return list(dict.fromkeys(kind for kind in found if issubclass(kind, Event) and kind is not Event))
 
 

@@ -14,10 +14,9 @@ from swiftbatch.jobs.garbage import looked_for_seldom
 from swiftbatch.jobs.run.run import Run, RunError
 from swiftbatch.jobs.run.run_records import RunState
 from swiftbatch.jobs.storage.store import Store, StoreError
+from swiftbatch.scheduler.cluster.cluster_watch import ClusterLostError
 from swiftbatch.scheduler.cluster.remote import NO_MEMORY, OTHER_CODE, OTHER_MODEL
-from swiftbatch.scheduler.cluster.watch import ClusterLostError
-from swiftbatch.scheduler.display.end_events import LimitReached
-from swiftbatch.scheduler.display.events import DriverStarted, RunStopping, WorkerStopping
+from swiftbatch.scheduler.display.events import DriverStarted, LimitReached, RunStopping, WorkerStopping
 from swiftbatch.scheduler.driver.backlog import put_logs_in_place
 from swiftbatch.scheduler.driver.context import DriverContext
 from swiftbatch.scheduler.driver.dispatch import Dispatcher

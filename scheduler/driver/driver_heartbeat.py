@@ -10,7 +10,7 @@ from swiftbatch.jobs.run.run import Progress, Run
 from swiftbatch.jobs.run.run_records import ProcessKey, RunState
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.driver.backlog import count_jobs
-from swiftbatch.scheduler.process.identity import is_gone
+from swiftbatch.scheduler.process.process_id import is_gone
 
 BEAT_SECONDS = 1.0
 BEAT_SECONDS_OBJECT_STORE = 5.0  # a store where each beat costs money and time

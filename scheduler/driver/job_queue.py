@@ -23,7 +23,7 @@ from swiftbatch.scheduler.driver.lengths import Forecast, Lengths, Living, place
 from swiftbatch.scheduler.driver.unfinished_job import Strikes, UnfinishedJob
 from swiftbatch.scheduler.driver.untouched_jobs import UntouchedJobs
 from swiftbatch.scheduler.driver.waiting_jobs import WaitingJobs
-from swiftbatch.worker.caches.memory.pages import Growth
+from swiftbatch.worker.caches.memory.page_counts import Growth
 
 RETRIES = Backoff(first=0.5, longest=60.0)
 NUM_GROUPS = 8  # of prompts, those that a worker had last: it may still have keys and values of them

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from swiftbatch.jobs.run.run_records import WorkerStatus
-from swiftbatch.metrics import discovery
+from swiftbatch.metrics import endpoint
 from swiftbatch.metrics.endpoint import METRICS_PATH, serve
 from swiftbatch.metrics.exporter import DriverCollector, Labels, registry_of
 from swiftbatch.scheduler.cluster.actors import WorkerInfo
@@ -89,10 +89,10 @@ def served_metrics(context: DriverContext, config: EngineConfig, port: int) -> I
     """Serve the driver's metrics, and a service discovery of all that is served now. Raises MetricsError."""
     store, fleet = context.run.store, context.fleet
     run_uri = store.uri if store.is_local else store.shown_uri  # an object store's may hold credentials
-    pages = {discovery.PATH: lambda own_address: discovery.document([own_address, *_addresses(fleet)], run_uri)}
+    pages = {endpoint.PATH: lambda own_address: endpoint.document([own_address, *_addresses(fleet)], run_uri)}
     labels = Labels(model_name=config.model, drafter=config.engine, worker="driver")
     address, stop = serve(registry_of(DriverCollector(context.counters, labels)), port, pages)
-    context.display.note(MetricsServed(address, address.removesuffix(METRICS_PATH) + discovery.PATH))
+    context.display.note(MetricsServed(address, address.removesuffix(METRICS_PATH) + endpoint.PATH))
     try:
         yield
     finally:

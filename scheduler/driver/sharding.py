@@ -5,11 +5,10 @@ from __future__ import annotations
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.jobs.shards.plans import MAX_BYTES
-from swiftbatch.jobs.shards.settings import shard_settings
+from swiftbatch.jobs.shards.plans import MAX_BYTES, shard_settings
 from swiftbatch.jobs.shards.shards import Shards, WrittenShard
 from swiftbatch.scheduler.display.display import Display
-from swiftbatch.scheduler.display.end_events import ShardWritten
+from swiftbatch.scheduler.display.events import ShardWritten
 from swiftbatch.scheduler.driver.takeover import Epoch
 
 TOKENS_PER_LOOK = MAX_BYTES // 4  # about as many as a shard has bytes for; how large results are is seen at the look

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from swiftbatch.worker.caches.memory.pages import PAGE, ROOM_BEHIND, Growth, has_window_pages, most_pages
+from swiftbatch.worker.caches.memory.page_counts import PAGE, ROOM_BEHIND, Growth, has_window_pages, most_pages
 from swiftbatch.worker.kernels.sizes import MOST_SLOTS
 
 if TYPE_CHECKING:

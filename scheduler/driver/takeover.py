@@ -16,9 +16,9 @@ import time
 from swiftbatch.jobs.run.checked_reading import pretty, read_model
 from swiftbatch.jobs.run.run import Progress, Run, RunError
 from swiftbatch.jobs.run.run_records import DriverClaim
-from swiftbatch.metrics.report.clock import date
+from swiftbatch.metrics.report.page_text import date
 from swiftbatch.scheduler.driver.driver_heartbeat import Liveness, liveness, process_liveness
-from swiftbatch.scheduler.process.identity import own_key
+from swiftbatch.scheduler.process.process_id import own_key
 
 FOLDER = "drivers"
 MAX_BIDS = 20

@@ -1,24 +1,79 @@
-"""Take jobs on that ended at their `max_tokens`: the same job with more of them goes on from the tokens that it has."""
+"""Take jobs on that ended at their `max_tokens`, from the tokens that are kept of them; drop what is kept."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import AttemptRecord, CheckpointStore
-from swiftbatch.jobs.checkpoints.inheritance import inherit
-from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
+from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs, inherit
+from swiftbatch.jobs.checkpoints.packed_logs import CHECKPOINTS, WORKERS
 from swiftbatch.jobs.checkpoints.token_log import TokenLog
-from swiftbatch.jobs.identity import DamagedFileError, Identity
+from swiftbatch.jobs.file_owner import DamagedFileError, Identity
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.logprobs import TokenLogprobs
+from swiftbatch.jobs.run.checked_reading import NUM_READERS
 from swiftbatch.jobs.run.output_line import tokens_sha256
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.run_records import RunState
+from swiftbatch.jobs.storage.store import Store
 from swiftbatch.metrics.report.attempts import parsed_history
+from swiftbatch.scheduler.display.summary import counted
+from swiftbatch.scheduler.driver.backlog import count_jobs
 from swiftbatch.scheduler.driver.hold import Hold
 from swiftbatch.worker.caches.room import KVRoom, KVRoomError
 from swiftbatch.worker.model.files import ModelFiles, read_config
 from swiftbatch.worker.model.shifting_rotary import short_length
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Token logs and states of jobs that have ended: the bytes of each, by job id."""
+
+    logs: dict[str, int]
+    states: dict[str, int]
+
+    def __str__(self) -> str:
+        return ", ".join(
+            f"{counted(len(sizes), what)} ({sum(sizes.values()):,} bytes)"
+            for sizes, what in ((self.logs, "token log"), (self.states, "job state"))
+            if sizes
+        )
+
+
+def kept_of(run: Run) -> Kept:
+    """Find what is kept. A checkpoint of a job that may still go on by itself is no part of it. Raises StoreError."""
+    found = set(run.store.list(CHECKPOINTS)) - {WORKERS}
+    if found:  # failed and cancelled jobs may be run again, from their checkpoints
+        found -= set(run.job_ids()) - run.ended()[0]
+    with ThreadPoolExecutor(NUM_READERS) as pool:
+        states = dict(zip(sorted(found), pool.map(lambda job_id: _size(run.store, job_id), sorted(found)), strict=True))
+    return Kept(KeptLogs.of(run).sizes(), states)
+
+
+def prune(run: Run, *, logs: bool, state: bool) -> str:
+    """Drop kept token logs, states or both; returns a line for the user. Raises RunTakenError, StoreError."""
+    before = run.progress()
+    with Hold(run) as hold:
+        kept = kept_of(run)
+        dropped = Kept(kept.logs if logs else {}, kept.states if state else {})
+        if logs:
+            KeptLogs.of(run).clear()
+        for job_id in dropped.states:
+            run.store.delete_folder(f"{CHECKPOINTS}/{job_id}")
+        ended: RunState = before.state if before and before.state in ("finished", "cancelled") else "finished"
+        hold.end("interrupted" if count_jobs(run)["pending"] else ended)
+    num_bytes = sum(dropped.logs.values()) + sum(dropped.states.values())
+    return f"freed {num_bytes:,} bytes: {dropped}" if num_bytes else "nothing to drop: 0 bytes freed"
+
+
+def _size(store: Store, job_id: str) -> int:
+    """The bytes of all checkpoints of a job."""
+    folders = [f"{CHECKPOINTS}/{job_id}/{attempt}" for attempt in store.list(f"{CHECKPOINTS}/{job_id}")]
+    return sum(size or 0 for folder in folders for size in store.sizes(folder).values())
+
 
 Line = dict[str, Any]
 

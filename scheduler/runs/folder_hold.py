@@ -23,9 +23,9 @@ from swiftbatch.jobs.checkpoints.timeline import Moment
 from swiftbatch.jobs.run.checked_reading import RunError, pretty, read_model
 from swiftbatch.jobs.run.run_records import ProcessKey
 from swiftbatch.jobs.storage.store import Store, StoreError
-from swiftbatch.metrics.report.clock import date
+from swiftbatch.metrics.report.page_text import date
 from swiftbatch.scheduler.driver.driver_heartbeat import BEAT_SECONDS_OBJECT_STORE, process_liveness
-from swiftbatch.scheduler.process.identity import own_key
+from swiftbatch.scheduler.process.process_id import own_key
 from swiftbatch.scheduler.process.streams import Lines
 
 POLL_SECONDS = 2.0

@@ -9,16 +9,15 @@ from dataclasses import asdict, dataclass
 
 from swiftbatch.jobs.run.run import Run, RunManifest
 from swiftbatch.jobs.run.run_records import RunState
+from swiftbatch.jobs.storage.object_stores import local_path
 from swiftbatch.jobs.storage.retries import Retries
 from swiftbatch.jobs.storage.store import StoreError
-from swiftbatch.jobs.storage.uris import local_path
 from swiftbatch.metrics.driver_counters import DriverCounters
 from swiftbatch.scheduler.cluster.actors import WorkerSpec
 from swiftbatch.scheduler.cluster.cluster import Cluster, ClusterError, connect
-from swiftbatch.scheduler.cluster.watch import ClusterLostError
+from swiftbatch.scheduler.cluster.cluster_watch import ClusterLostError
 from swiftbatch.scheduler.display.display import Display
-from swiftbatch.scheduler.display.end_events import LimitReached, ShardWritten
-from swiftbatch.scheduler.display.events import FewGpus, SlowOnGpu
+from swiftbatch.scheduler.display.events import FewGpus, LimitReached, ShardWritten, SlowOnGpu
 from swiftbatch.scheduler.display.job_events import LineDamaged
 from swiftbatch.scheduler.driver.attempts import Attempts
 from swiftbatch.scheduler.driver.backlog import count_jobs, load_queue, put_logs_in_place

@@ -9,12 +9,38 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pydantic import Field, field_validator
 from rich.table import Table
 
 from swiftbatch.jobs.errors import UserError
+from swiftbatch.jobs.frozen import Frozen
 from swiftbatch.jobs.processes import environment_of_code, module_command
-from swiftbatch.scheduler.scale.scale_options import JOBS_FILE, OPTIONS_FILE, RUN, ScaleOptions
-from swiftbatch.worker.bench.bench_tables import new_table, number
+from swiftbatch.worker.bench.bench_tables import new_table, number, write_json
+
+JOBS_FILE, RUN, OPTIONS_FILE = "jobs.jsonl", "run", "options.json"
+MOST_JOBS, MOST_WORKERS, MOST_SLOTS, MOST_SECONDS = 10_000_000, 100_000, 256, 86_400
+MOST_STORE_MS = 10_000
+
+
+class ScaleOptions(Frozen):
+    """A run of `num_jobs`, of which `share_done` are done when it is resumed, and the driver of `num_workers`."""
+
+    num_jobs: int = Field(ge=10, le=MOST_JOBS)
+    num_workers: int = Field(ge=1, le=MOST_WORKERS)
+    num_slots: int = Field(ge=1, le=MOST_SLOTS)
+    num_seconds: float = Field(gt=0, le=MOST_SECONDS)  # simulated ones, with jobs at work
+    store_ms: float = Field(default=0.0, ge=0, le=MOST_STORE_MS)  # of a request to the store, simulated; 0: a disk
+    share_done: float = Field(default=0.9, ge=0, le=1)
+    folder: Path
+    json_path: Path | None = None
+
+    @field_validator("json_path")
+    @classmethod
+    def _in_a_folder(cls, path: Path | None) -> Path | None:
+        if path is not None and not path.parent.is_dir():  # else it would be found out when all is measured
+            raise ValueError(f"got {path}; expected a file in a folder, and there is none at {path.parent}")
+        return path
+
 
 STAGE_NAMES = ("submit", "drive", "finish", "submit again", "resume", "cancel")
 UNMEASURED = "finish"
@@ -47,7 +73,7 @@ def run_scale_bench(options: ScaleOptions, report: Callable[[str], None] = lambd
     found = [figures for figures in found if figures["stage"] != UNMEASURED]
     if options.json_path is not None:
         document = {"results": found, "settings": options.model_dump(mode="json", exclude={"json_path", "folder"})}
-        options.json_path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        write_json(options.json_path, document)
     return found
 
 

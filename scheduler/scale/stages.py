@@ -31,7 +31,7 @@ from swiftbatch.scheduler.limits import Limits, Spending
 from swiftbatch.scheduler.runs.cancellation import cancel_jobs
 from swiftbatch.scheduler.runs.settings import Settings
 from swiftbatch.scheduler.runs.submission import submission
-from swiftbatch.scheduler.scale.scale_options import JOBS_FILE, RUN, ScaleOptions
+from swiftbatch.scheduler.scale.scale import JOBS_FILE, RUN, ScaleOptions
 from swiftbatch.scheduler.scale.stub_workers import SimulatedClock, StubCalls
 from swiftbatch.worker.bench.peak_memory import peak_bytes, reset_peak
 from swiftbatch.worker.config import EngineConfig

@@ -15,19 +15,20 @@ from swiftbatch.jobs.run.checked_reading import NUM_READERS, DamagedError, RunEr
 from swiftbatch.jobs.run.line_files import DAMAGED
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.process.streams import Lines
-from swiftbatch.scheduler.serve.batch_records import (
+from swiftbatch.scheduler.serve.records import (
     BATCH,
     BATCHES,
     CANCEL,
     ENDED,
     BatchRecord,
     Cancellation,
+    Catalogue,
     Ended,
+    Order,
     is_batch_id,
     new_batch_id,
     read_record,
 )
-from swiftbatch.scheduler.serve.listed_records import Catalogue, Order
 from swiftbatch.scheduler.serve.refusals import no_such_batch
 
 

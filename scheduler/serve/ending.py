@@ -22,7 +22,11 @@ from swiftbatch.jobs.run.run_records import RunManifest
 from swiftbatch.scheduler.driver.backlog import CANCELLED
 from swiftbatch.scheduler.process.streams import Lines
 from swiftbatch.scheduler.runs.cancellation import EXPIRED, cancel_jobs, expire_jobs
-from swiftbatch.scheduler.serve.batch_records import (
+from swiftbatch.scheduler.serve.batch_status import DAMAGED, is_submitted, lines_of, running_status
+from swiftbatch.scheduler.serve.batches import Batch, Batches
+from swiftbatch.scheduler.serve.driving.batch_driver import DriverProcess
+from swiftbatch.scheduler.serve.files import Files
+from swiftbatch.scheduler.serve.records import (
     BATCHES,
     Counts,
     Delivery,
@@ -31,10 +35,6 @@ from swiftbatch.scheduler.serve.batch_records import (
     LineProblem,
     delivered_file_id,
 )
-from swiftbatch.scheduler.serve.batch_status import DAMAGED, is_submitted, lines_of, running_status
-from swiftbatch.scheduler.serve.batches import Batch, Batches
-from swiftbatch.scheduler.serve.driving.driver_process import DriverProcess
-from swiftbatch.scheduler.serve.files import Files
 
 BATCH_CANCELLED = "batch_cancelled"  # OpenAI's code for such a line
 INVALID = "invalid_request"

@@ -12,17 +12,18 @@ from swiftbatch.jobs.input.places import joined
 from swiftbatch.jobs.run.checked_reading import NUM_READERS, RunError, pretty
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.process.streams import Lines
-from swiftbatch.scheduler.serve.batch_records import (
+from swiftbatch.scheduler.serve.records import (
     CONTENT,
     FILE,
     FILES,
+    Catalogue,
     FileRecord,
+    Order,
     Purpose,
     is_file_id,
     new_file_id,
     read_record,
 )
-from swiftbatch.scheduler.serve.listed_records import Catalogue, Order
 from swiftbatch.scheduler.serve.refusals import RefusedError, no_such_file
 
 

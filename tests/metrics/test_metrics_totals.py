@@ -13,7 +13,7 @@ import pytest
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.retries import NO_RETRIES
 from swiftbatch.jobs.storage.store import Store
-from swiftbatch.metrics import discovery
+from swiftbatch.metrics import endpoint
 from swiftbatch.metrics.driver_counters import DriverCounters
 from swiftbatch.metrics.endpoint import own_host
 from swiftbatch.metrics.exporter import DriverCollector, EngineCollector, Labels
@@ -125,7 +125,7 @@ def test_workers_are_counted_by_state_and_by_the_time_they_are_held(num_gpus: in
 
 
 def test_a_discovery_document_has_hosts_and_ports_and_says_whose_run_it_is() -> None:
-    text = discovery.document(["http://10.0.0.1:9100/metrics", "http://10.0.0.2:40123/metrics"], "s3://bucket/night")
+    text = endpoint.document(["http://10.0.0.1:9100/metrics", "http://10.0.0.2:40123/metrics"], "s3://bucket/night")
     assert json.loads(text) == [
         {"targets": ["10.0.0.1:9100", "10.0.0.2:40123"], "labels": {"run": "s3://bucket/night"}}
     ]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from swiftbatch.metrics.discovery import PATH
+from swiftbatch.metrics.endpoint import PATH
 from tests.readme.command_lines import FENCE, PAGES, ROOT, page, section, spans, table
 
 README = page("README.md")

@@ -12,8 +12,7 @@ import torch
 
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.constraints.constrained_tree import Constraints
-from swiftbatch.worker.constraints.thinking import ThinkingRule
-from swiftbatch.worker.constraints.thought import Markers, Thinking
+from swiftbatch.worker.constraints.thinking import Markers, Thinking, ThinkingRule
 from swiftbatch.worker.drawing.adjustments import penalise
 from swiftbatch.worker.drawing.drawing import masked_by
 from swiftbatch.worker.drawing.rules import Rule

@@ -10,8 +10,7 @@ import pytest
 from swiftbatch.jobs.repetition import RepetitionDetection
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.bench_variants import BENCH_ENGINES, VARIANTS, create_bench_drafter
-from swiftbatch.worker.constraints.thinking import ThinkingRule
-from swiftbatch.worker.constraints.thought import Thinking
+from swiftbatch.worker.constraints.thinking import Thinking, ThinkingRule
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.model.text import TextCodec

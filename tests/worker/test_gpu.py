@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from swiftbatch.worker.caches.memory.memory_plan import SlotsWanted
 from swiftbatch.worker.config import Computation
 from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.drafters.gpu_room import slots_wanted
+from swiftbatch.worker.drawing.cuda.cuda_drawing import CudaDrawing
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.exactness.doctor import diagnose
@@ -109,3 +111,14 @@ def test_a_stage_of_everything_passes_on_cuda_in_small_sizes(stage: GPUStage, tm
     trial = Trial(torch.device("cuda"), tmp_path, SMALL_SIZES)
     record = tried(stage, getattr(importlib.import_module(module), function)(trial), tmp_path)
     assert record.state == "passed", record
+
+
+def test_draws_write_into_no_memory_but_their_own() -> None:
+    drawing = CudaDrawing(4096, torch.device("cuda"))
+    gc.collect()
+    torch.cuda.empty_cache()  # as every capture does: what only addresses know of goes to others
+    others = [torch.full((1 << 14,), 7.0, device="cuda") for _ in range(2000)]
+    logits = torch.randn(8, 4096, device="cuda")
+    found = drawing.top_candidates(logits)[0][:, 0]
+    assert found.tolist() == logits.argmax(-1).tolist()
+    assert all(bool((other == 7.0).all()) for other in others)

@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 import triton
+from packaging.version import Version
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from swiftbatch.worker.exactness.first_run.parts import Parts
 from swiftbatch.worker.exactness.probe import MAX_LENGTH, NUM_CACHES, probe_rows
@@ -28,10 +31,13 @@ pytestmark = [
 WITH_STATES = [kind for kind in RECURRENT_KINDS if kind != "granitemoehybrid"]  # whose tiny form is no published one
 OF_KERNELS = [kind for kind in KINDS if kind not in RECURRENT_KINDS]
 NUM_COMPARED, NUM_PROBED = 200, 60  # rows; windows have 100 positions
+SINCE = {"bamba": "5.23", "cohere2_moe": "5.23"}  # of transformers: 5.17 has another forward, or another config
 
 
 @pytest.mark.parametrize("kind", [*OF_KERNELS, *WITH_STATES])
 def test_a_kind_says_what_transformers_says_and_its_rows_are_exact_on_cuda(kind: str, tmp_path: Path) -> None:
+    if kind not in CONFIG_MAPPING or Version(transformers.__version__) < Version(SINCE.get(kind, "5")):
+        pytest.skip(f"transformers {transformers.__version__} has no such kind, or another forward")
     check_kind(kind, tmp_path, torch.device("cuda"))
 
 

@@ -15,10 +15,9 @@ from rich.table import Table
 
 from swiftbatch.jobs.frozen import Frozen
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.bench.bench_engine import BenchError
-from swiftbatch.worker.bench.bench_text import text_tokens
-from swiftbatch.worker.bench.caches.compared_caches import PARTIAL_CACHES
-from swiftbatch.worker.bench.decode.decode import read_tokens
+from swiftbatch.worker.bench.bench_engine import BenchError, text_tokens
+from swiftbatch.worker.bench.compared_caches import PARTIAL_CACHES
+from swiftbatch.worker.bench.decode import read_tokens
 from swiftbatch.worker.bench.options import BenchOptions, Positions, Temperatures, check_length
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.caches.partial import PartialCache

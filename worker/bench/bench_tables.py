@@ -1,11 +1,16 @@
-"""The shared parts of all benchmarks' tables."""
+"""The shared parts of all benchmarks' tables, and their figures as a JSON file."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
+
+from swiftbatch.jobs.storage.store import Store
 
 
 def new_table(title: str, label_headers: Iterable[str], headers: Iterable[str]) -> Table:
@@ -26,3 +31,8 @@ def number(value: float | None, form: str = ".2f") -> str:
 def short(num_tokens: int) -> str:
     """A length as the paper writes it, where it is round: 20K."""
     return f"{num_tokens // 1000}K" if num_tokens % 1000 == 0 else str(num_tokens)
+
+
+def write_json(path: Path, document: dict[str, Any]) -> None:
+    """Put figures in place at once: whoever reads the file sees it whole. Raises StoreError."""
+    Store(str(path.parent)).write(path.name, (json.dumps(document, indent=2) + "\n").encode())

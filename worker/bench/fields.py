@@ -15,15 +15,13 @@ from rich.table import Table
 
 from swiftbatch.jobs.frozen import Frozen
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.bench.bench_engine import BenchError
+from swiftbatch.worker.bench.bench_engine import BenchError, own_tokens, text_tokens
 from swiftbatch.worker.bench.bench_tables import new_table
-from swiftbatch.worker.bench.bench_text import own_tokens, text_tokens
 from swiftbatch.worker.bench.bench_variants import BENCH_ENGINES, bench_slots, create_bench_drafter
-from swiftbatch.worker.bench.decode.contestants import EngineContestant
-from swiftbatch.worker.bench.decode.decode import read_tokens
+from swiftbatch.worker.bench.contestants import EngineContestant
+from swiftbatch.worker.bench.decode import read_tokens
 from swiftbatch.worker.bench.options import BenchOptions, check_length
-from swiftbatch.worker.constraints.thinking import ThinkingRule
-from swiftbatch.worker.constraints.thought import Markers, Thinking
+from swiftbatch.worker.constraints.thinking import Markers, Thinking, ThinkingRule
 from swiftbatch.worker.drawing.rules import Rule
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.model.files import ModelFiles, locate_model

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,6 +14,7 @@ from pydantic import AfterValidator, ConfigDict, Field, field_validator
 from swiftbatch.jobs.frozen import Frozen
 from swiftbatch.jobs.run.option_values import Device, Dtype
 from swiftbatch.worker.bench.bench_engine import BenchError
+from swiftbatch.worker.bench.bench_tables import write_json
 from swiftbatch.worker.caches.memory.memory_plan import SlotsWanted
 from swiftbatch.worker.caches.room import check_folder
 from swiftbatch.worker.config import Computation
@@ -79,10 +79,7 @@ class BenchOptions(Frozen):
         """Write as `write` does, with a description of the `machine` that was made before."""
         if self.json_path is not None:
             settings = self.model_dump(mode="json", exclude={"json_path", "plot_path"}) | further
-            aside = self.json_path.with_name(f"{self.json_path.name}.part")
-            document = content | {"settings": settings, "machine": found}
-            aside.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-            aside.replace(self.json_path)
+            write_json(self.json_path, content | {"settings": settings, "machine": found})
 
 
 def check_length(files: ModelFiles, length: int, num_tokens: int) -> None:

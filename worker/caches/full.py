@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from swiftbatch.jobs.checkpoints.state_file import LayerStates
 from swiftbatch.jobs.run.option_values import KVDtype
-from swiftbatch.worker.caches.huge_pages import FilledPages
+from swiftbatch.worker.caches.cpu_pages import FilledPages
 from swiftbatch.worker.caches.room import MAX_TREE_NODES as MAX_TREE_NODES
 from swiftbatch.worker.caches.room import NUM_UNWRITTEN, HeldPositions, held_positions, state_bytes_of
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights

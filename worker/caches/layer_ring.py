@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from swiftbatch.worker.caches.copies import CopyComputation, CopyEvent, CopyLane
 from swiftbatch.worker.caches.full import CacheShape
+from swiftbatch.worker.caches.host_copies import CopyComputation, CopyEvent, CopyLane
 from swiftbatch.worker.kernels.sizes import RING_LAYERS
 
 NO_LAYER = -1

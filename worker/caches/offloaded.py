@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from swiftbatch.worker.caches.full import MAX_TREE_NODES, CacheShape, FullKVCache
-from swiftbatch.worker.caches.hosts import BLOCK_POSITIONS, CacheHost, FileHost, PinnedHost
+from swiftbatch.worker.caches.host_memory import BLOCK_POSITIONS, CacheHost, FileHost, PinnedHost
 
 
 class OffloadedKVCache(FullKVCache):

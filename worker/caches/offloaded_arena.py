@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
-from swiftbatch.worker.caches.arena import ArenaKVCache, KVArena, SlotLease
 from swiftbatch.worker.caches.full import MAX_TREE_NODES, CacheShape, FullKVCache
-from swiftbatch.worker.caches.hosts import PinnedMemory
+from swiftbatch.worker.caches.host_memory import PinnedMemory
 from swiftbatch.worker.caches.layer_ring import LayerRing, Streams, Visit
 from swiftbatch.worker.caches.room import MEMORY, KVRoom
+from swiftbatch.worker.caches.slot_arena import ArenaKVCache, KVArena, SlotLease
 
 
 class OffloadedArena(KVArena):

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
-from swiftbatch.worker.caches.arena import ArenaKVCache, KVArena, SlotLease
-from swiftbatch.worker.caches.copies import Staging
 from swiftbatch.worker.caches.full import CacheShape, CacheSource, FullKVCache
-from swiftbatch.worker.caches.memory.pages import GPU_PAGE, PoolSize, pages_of
+from swiftbatch.worker.caches.host_copies import Staging
+from swiftbatch.worker.caches.memory.page_counts import PoolSize, pages_of
 from swiftbatch.worker.caches.room import MAX_TREE_NODES, PagesError
+from swiftbatch.worker.caches.slot_arena import ArenaKVCache, KVArena, SlotLease
 from swiftbatch.worker.kernels.cuda.cuda_row_table import PageTable
 
 NO_PAGE = -1  # in a sequence's list, where it has given one back whose positions it has forgotten
@@ -88,23 +88,14 @@ class PagedArena(KVArena):
     pages: PageTable
 
     def __init__(
-        self,
-        shape: CacheShape,
-        num_slots: int,
-        max_length: int,
-        num_pages: int,
-        staging: Staging | None = None,
-        page: int = GPU_PAGE,
+        self, shape: CacheShape, num_slots: int, max_length: int, pool: PoolSize, staging: Staging | None = None
     ) -> None:
-        """Slots for sequences of at most `max_length` positions, which take pages as they grow."""
-        self.num_pages, self.page, self.pool = num_pages, page, PagePool(num_pages)
+        """Slots for sequences of at most `max_length` positions, which take pages of the pool as they grow."""
+        self.pool_size, self.pool = pool, PagePool(pool.num_pages)
+        self.num_pages, self.page = pool.num_pages, pool.page
         super().__init__(shape, num_slots, max_length, staging)
-        size = (num_slots, pages_of(self.longest_job, page))
-        self.pages = PageTable(torch.zeros(size, dtype=torch.int32, device=shape.device), page)
-
-    @property
-    def pool_size(self) -> PoolSize:
-        return PoolSize(self.num_pages, self.page)
+        size = (num_slots, pages_of(self.longest_job, pool.page))
+        self.pages = PageTable(torch.zeros(size, dtype=torch.int32, device=shape.device), pool.page)
 
     @property
     def num_free_pages(self) -> int:

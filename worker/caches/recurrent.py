@@ -17,8 +17,7 @@ from torch import Tensor
 
 from swiftbatch.jobs.checkpoints.state_file import LayerStates
 from swiftbatch.worker.caches.full import CacheShape, CacheSource, FullKVCache
-from swiftbatch.worker.caches.kept_states import KeptStates
-from swiftbatch.worker.caches.recurrent_layer import LayerState, RecurrentLayer
+from swiftbatch.worker.caches.recurrent_layer import KeptStates, LayerState, RecurrentLayer
 from swiftbatch.worker.caches.room import FIRST_STEPS
 from swiftbatch.worker.caches.room import NUM_STEPS as NUM_STEPS
 from swiftbatch.worker.caches.windowed import WindowedKVCache

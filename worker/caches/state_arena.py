@@ -13,16 +13,15 @@ import numpy as np
 import torch
 
 from swiftbatch.jobs.checkpoints.state_file import LayerStates, State
-from swiftbatch.worker.caches.arena import SlotLease
-from swiftbatch.worker.caches.copies import Staging
 from swiftbatch.worker.caches.full import CacheShape, CacheSource, FullKVCache
-from swiftbatch.worker.caches.kept_states import KeptStates
-from swiftbatch.worker.caches.memory.pages import GPU_PAGE
+from swiftbatch.worker.caches.host_copies import Staging
+from swiftbatch.worker.caches.memory.page_counts import PoolSize
 from swiftbatch.worker.caches.paged_arena import PagedArena, PagedKVCache, PageLease
+from swiftbatch.worker.caches.recurrent_layer import KeptStates
 from swiftbatch.worker.caches.room import MAX_TREE_NODES
-from swiftbatch.worker.kernels.cuda.moving.move_rows import PADDING, moves_of
-from swiftbatch.worker.kernels.cuda.states.move_steps import move_steps
-from swiftbatch.worker.kernels.cuda.states.state_buffers import StateBuffers, number_of_state
+from swiftbatch.worker.caches.slot_arena import SlotLease
+from swiftbatch.worker.kernels.cuda.move_rows import PADDING, moves_of
+from swiftbatch.worker.kernels.cuda.states.state_buffers import StateBuffers, move_steps, number_of_state
 from swiftbatch.worker.kernels.cuda.upload import Upload
 from swiftbatch.worker.kernels.sizes import BLOCK
 
@@ -35,16 +34,10 @@ class StateArena(PagedArena):
     states: StateBuffers
 
     def __init__(
-        self,
-        shape: CacheShape,
-        num_slots: int,
-        max_length: int,
-        num_pages: int,
-        staging: Staging | None = None,
-        page: int = GPU_PAGE,
+        self, shape: CacheShape, num_slots: int, max_length: int, pool: PoolSize, staging: Staging | None = None
     ) -> None:
         """`shape` is that of a model with states."""
-        super().__init__(shape, num_slots, max_length, num_pages, staging, page)
+        super().__init__(shape, num_slots, max_length, pool, staging)
         sizes = shape.recurrent
         assert sizes is not None
         self.states = StateBuffers.empty(sizes, sizes.num_layers, num_slots, shape.dtype, MOST_READ, shape.device)

@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from swiftbatch.worker.caches.arena import SlotLease
-from swiftbatch.worker.caches.copies import Staging
 from swiftbatch.worker.caches.full import CacheShape, CacheSource, FullKVCache
-from swiftbatch.worker.caches.memory.pages import GPU_PAGE, PoolSize, WindowPages
+from swiftbatch.worker.caches.host_copies import Staging
+from swiftbatch.worker.caches.memory.page_counts import PoolSize
 from swiftbatch.worker.caches.paged_arena import NO_PAGE, PagedArena, PagedKVCache, PageLease
 from swiftbatch.worker.caches.room import PagesError
+from swiftbatch.worker.caches.slot_arena import SlotLease
 from swiftbatch.worker.caches.windowed import ForgettingCache
 from swiftbatch.worker.kernels.sizes import BLOCK, ROW_CHOICES
 from swiftbatch.worker.model.layer_windows import Windows
@@ -34,26 +34,16 @@ class WindowArena(PagedArena):
     windowed: WindowPool
 
     def __init__(
-        self,
-        shape: CacheShape,
-        num_slots: int,
-        max_length: int,
-        num_pages: int,
-        windows: WindowPages,
-        staging: Staging | None = None,
-        page: int = GPU_PAGE,
+        self, shape: CacheShape, num_slots: int, max_length: int, pool: PoolSize, staging: Staging | None = None
     ) -> None:
-        """`shape` is that of all layers, some of which have windows."""
-        self._windows = windows
+        """`shape` is that of all layers, some of which have windows; `pool` says the pages of both pools."""
+        assert pool.windows is not None
         self.whole_layers, self.window_layers = layers_by_window(shape.windows)
-        super().__init__(shape, num_slots, max_length, num_pages, staging, page)
+        super().__init__(shape, num_slots, max_length, pool, staging)
         sizes = tuple(size for size in shape.windows if size is not None)
         windowed = replace(shape, num_layers=len(sizes), windows=sizes)
-        self.windowed = WindowPool(windowed, num_slots, max_length, windows.num_pages, staging, page)
-
-    @property
-    def pool_size(self) -> PoolSize:
-        return PoolSize(self.num_pages, self.page, self._windows)
+        window_pool = PoolSize(pool.windows.num_pages, pool.page)
+        self.windowed = WindowPool(windowed, num_slots, max_length, window_pool, staging)
 
     @contextlib.contextmanager
     def moving_together(self) -> Iterator[None]:

@@ -1,17 +1,174 @@
-"""The budget of a thought, whose closing marker is forced when it is used up; a grammar begins behind it."""
+"""Thinking: finds where a text thinks, between markers, and keeps to the budget of its thought.
+
+A finished output's thought is taken out of its text here as well.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from swiftbatch.worker.constraints.thought import MISSED, Thinking, Thought
+from swiftbatch.jobs.run.output_line import Reasoning
 from swiftbatch.worker.drawing.rules import Constraint, ConstraintError, Rule, mask_of
 
 if TYPE_CHECKING:
     from swiftbatch.worker.drawing.sequence import Sequence
+    from swiftbatch.worker.texts.output_text import OutputText
+
+Opening = Literal["anywhere", "first", "never"]
+"""Where an output may open a thought that its prompt has not: at any token, as its first words alone, or nowhere."""
+
+MISSED = -1  # in place of matched tokens: what could have been opened with the first words was not
+
+
+@dataclass(frozen=True)
+class Markers:
+    """The tokens that open a thought, and those that close it; in a prompt their texts count, without space around."""
+
+    start: tuple[int, ...]
+    end: tuple[int, ...]
+    texts: tuple[str, str] = ("", "")
+
+    def last_in(self, text: str, num_before: int = 0) -> Literal["start", "end"] | None:
+        """Tell which marker comes last in a text, of those that do not end within its first `num_before` characters."""
+        ends = []
+        for marker in self.texts:
+            place = text.rfind(marker, max(0, num_before - len(marker) + 1))
+            ends.append((place + len(marker), len(marker)) if place >= 0 else (0, 0))
+        start, end = ends  # where both end together, one is a part of the other
+        return None if start == end else "start" if start > end else "end"
+
+    @cached_property
+    def fallbacks(self) -> tuple[list[int], list[int]]:
+        """For both markers: behind each number of their tokens, how many still match where the next one is another."""
+        return _fallbacks(self.start), _fallbacks(self.end)
+
+
+@dataclass(frozen=True)
+class Thinking:
+    """The way one job's output thinks: whether its prompt leaves a thought open, and where it may open one itself.
+
+    There is one thought in an output; what comes behind it is text, markers or not.
+    """
+
+    markers: Markers
+    is_open: bool
+    opening: Opening = "anywhere"
+
+    def in_output(self, output_ids: Iterable[int]) -> Thought:
+        """Find the thought of an output."""
+        thought = Thought(self)
+        for token_id in output_ids:
+            thought.push(token_id)
+        return thought
+
+
+class Thought:
+    """The thought of an output so far. Whatever was pushed and popped, it is a function of the tokens alone."""
+
+    def __init__(self, thinking: Thinking) -> None:
+        self._thinking = thinking
+        self._matched: list[int] = []  # behind each token, how many of the marker that is looked for are there
+        self.opened_at: int | None = 0 if thinking.is_open else None  # output tokens up to the thought's first token
+        self.closed_at: int | None = None  # output tokens up to the first one behind the closing marker
+
+    def __len__(self) -> int:
+        return len(self._matched)
+
+    @property
+    def num_matched(self) -> int:
+        """Tokens of the marker that is looked for, at the output's end."""
+        if self._matched:
+            return self._matched[-1]
+        return MISSED if self._thinking.opening == "never" and self.opened_at is None else 0
+
+    @property
+    def is_open(self) -> bool:
+        return self.opened_at is not None and self.closed_at is None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the thought, without its markers; those of one that is not closed yet are all counted."""
+        if self.opened_at is None:
+            return 0
+        if self.closed_at is None:
+            return len(self) - self.opened_at
+        return self.closed_at - len(self._thinking.markers.end) - self.opened_at
+
+    def push(self, token_id: int) -> None:
+        """Go on behind one more token."""
+        if self.closed_at is not None:
+            self._matched.append(0)
+        elif self.opened_at is None:
+            self._look_for_start(token_id)
+        else:
+            self._look_for_end(token_id)
+
+    def pop(self, num_tokens: int) -> None:
+        """Go back to before the last tokens."""
+        if num_tokens:
+            del self._matched[-num_tokens:]
+        if self.closed_at is not None and self.closed_at > len(self):
+            self.closed_at = None
+        if self.opened_at is not None and self.opened_at > len(self):
+            self.opened_at = None
+
+    def _look_for_start(self, token_id: int) -> None:
+        marker, matched = self._thinking.markers.start, self.num_matched
+        if self._thinking.opening == "anywhere":
+            matched = _matched_behind(marker, self._thinking.markers.fallbacks[0], matched, token_id)
+        else:
+            matched = matched + 1 if matched != MISSED and marker[matched] == token_id else MISSED
+        if matched == len(marker):
+            matched, self.opened_at = 0, len(self) + 1
+        self._matched.append(matched)
+
+    def _look_for_end(self, token_id: int) -> None:
+        marker = self._thinking.markers.end
+        matched = _matched_behind(marker, self._thinking.markers.fallbacks[1], self.num_matched, token_id)
+        if matched == len(marker):
+            matched, self.closed_at = 0, len(self) + 1
+        self._matched.append(matched)
+
+
+def _fallbacks(marker: tuple[int, ...]) -> list[int]:
+    """Knuth, Morris and Pratt's table."""
+    table = [0]
+    for token_id in marker[1:]:
+        table.append(_matched_behind(marker, table, table[-1], token_id))
+    return table
+
+
+def _matched_behind(marker: tuple[int, ...], table: list[int], matched: int, token_id: int) -> int:
+    """Count the tokens of a marker that match behind one more token, where `matched` did before it."""
+    while matched and marker[matched] != token_id:
+        matched = table[matched - 1]
+    return matched + (marker[matched] == token_id)
+
+
+def reasoning_of(sequence: Sequence, text: str, thinking: Thinking | None, output_text: OutputText) -> Reasoning | None:
+    """Return what a sequence thought, and what else its text says; markers are in neither. None where nobody thinks.
+
+    `text` is the output's text without what ended it (see `stopping.text_of`), which its last part lacks, too. The
+    parts are cut from `text`, each at the first character of its first token.
+    """
+    if thinking is None:
+        return None
+    output_ids = sequence.output_ids.tolist()
+    thought = thinking.in_output(output_ids)
+    if thought.opened_at is None:
+        return Reasoning("", text, 0)
+    num_start = len(thinking.markers.start) if thought.opened_at else 0
+    num_tokens = thought.num_tokens - (thought.num_matched if thought.is_open else 0)  # a marker may be cut off, too
+    end = thought.opened_at + num_tokens
+    closed = len(output_ids) if thought.closed_at is None else thought.closed_at
+    places = output_text.offsets(output_ids)
+    before, behind = text[: places[thought.opened_at - num_start]], text[places[closed] :]
+    return Reasoning(text[places[thought.opened_at] : places[end]], before + behind, num_tokens)
 
 
 @dataclass(frozen=True)

@@ -194,7 +194,7 @@ ENGINES = {
         "one trained layer over the target's features",
         GRIFFIN,
         reads_caches=True,
-        memory=".papers.griffin.griffin_memory:griffin_memory",
+        memory=".papers.griffin.griffin_weights:griffin_memory",
     ),
 }
 CHECKPOINT_ENGINES = {

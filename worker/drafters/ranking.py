@@ -1,4 +1,4 @@
-"""Ranks a drafter's candidates by the log-confidence that a candidate is the token that will be drawn.
+"""Ranks a drafter's candidates by how likely each will be drawn, and grows draft trees of the best.
 
 The target draws argmax(logit / T + G) at every position, and G is known before anything is drafted. A drafter's
 log-probabilities are guesses of the logits, so the confidence is the softmax of (log-probability + T * G) / spread.
@@ -7,15 +7,53 @@ The spread stands for the error of the guess; these values accepted most of thos
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drawing.tree import ROOT, DraftTree
+
+Context = TypeVar("Context")
+Expand = Callable[[Context, int], list[tuple[float, int, Context]]]
+"""(context, depth) -> candidates at that depth, best first: (log-confidence given the parent, token, next context)."""
+
+
+def grow_best_first(root_context: Context, expand: Expand[Context], max_nodes: int, max_depth: int) -> DraftTree:
+    """Grow a tree of at most `max_nodes` nodes and depth at most `max_depth`.
+
+    A context is whatever the drafter's `expand` looks candidates up with: a token, a state. Each node waits in the
+    queue alone for its siblings: the next one enters when it leaves. So a tree of n nodes takes n expansions at most.
+    """
+    token_ids: list[int] = []
+    parents: list[int] = []
+    # (-log-confidence of the path, tie-breaker, parent, depth, siblings, place among them, that of the parent's path)
+    queue: list[tuple[float, int, int, int, list[tuple[float, int, Context]], int, float]] = []
+    num_pushed = 0
+
+    def push(parent: int, depth: int, siblings: list[tuple[float, int, Context]], place: int, path: float) -> None:
+        nonlocal num_pushed
+        if place < len(siblings):
+            num_pushed += 1
+            heapq.heappush(queue, (-path - siblings[place][0], num_pushed, parent, depth, siblings, place, path))
+
+    if max_nodes > 0 and max_depth > 0:
+        push(ROOT, 1, expand(root_context, 1), 0, 0.0)
+    while queue and len(token_ids) < max_nodes:
+        cost, _, parent, depth, siblings, place, path = heapq.heappop(queue)
+        _, token, context = siblings[place]
+        token_ids.append(token)
+        parents.append(parent)
+        push(parent, depth, siblings, place + 1, path)
+        if depth < max_depth and len(token_ids) < max_nodes:
+            push(len(token_ids) - 1, depth + 1, expand(context, depth + 1), 0, -cost)
+    return DraftTree(token_ids, parents)
+
 
 MIN_SPREAD = 0.25  # in logits; where the temperature is higher, the spread is the temperature
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from swiftbatch.worker.constraints.thought import Thinking
+from swiftbatch.worker.constraints.thinking import Thinking
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.stopping import LENGTH, REPETITION, STOP
 

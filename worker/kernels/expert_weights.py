@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from swiftbatch.worker.kernels.forms import Routing
 from swiftbatch.worker.kernels.packed import Weight
-from swiftbatch.worker.kernels.routing import Routing
 from swiftbatch.worker.kernels.sizes import LANES
 
 if TYPE_CHECKING:

@@ -1,7 +1,8 @@
-"""Forms that layers of dense decoders differ in, by the numbers that the kernels know them by. Light, as sizes."""
+"""Forms and rules that layers differ in, by the numbers that the kernels know them by. Light, as sizes."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import IntEnum
 
 
@@ -22,3 +23,49 @@ class Activation(IntEnum):
     GELU_TANH = 1  # GELU in its approximation by a hyperbolic tangent
     RELU2 = 2  # the square of what is positive
     XIELU = 3  # with four numbers of each layer, its curve
+
+
+MOST_EXPERTS = 1024  # of a layer: source/api.h
+MOST_CHOSEN = 64  # of a row
+
+
+class Score(IntEnum):
+    """The scores that logits of experts become: `router_score` of source/api.h."""
+
+    SOFTMAX = 0  # of the logits of all experts
+    SIGMOID = 1
+    SOFTMAX_OF_CHOSEN = 2  # experts are chosen by their logits
+    SIGMOID_OF_CHOSEN = 3  # likewise
+    SPARSE_MIXER = 4  # likewise; each weight is a softmax over the experts that are left and near enough, by `jitter`
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The experts of a layer and a row's choice of them: the best scores, ties to the lower number.
+
+    With several groups, they are chosen from those groups alone whose best, `num_best_of_group` together, are the best.
+    Raises ValueError for numbers that do not fit together.
+    """
+
+    num_experts: int
+    num_chosen: int
+    score: Score
+    is_normalised: bool = True  # weights are divided by their sum, or by `least_sum` where that is more
+    least_sum: float = 0.0
+    scale: float = 1.0  # of the weights
+    num_groups: int = 1
+    num_chosen_groups: int = 1
+    rounds_logits: bool = True  # to the model's dtype
+    rounds_weights: bool = True
+    jitter: float = 0.0  # of the sparse mixer
+    num_best_of_group: int = 2
+
+    def __post_init__(self) -> None:
+        if not 0 < self.num_chosen <= min(self.num_experts, MOST_CHOSEN) or self.num_experts > MOST_EXPERTS:
+            raise ValueError(f"found {self.num_chosen} of {self.num_experts} experts for a row")
+        if not 0 < self.num_chosen_groups <= self.num_groups or self.num_experts % self.num_groups:
+            raise ValueError(f"found {self.num_chosen_groups} of {self.num_groups} groups of experts")
+        if self.num_best_of_group < 1:
+            raise ValueError(f"found groups of experts that are as good as {self.num_best_of_group} of theirs")
+        if self.num_chosen > self.num_experts // self.num_groups * self.num_chosen_groups:
+            raise ValueError(f"found {self.num_chosen_groups} groups of experts for {self.num_chosen} of a row")

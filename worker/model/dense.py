@@ -23,8 +23,7 @@ from swiftbatch.worker.model.dense_config import (
 from swiftbatch.worker.model.dense_names import ATTENTION
 from swiftbatch.worker.model.expert_layers import expert_weights
 from swiftbatch.worker.model.files import ModelFiles, read_config, stored_layout
-from swiftbatch.worker.model.latent_layers import latent_linears
-from swiftbatch.worker.model.mixer_layers import mixer_weights, of_rows
+from swiftbatch.worker.model.mixer_layers import latent_linears, mixer_weights, of_rows
 from swiftbatch.worker.model.tensors import read_tensors
 from swiftbatch.worker.model.text_view import EMBEDDING, HEAD, HEAD_BIAS, is_of_text
 
@@ -47,9 +46,14 @@ def dense_weights(files: ModelFiles, dtype: torch.dtype, device: torch.device = 
     place = functools.partial(_placed, device=device, dtype=dtype)
     tensors = read_tensors(files, dtype, place, _floats_of(dense))
     try:
-        layers = [_layer(tensors, number, dense, dtype) for number in range(dense.num_layers)]
+        return decoder_of(tensors, dense, dtype)
     except (ValueError, IndexError):
         return None
+
+
+def decoder_of(tensors: Mapping[str, Weight], dense: DenseConfig, dtype: torch.dtype) -> DecoderWeights:
+    """A decoder of tensors where they lie. Raises ValueError or IndexError for those that do not fit its config."""
+    layers = [_layer(tensors, number, dense, dtype) for number in range(dense.num_layers)]
     head_bias = plain(tensors[HEAD_BIAS]) if dense.has_head_bias else None
     head = linear_from(tensors[EMBEDDING if dense.is_tied else HEAD], head_bias)
     final_norm = _norm(tensors, dense.form.final_norm, dense)

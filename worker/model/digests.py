@@ -1,11 +1,13 @@
-"""The SHA-256 of each file of a model, and the fingerprints that are made of these."""
+"""The SHA-256 of each file of a model, read and hashed at once, and the fingerprints that are made of these."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
+from io import RawIOBase
 from pathlib import Path
 
 from swiftbatch.worker.model.faults import GENERATION_FILE, INDEX_FILE, weight_names
@@ -90,3 +92,41 @@ def _fingerprint(digests: Mapping[str, str]) -> str:
         whole.update(name.encode())
         whole.update(bytes.fromhex(digest))
     return whole.hexdigest()
+
+
+class Hashing:
+    """A SHA-256 that is computed in another thread, one piece at a time."""
+
+    def __init__(self, thread: ThreadPoolExecutor) -> None:
+        self._sha256 = hashlib.sha256()
+        self._thread = thread
+        self._pending: Future[None] | None = None
+
+    def take(self, data: bytes | memoryview) -> None:
+        """Hash the next bytes, once those before are done."""
+        self._finish()
+        self._pending = self._thread.submit(self._sha256.update, data)
+
+    def digest(self) -> str:
+        self._finish()
+        return self._sha256.hexdigest()
+
+    def _finish(self) -> None:
+        if self._pending is not None:
+            self._pending.result()
+            self._pending = None
+
+
+def exactly(stream: RawIOBase, size: int) -> bytes:
+    """So many bytes. Raises ValueError where the file ends before."""
+    data = bytearray(size)
+    fill(stream, memoryview(data))
+    return bytes(data)
+
+
+def fill(stream: RawIOBase, room: memoryview) -> None:
+    """Read until the room is full. Raises ValueError where the file ends before."""
+    while room:
+        if not (num_read := stream.readinto(room)):
+            raise ValueError(f"found its end, expected {len(room):,} bytes more")
+        room = room[num_read:]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from swiftbatch.worker.kernels.routing import Routing
+from swiftbatch.worker.kernels.forms import Routing
 from swiftbatch.worker.kernels.sizes import LANES
 from swiftbatch.worker.model.config_values import number_of
 from swiftbatch.worker.model.expert_forms import CHOSEN_KEYS, COUNT_KEYS, ExpertForm, ExpertNames

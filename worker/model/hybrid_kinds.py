@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from swiftbatch.worker.kernels.forms import NormForm
-from swiftbatch.worker.kernels.routing import Score
+from swiftbatch.worker.kernels.forms import NormForm, Score
 from swiftbatch.worker.model.dense_names import GRANITE, LINEARS, SHARED_GATES, Form
 from swiftbatch.worker.model.expert_forms import (
     ExpertForm,

@@ -18,13 +18,12 @@ from torch import Tensor
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.kernels.packed import Weight, plain
-from swiftbatch.worker.model.digests import weight_files
+from swiftbatch.worker.model.digests import Hashing, exactly, fill, weight_files
 from swiftbatch.worker.model.files import ModelFiles, read_config, stored_layout
 from swiftbatch.worker.model.formats.contract import FormatError
 from swiftbatch.worker.model.formats.layout import Layout, PackedTensor
 from swiftbatch.worker.model.gguf.gguf_reading import gguf_weights
 from swiftbatch.worker.model.gguf.links import SUFFIX
-from swiftbatch.worker.model.hashed_reading import Hashing, exactly, fill
 from swiftbatch.worker.model.text_view import EMBEDDING, HEAD
 
 DTYPES = {

@@ -15,8 +15,7 @@ from swiftbatch.jobs.job import Job
 from swiftbatch.jobs.run.option_values import ThinkingMarkers
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.constraints.grammar import GrammarTokenizer
-from swiftbatch.worker.constraints.thinking import ThinkingRule
-from swiftbatch.worker.constraints.thought import Markers, Opening, Thinking
+from swiftbatch.worker.constraints.thinking import Markers, Opening, Thinking, ThinkingRule
 from swiftbatch.worker.drawing.rules import ConstraintError, Rule
 from swiftbatch.worker.model.chat_template import ChatTemplate, words_of
 from swiftbatch.worker.model.digests import TEKKEN_FILE, has_tekken_alone

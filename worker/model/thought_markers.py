@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from swiftbatch.worker.constraints.thought import Markers
+from swiftbatch.worker.constraints.thinking import Markers
 
 KNOWN = (
     ("<think>", "</think>"),

@@ -11,14 +11,14 @@ from swiftbatch.worker.papers.griffin.training.feature_texts import FOLDER as FE
 from swiftbatch.worker.papers.griffin.training.recipe import GRIFFIN_RECIPE, GriffinRecipe
 from swiftbatch.worker.papers.griffin.training.training import train_griffin
 from swiftbatch.worker.papers.tokenswift.training import train_heads
-from swiftbatch.worker.papers.triforce.training.recipe import DraftRecipe, draft_recipe
-from swiftbatch.worker.papers.triforce.training.training import train_draft
+from swiftbatch.worker.papers.triforce.recipe import DraftRecipe, draft_recipe
+from swiftbatch.worker.papers.triforce.training import train_draft
 from swiftbatch.worker.training import defaults
 from swiftbatch.worker.training.card import write_card
 from swiftbatch.worker.training.head_recipe import HeadRecipe
-from swiftbatch.worker.training.hold import held
 from swiftbatch.worker.training.target.recipe import TargetRecipe
 from swiftbatch.worker.training.target.training import train_target
+from swiftbatch.worker.training.training_folder import held
 
 EMBEDDED_HEADS = HeadRecipe(num_own_texts=512)
 

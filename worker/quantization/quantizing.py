@@ -1,4 +1,4 @@
-"""Makes a quantized model folder of a plain one, tensor by tensor."""
+"""Makes a quantized model folder of a plain one, tensor by tensor, and scores a text by either."""
 
 from __future__ import annotations
 
@@ -15,16 +15,50 @@ from typing import Any, cast
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from swiftbatch.jobs.errors import ModelError
+from swiftbatch.worker.kernels.sizes import TILE_ROWS
 from swiftbatch.worker.model.digests import text_files, weight_files
 from swiftbatch.worker.model.faults import INDEX_FILE, SINGLE_FILE
 from swiftbatch.worker.model.files import ModelFiles, let_others_read, read_whole_config, stored_layout
 from swiftbatch.worker.model.formats.contract import ITEM_BITS, StoredTensor
 from swiftbatch.worker.model.formats.layout import heads_in
 from swiftbatch.worker.model.gguf.links import link_names
+from swiftbatch.worker.model.text import TextCodec
 from swiftbatch.worker.model.text_view import text_name, text_view
 from swiftbatch.worker.quantization.group_rounding import Rounding, rounding_of
+from swiftbatch.worker.target.target import TargetModel
+
+STRETCH = 1024  # tokens that are read in front of the last one of each piece
+MOST_TOKENS = 8192  # of a text: the first ones
+
+
+def text_token_ids(files: ModelFiles, text: str) -> list[int]:
+    """The first tokens of a text. Raises ModelError for one without any to score."""
+    token_ids = TextCodec(files).encode(text)[:MOST_TOKENS]
+    if len(token_ids) < 2:
+        raise ModelError(f"--text: found {len(token_ids)} tokens; expected two or more")
+    return token_ids
+
+
+def text_loss(target: TargetModel, token_ids: list[int]) -> float:
+    """Nats per token over pieces of a text, each read from its beginning; the first token of each is not scored."""
+    length, total, number = min(STRETCH, target.files.max_positions), 0.0, 0
+    for start in range(0, len(token_ids) - 1, length):
+        piece = token_ids[start : start + length + 1][: target.files.max_positions + 1]
+        if len(piece) > 1:
+            total += float(cross_entropy(_logits(target, piece[:-1]), torch.tensor(piece[1:]), reduction="sum"))
+            number += len(piece) - 1
+    return total / number
+
+
+def _logits(target: TargetModel, token_ids: list[int]) -> torch.Tensor:
+    cache, found = target.new_cache(len(token_ids) + TILE_ROWS), []
+    while cache.length < len(token_ids):
+        found.append(target.logits(target.read(cache, token_ids[cache.length :])).cpu())
+    return torch.cat(found)
+
 
 OF_LAYERS = re.compile(r"^model\.layers\.\d+\..*\.weight$")
 ROUTERS = re.compile(r"\.(?:gate|router|router\.layer|shared_expert_gate|block_sparse_moe\.gate|wg)\.weight$")

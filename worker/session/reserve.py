@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from swiftbatch.worker.caches.memory.pages import (
+from swiftbatch.worker.caches.memory.page_counts import (
     PAGE,
     ROOM_BEHIND,
     Growth,

@@ -12,7 +12,7 @@ from swiftbatch.jobs.checkpoints.checkpoint_store import AttemptRecord, AttemptS
 from swiftbatch.jobs.checkpoints.timeline import TimelineRecorder
 from swiftbatch.metrics.worker_counters import DRAFT_KINDS
 from swiftbatch.worker.caches.full import FullKVCache
-from swiftbatch.worker.constraints.thought import Thinking
+from swiftbatch.worker.constraints.thinking import Thinking
 from swiftbatch.worker.drawing.sequence import Sequence as TokenSequence
 from swiftbatch.worker.drawing.verification import Verification
 from swiftbatch.worker.session.diversity import distinct

@@ -29,7 +29,7 @@ from swiftbatch.metrics.worker_counters import EngineCounters
 from swiftbatch.worker.caches.memory.memory_plan import SlotsWanted
 from swiftbatch.worker.caches.room import TOO_LONG, HeldPositions, PagesError, TooLongError, check_folder
 from swiftbatch.worker.config import EngineConfig
-from swiftbatch.worker.constraints.thought import reasoning_of
+from swiftbatch.worker.constraints.thinking import reasoning_of
 from swiftbatch.worker.drafters.catalogue import create_drafter, engine_entry
 from swiftbatch.worker.drafters.gpu_room import slots_wanted
 from swiftbatch.worker.drawing.rules import CONSTRAINT_REFUSED, ConstraintError
@@ -47,8 +47,7 @@ from swiftbatch.worker.session.result_sealing import Sealing, SealingRule
 from swiftbatch.worker.session.resume import Resumer
 from swiftbatch.worker.session.running_job import RunningJob
 from swiftbatch.worker.session.same_model import located_model, refuse_changed_meanwhile
-from swiftbatch.worker.session.work import Assignment, JobProgress, Orders, WorkReport
-from swiftbatch.worker.session.work_slice import WorkSlice
+from swiftbatch.worker.session.work import Assignment, JobProgress, Orders, WorkReport, WorkSlice
 from swiftbatch.worker.target.loading import resolve_device
 from swiftbatch.worker.target.step_costs import step_costs_of
 from swiftbatch.worker.target.target import TargetModel

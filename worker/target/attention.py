@@ -12,9 +12,8 @@ from transformers import AttentionInterface
 
 from swiftbatch.worker.kernels.sizes import TILE_ROWS
 from swiftbatch.worker.model.span import FULL, Span
-from swiftbatch.worker.target.seen import Seen, see
 from swiftbatch.worker.target.tiles import SequenceRows
-from swiftbatch.worker.target.torch_attention import attention_kernel, flash_attention, query_row_quantum
+from swiftbatch.worker.target.torch_attention import Seen, attention_kernel, flash_attention, query_row_quantum, see
 
 ATTENTION_NAME = "swiftbatch_row_groups"
 

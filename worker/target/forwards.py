@@ -17,7 +17,7 @@ from swiftbatch.worker.target.partial_rows import PartialRows
 from swiftbatch.worker.target.tiles import SequenceRows
 
 if TYPE_CHECKING:
-    from swiftbatch.worker.caches.arena import KVArena
+    from swiftbatch.worker.caches.slot_arena import KVArena
     from swiftbatch.worker.drawing.drawing import Drawing
 
 MOST_READ = 256  # known tokens in one call: a matrix is read once for all of them

@@ -14,7 +14,7 @@ from swiftbatch.worker.caches.full import MAX_TREE_NODES, FullKVCache
 from swiftbatch.worker.caches.recurrent import new_cache_of
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.kernels.sizes import BLOCK, TILE_ROWS
-from swiftbatch.worker.target.cuda.clock import clock_of
+from swiftbatch.worker.target.clock import clock_of
 from swiftbatch.worker.target.expert_counts import ExpertCounts, ExpertSpread
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.tiles import SequenceRows, known_rows, tree_rows

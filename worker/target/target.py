@@ -14,7 +14,7 @@ import torch
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.run.option_values import KVDtype
 from swiftbatch.worker.caches.full import FullKVCache
-from swiftbatch.worker.caches.memory.pages import PoolSize
+from swiftbatch.worker.caches.memory.page_counts import PoolSize
 from swiftbatch.worker.caches.offloaded import OffloadedKVCache
 from swiftbatch.worker.caches.recurrent import new_cache_of
 from swiftbatch.worker.caches.room import MEMORY, HeldPositions, KVRoom, place_of_caches

@@ -1,13 +1,66 @@
-"""The choice of a device's attention kernel: torch's flash attention on CPUs where it runs, else by definition."""
+"""Torch's attention kernels: the choice of a device's, and the masks of what rows see under one span.
+
+The block of positions alone decides where the prefix begins and whether it takes a mask. So a row meets the same calls
+whichever rows share its forward.
+"""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
+from torch.nn.functional import pad
 
-from swiftbatch.worker.kernels.sizes import TILE_ROWS
+from swiftbatch.worker.kernels.sizes import BLOCK, TILE_ROWS
+from swiftbatch.worker.model.span import Span
+from swiftbatch.worker.target.tiles import SequenceRows, tail_mask
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The shared prefix is the positions from `start` to the group's boundary; the tail is gathered for each row."""
+
+    start: int
+    tail_mask: torch.Tensor  # [num_rows, 1, 1, BLOCK]
+    prefix_mask: torch.Tensor | None = None  # [num_rows, boundary - start], where some row of the block sees less
+    is_blind: torch.Tensor | None = None  # [num_rows, 1, 1] with a mask: rows that see nothing of the prefix
+    _laid_out: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+
+    def prefix_rows(self, group: int, padding: int) -> torch.Tensor | None:
+        """The prefix mask for the query heads of a KV head as rows, `[1, 1, num_rows * group + padding, -]`."""
+        if self.prefix_mask is None:
+            return None
+        if (group, padding) not in self._laid_out:
+            rows = self.prefix_mask.repeat_interleave(group, dim=0)
+            self._laid_out[group, padding] = pad(rows, (0, 0, 0, padding))[None, None]
+        return self._laid_out[group, padding]
+
+    def prefix_of_each(self) -> Iterable[torch.Tensor | None]:
+        """The prefix mask of every row, `[boundary - start]`."""
+        return [None] * len(self.tail_mask) if self.prefix_mask is None else self.prefix_mask
+
+    def without_blind(self, output: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The prefix's attention `[num_rows, ...]`, in which rows that see nothing of it have no weight."""
+        if self.is_blind is None:
+            return output, lse
+        return output.masked_fill(self.is_blind[..., None], 0.0), lse.masked_fill(self.is_blind, float("-inf"))
+
+
+def see(rows: SequenceRows, span: Span, dtype: torch.dtype, device: torch.device) -> Seen:
+    """Return what rows see in layers of this span."""
+    boundary = rows.boundary
+    firsts = torch.tensor([span.first(boundary + length - 1) for length in rows.tail_lengths])  # [num_rows]
+    tail = tail_mask(rows.tail_lengths, (firsts - boundary).tolist(), dtype, device)
+    start = min(boundary, span.first(boundary) // BLOCK * BLOCK)
+    if start == boundary or span.first(boundary + BLOCK - 1) <= start:
+        return Seen(start, tail)
+    is_hidden = torch.arange(start, boundary) < firsts[:, None]
+    mask = torch.zeros(is_hidden.shape, dtype=dtype).masked_fill_(is_hidden, float("-inf"))
+    return Seen(start, tail, mask.to(device), (firsts >= boundary)[:, None, None].to(device))
+
 
 KernelName = Literal["flash attention", "attention by definition"]
 

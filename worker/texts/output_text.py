@@ -7,9 +7,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from swiftbatch.worker.texts.byte_stream import ByteStream, continues, settled_characters
 from swiftbatch.worker.texts.stop_strings import PrefixSearch, StreamSearch
-from swiftbatch.worker.texts.token_bytes import DecoderSteps, TokenBytes
+from swiftbatch.worker.texts.token_bytes import ByteStream, DecoderSteps, TokenBytes, continues, settled_characters
 
 BROKEN_CHARACTER = "\ufffd"  # what a tokenizer makes of a character whose last bytes are yet to come
 

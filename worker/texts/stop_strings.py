@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cached_property
 
-from swiftbatch.worker.texts.byte_stream import ByteStream
+from swiftbatch.worker.texts.token_bytes import ByteStream
 
 
 def first_stop(text: str, stop: tuple[str, ...], num_before: int = 0) -> tuple[int, int] | None:

@@ -13,8 +13,7 @@ from starlette.datastructures import FormData, UploadFile
 
 from swiftbatch.scheduler.serve.api.dependencies import Owner, Served
 from swiftbatch.scheduler.serve.api.objects import Object, file_object, page_object
-from swiftbatch.scheduler.serve.batch_records import FileRecord
-from swiftbatch.scheduler.serve.listed_records import Order
+from swiftbatch.scheduler.serve.records import FileRecord, Order
 from swiftbatch.scheduler.serve.refusals import RefusedError
 from swiftbatch.scheduler.serve.service import Service
 

@@ -10,7 +10,7 @@ from starlette.datastructures import Headers
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from swiftbatch.metrics import discovery
+from swiftbatch.metrics import endpoint
 from swiftbatch.scheduler.serve.api.error_responses import refuse
 from swiftbatch.scheduler.serve.keyring import ApiKey, Keyring
 from swiftbatch.scheduler.serve.page.page_security import is_of_page
@@ -20,7 +20,7 @@ from swiftbatch.scheduler.serve.refusals import RefusedError
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 OF_THE_USER = ("same-origin", "none")  # browsers' words for a request that no other site has made
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})  # they say nothing but that the server is there
-METRICS_PATHS = frozenset({"/metrics", discovery.PATH})  # they tell of everybody's batches
+METRICS_PATHS = frozenset({"/metrics", endpoint.PATH})  # they tell of everybody's batches
 MOST_HEADERS, MOST_HEADER_BYTES = 100, 2**15
 
 LONG_HEAD = f"expected at most {MOST_HEADERS} headers of {MOST_HEADER_BYTES:,} bytes in all"

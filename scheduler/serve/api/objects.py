@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from swiftbatch.scheduler.serve.batch_records import FileRecord, LineProblem
 from swiftbatch.scheduler.serve.batch_status import Status
 from swiftbatch.scheduler.serve.batches import Batch
+from swiftbatch.scheduler.serve.records import FileRecord, LineProblem
 
 Object = dict[str, Any]
 

@@ -1,22 +1,161 @@
-"""The server as a process: it holds the runs, opens its port, answers, and ends in good order."""
+"""The HTTP server: its routes and what stands in front of them; it opens its port, answers, and ends in good order."""
 
 from __future__ import annotations
 
+import json
+import logging
+import re
 import socket
 from collections.abc import Callable
+from typing import Any
 
 import uvicorn
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI, Response
+from fastapi.responses import JSONResponse
+from prometheus_client import generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.storage.store import Store
+from swiftbatch.metrics import endpoint
+from swiftbatch.metrics.exporter import ServerCollector, registry_of
+from swiftbatch.metrics.server_counters import ServerCounters
 from swiftbatch.scheduler.runs.folder_hold import hold
-from swiftbatch.scheduler.serve.api.app import make_app
-from swiftbatch.scheduler.serve.api.connection import Connection
-from swiftbatch.scheduler.serve.api.gate import MOST_HEADER_BYTES, is_loopback
-from swiftbatch.scheduler.serve.driving.driver_process import DriverOptions
+from swiftbatch.scheduler.serve.api import batch_routes, file_routes, watching_routes
+from swiftbatch.scheduler.serve.api.batch_routes import PAGE
+from swiftbatch.scheduler.serve.api.bounds import BodyLimit, Connection, Crowd, Shutdown
+from swiftbatch.scheduler.serve.api.dependencies import Served
+from swiftbatch.scheduler.serve.api.error_responses import answer_errors
+from swiftbatch.scheduler.serve.api.gate import MOST_HEADER_BYTES, Gate, is_loopback
+from swiftbatch.scheduler.serve.api.objects import Object, batch_object, page_object
+from swiftbatch.scheduler.serve.api.watching_routes import progress_object
+from swiftbatch.scheduler.serve.batches import Batch
+from swiftbatch.scheduler.serve.driving.batch_driver import DriverOptions
 from swiftbatch.scheduler.serve.options import ServeOptions
+from swiftbatch.scheduler.serve.page import page_routes
+from swiftbatch.scheduler.serve.page.page_security import UPLOAD_PATH
+from swiftbatch.scheduler.serve.page.sessions import Sessions
+from swiftbatch.scheduler.serve.refusals import RefusedError
 from swiftbatch.scheduler.serve.service import Service
+
+LIST = "/v1/batches"
+BATCH = re.compile(rf"{LIST}/([^/]+)(/progress)?")
+
+UPLOAD_PATHS = frozenset({file_routes.PATH, UPLOAD_PATH})
+
+server_router = (
+    APIRouter()
+)  # for those who run the server: is it there, is it ready, what has it counted, where are its drivers
+
+
+class Polls:
+    """Answers the requests that clients repeat again and again in front of FastAPI, where they would cost most.
+
+    It answers as the routes do, and no older, if nothing has to be read; all else is left to the routes. It stands
+    behind the gate, which knows whose a request is.
+    """
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app = app
+        self._service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_poll = scope["type"] == "http" and scope["method"] == "GET" and not scope["query_string"]
+        found = self._found(scope["path"], scope["state"]["owner"]) if is_poll else None
+        await (self._app if found is None else JSONResponse(found))(scope, receive, send)
+
+    def _found(self, path: str, owner: str | None) -> Object | None:
+        """The answer to a poll; None if the routes have to answer it."""
+        if path == LIST:
+            batches, has_more = self._service.batches.page(owner, None, PAGE, "desc")
+            objects = [self._batch(batch) for batch in batches]
+            return None if None in objects else page_object([each for each in objects if each], has_more)
+        if (names := BATCH.fullmatch(path)) is None:
+            return None
+        try:
+            batch = self._service.batches.get(names[1], owner)
+        except RefusedError:
+            return None
+        return self._progress(batch) if names[2] else self._batch(batch)
+
+    def _batch(self, batch: Batch) -> Object | None:
+        status = self._service.remembered_status(batch)
+        return None if status is None else batch_object(batch, status)
+
+    def _progress(self, batch: Batch) -> Object | None:
+        """The progress of a batch, or None if it has ended: then the routes read its newest heartbeat."""
+        status = self._service.remembered_status(batch)
+        if status is None or status.ended is not None:
+            return None
+        return progress_object(self._service, batch, status, status.progress)
+
+
+class Counting:
+    """Counts answers when they begin."""
+
+    def __init__(self, app: ASGIApp, counters: ServerCounters) -> None:
+        self._app = app
+        self._counters = counters
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._counters.count_request(message["status"])
+            await send(message)
+
+        await self._app(scope, receive, counted)
+
+
+@server_router.get("/healthz")
+async def healthz() -> dict[str, str]:
+    return {"status": "ok"}
+
+
+@server_router.get("/readyz")
+async def readyz(service: Served) -> dict[str, str]:
+    if not service.keeper.is_alive():
+        raise RefusedError("the server is ending", 503)
+    return {"status": "ok"}
+
+
+@server_router.get("/metrics")
+def metrics(service: Served) -> Response:
+    service.count_batches()
+    return Response(generate_latest(registry_of(ServerCollector(service.counters))), media_type=CONTENT_TYPE_LATEST)
+
+
+@server_router.get(endpoint.PATH)
+def targets(service: Served) -> list[Any]:
+    """The drivers that serve metrics, and their workers, a group for each batch."""
+    found: list[Any] = []
+    for batch, driver in service.keeper.drivers():
+        if driver.metrics_address is not None:
+            progress = service.status(batch).progress
+            workers = [] if progress is None else [worker.metrics_address for worker in progress.workers]
+            addresses = [driver.metrics_address, *(address for address in workers if address is not None)]
+            found += json.loads(endpoint.document(addresses, batch.id))
+    return found
+
+
+def make_app(service: Service, only_loopback: bool) -> FastAPI:
+    """The server's answers; `only_loopback` is the gate's."""
+    logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # errors of clients are theirs to read
+    app = FastAPI(title="swiftbatch", openapi_url=None, redirect_slashes=False)
+    app.state.service = service
+    app.state.sessions = Sessions()
+    for routes in (file_routes, batch_routes, watching_routes, page_routes):
+        app.include_router(routes.router)
+    app.include_router(server_router)
+    answer_errors(app)
+    app.add_middleware(BodyLimit, upload_paths=UPLOAD_PATHS, max_file_bytes=service.max_file_bytes)
+    app.add_middleware(Polls, service=service)
+    app.add_middleware(Crowd, upload_paths=UPLOAD_PATHS)
+    app.add_middleware(Gate, keyring=service.keyring, sessions=app.state.sessions, only_loopback=only_loopback)
+    app.add_middleware(Counting, counters=service.counters)
+    app.add_middleware(Shutdown)
+    return app
+
 
 BACKLOG = 512
 MAX_CONNECTIONS = 1000

@@ -22,8 +22,8 @@ from swiftbatch.scheduler.serve.api.dependencies import Owner, Served
 from swiftbatch.scheduler.serve.api.objects import Object, batch_object
 from swiftbatch.scheduler.serve.batch_status import Status, is_submitted
 from swiftbatch.scheduler.serve.batches import Batch
-from swiftbatch.scheduler.serve.partial import partial_texts
 from swiftbatch.scheduler.serve.refusals import RefusedError
+from swiftbatch.scheduler.serve.running_texts import partial_texts
 from swiftbatch.scheduler.serve.service import Service
 
 EVENT_SECONDS = 0.5  # between two looks for events

@@ -14,10 +14,8 @@ from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.scheduler.process.streams import Lines
 from swiftbatch.scheduler.serve.batches import Batch, Batches
-from swiftbatch.scheduler.serve.driving.course import Course, Stage
-from swiftbatch.scheduler.serve.driving.driver_process import DriverOptions, DriverProcess, driver_arguments
-from swiftbatch.scheduler.serve.driving.queue import next_batch, usage_so_far
-from swiftbatch.scheduler.serve.driving.standings import Standings
+from swiftbatch.scheduler.serve.driving.batch_driver import DriverOptions, DriverProcess, driver_arguments
+from swiftbatch.scheduler.serve.driving.batch_queue import Course, Stage, Standings, next_batch, usage_so_far
 from swiftbatch.scheduler.serve.ending import ask_to_cancel, settle
 from swiftbatch.scheduler.serve.files import Files
 

@@ -17,7 +17,7 @@ from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import Progress
 from swiftbatch.scheduler.driver.backlog import CANCELLED
 from swiftbatch.scheduler.runs.cancellation import EXPIRED
-from swiftbatch.scheduler.serve.partial import names_of
+from swiftbatch.scheduler.serve.running_texts import names_of
 
 NUM_JOBS = 50  # of a page
 NUM_PROBLEMS = 100

@@ -19,7 +19,6 @@ from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.scheduler.serve.api import batch_routes, file_routes
 from swiftbatch.scheduler.serve.api.dependencies import Served
 from swiftbatch.scheduler.serve.api.watching_routes import report_response
-from swiftbatch.scheduler.serve.batch_records import Delivery, delivered_file_id
 from swiftbatch.scheduler.serve.page.batch_pages import batch_page, list_page
 from swiftbatch.scheduler.serve.page.page_security import ASSETS, PageRoute
 from swiftbatch.scheduler.serve.page.rendering import FOLDER, page_response
@@ -31,6 +30,7 @@ from swiftbatch.scheduler.serve.page.sessions import (
     new_session_id,
     sessions_of,
 )
+from swiftbatch.scheduler.serve.records import Delivery, delivered_file_id
 from swiftbatch.scheduler.serve.refusals import RefusedError
 from swiftbatch.scheduler.serve.service import Service
 

@@ -10,8 +10,7 @@ from typing import Any
 from fastapi.responses import HTMLResponse
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from swiftbatch.metrics.report.clock import date
-from swiftbatch.metrics.report.html_text import in_html
+from swiftbatch.metrics.report.page_text import date, in_html
 from swiftbatch.scheduler.display.summary import counted, duration, printable
 
 FOLDER = Path(__file__).parent

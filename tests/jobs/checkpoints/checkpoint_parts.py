@@ -20,7 +20,7 @@ from swiftbatch.jobs.checkpoints.checkpoint_store import (
 )
 from swiftbatch.jobs.checkpoints.packed_logs import FOLDER, SUFFIX, unpack
 from swiftbatch.jobs.checkpoints.token_log import TokenIds
-from swiftbatch.jobs.identity import Identity
+from swiftbatch.jobs.file_owner import Identity
 
 JOB = "job-0123456789abcdef"
 FINGERPRINT = "fp_0123456789abcdef"

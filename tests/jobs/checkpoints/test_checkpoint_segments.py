@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from swiftbatch.jobs.checkpoints.segment_file import Segment, decode_segment, encode_segment
-from swiftbatch.jobs.identity import DamagedFileError
+from swiftbatch.jobs.checkpoints.state_file import Segment, decode_segment, encode_segment
+from swiftbatch.jobs.file_owner import DamagedFileError
 from tests import ROOT
 from tests.jobs.checkpoints.checkpoint_parts import IDENTITY, segment_of
 

@@ -18,7 +18,7 @@ from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
 from swiftbatch.jobs.checkpoints.logprob_files import LogprobFiles, WrittenSpans, decode_span, encode_span
 from swiftbatch.jobs.checkpoints.pending import PendingCheckpoint
 from swiftbatch.jobs.checkpoints.token_log import Rewind, TokenIds, TokenLog
-from swiftbatch.jobs.identity import DamagedFileError
+from swiftbatch.jobs.file_owner import DamagedFileError
 from swiftbatch.jobs.logprobs import TokenLogprobs
 from swiftbatch.jobs.storage.store import Store
 from tests.jobs.checkpoints.checkpoint_parts import FINGERPRINT, IDENTITY, JOB, claim

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from swiftbatch.jobs.checkpoints.state_file import decode_state
 from swiftbatch.jobs.checkpoints.token_log import Rewind, TokenIds, TokenLog, decode_log, encode_log
-from swiftbatch.jobs.identity import DamagedFileError
+from swiftbatch.jobs.file_owner import DamagedFileError
 from tests.jobs.checkpoints.checkpoint_parts import IDENTITY
 
 TOKEN_IDS = st.lists(st.integers(0, 2**32 - 1), max_size=40).map(lambda ids: np.array(ids, dtype=np.uint32))

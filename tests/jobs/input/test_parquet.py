@@ -21,10 +21,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from swiftbatch.jobs.input.column_option import Columns
 from swiftbatch.jobs.input.input_file import InputFileError
 from swiftbatch.jobs.input.lines import JobLine
-from swiftbatch.jobs.input.parquet_rows import parquet_rows
+from swiftbatch.jobs.input.parquet_rows import Columns, parquet_rows
 from swiftbatch.jobs.input.reader import JobReader, Reject, read_jobs
 from tests.jobs.input.job_lines import CHAT
 from tests.work_counts import counted_calls

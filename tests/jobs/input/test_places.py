@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from swiftbatch.jobs.errors import UserError
-from swiftbatch.jobs.input.column_option import ColumnError, Columns
 from swiftbatch.jobs.input.lines import JobLine
+from swiftbatch.jobs.input.parquet_rows import ColumnError, Columns
 from swiftbatch.jobs.input.places import found_files
 from swiftbatch.jobs.input.reader import JobReader, Reject
 from swiftbatch.jobs.storage.store import Store

@@ -14,9 +14,9 @@ from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.run.output_line import error_line
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.local_folder import LocalFolder
+from swiftbatch.jobs.storage.object_stores import hidden_credentials, shown_uri
 from swiftbatch.jobs.storage.retries import NO_RETRIES
 from swiftbatch.jobs.storage.store import Store, StoreError
-from swiftbatch.jobs.storage.uris import hidden_credentials, shown_uri
 from swiftbatch.scheduler.cli import main
 from tests import ROOT
 from tests.jobs.checkpoints.checkpoint_parts import claim

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from swiftbatch.scheduler.batches import makespan, mixed
+from swiftbatch.scheduler.batches import mixed_bench, tail_bench
 from swiftbatch.scheduler.batches.batch_run import BatchError, Figures, StartedRun, figures_of
-from swiftbatch.scheduler.batches.makespan import TailOptions, run_tail_bench, tail_lengths
-from swiftbatch.scheduler.batches.mixed import MixedOptions, mixed_lengths, run_mixed_bench
+from swiftbatch.scheduler.batches.mixed_bench import MixedOptions, mixed_lengths, run_mixed_bench
+from swiftbatch.scheduler.batches.tail_bench import TailOptions, run_tail_bench, tail_lengths
 from swiftbatch.scheduler.cli import main
 
 MIXED = MixedOptions(scale=100, num_threads=1, kv_memory=2.0)
@@ -45,7 +45,7 @@ class StubRuns:
 
 
 def put_in_place(runs: StubRuns, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (makespan, mixed):
+    for module in (tail_bench, mixed_bench):
         monkeypatch.setattr(module, "StartedRun", runs)
 
 
@@ -65,7 +65,7 @@ def test_slots_have_the_memory_of_pages(monkeypatch: pytest.MonkeyPatch) -> None
     put_in_place(runs, monkeypatch)
     found = run_mixed_bench(MIXED, lambda line: None)
     assert runs.started == [("pages", ("--kv-memory", "0.02")), ("slots", ("--slots", "10"))]
-    assert mixed.render(MIXED, found).row_count == 2
+    assert mixed_bench.render(MIXED, found).row_count == 2
 
 
 def test_runs_with_other_tokens_are_no_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +82,7 @@ def test_a_makespan_is_set_against_what_one_worker_takes_over_the_workers(
     found = run_tail_bench(options, lambda line: None)
     assert found["together"]["over_bound"] == pytest.approx(1.1)  # both ran when the first was asked
     assert json.loads((tmp_path / "tail.json").read_text())["stages"] == found
-    assert makespan.render(options, found).row_count == 5
+    assert tail_bench.render(options, found).row_count == 5
 
 
 def test_a_benchmark_that_was_stopped_goes_on_behind_its_last_stage(
@@ -98,6 +98,16 @@ def test_a_benchmark_that_was_stopped_goes_on_behind_its_last_stage(
     assert [name for name, _ in runs.started] == ["pages", "slots", "slots"]
     run_mixed_bench(options.model_copy(update={"scale": 50.0}), lambda line: None)
     assert [name for name, _ in runs.started][3:] == ["pages", "slots"], "figures of other settings are none of these"
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"stages": {"pages": 1}, "settings": {}}', '{"stages": {}}'])
+def test_a_file_of_another_form_is_no_stage_that_was_measured(text: str, monkeypatch: Any, tmp_path: Path) -> None:
+    options, runs = MIXED.model_copy(update={"json_path": tmp_path / "mixed.json"}), StubRuns({"pages": 1, "slots": 2})
+    put_in_place(runs, monkeypatch)
+    (tmp_path / "mixed.json").write_text(text)
+    run_mixed_bench(options, lambda line: None)
+    assert [name for name, _ in runs.started] == ["pages", "slots"]
+    assert [path.name for path in tmp_path.iterdir()] == ["mixed.json"], "nothing is left beside the file"
 
 
 class EndedRun:
@@ -151,7 +161,7 @@ def test_no_run_goes_on_when_another_that_works_beside_it_has_failed(
     monkeypatch.setattr(StartedRun, "of", lambda *_: next(waiting))
     options = TailOptions(scale=10, num_threads=1, num_jobs=2, num_workers=2, longest=100)
     with pytest.raises(BatchError, match="exit code 2"):
-        makespan._alone(tmp_path / "jobs.jsonl", options)
+        tail_bench._alone(tmp_path / "jobs.jsonl", options)
     assert all(run.process.returncode for run in runs)
 
 

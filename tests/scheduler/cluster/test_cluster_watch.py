@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import ray.exceptions
 
-from swiftbatch.scheduler.cluster import watch as cluster_watch
-from swiftbatch.scheduler.cluster.watch import ClusterLostError, ClusterWatch
+from swiftbatch.scheduler.cluster import cluster_watch as cluster_watch
+from swiftbatch.scheduler.cluster.cluster_watch import ClusterLostError, ClusterWatch
 from tests.simulated_clock import SimulatedClock
 
 pytestmark = pytest.mark.ray
@@ -137,7 +137,7 @@ def test_behind_a_lost_cluster_ray_says_nothing_more() -> None:
     program = """
 import os, sys
 from swiftbatch.scheduler.cluster.cluster import connect
-from swiftbatch.scheduler.cluster.watch import ClusterLostError
+from swiftbatch.scheduler.cluster.cluster_watch import ClusterLostError
 try:
     with connect(None, 1):
         raise ClusterLostError("the head is gone")

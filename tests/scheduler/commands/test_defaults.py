@@ -9,17 +9,17 @@ import click
 import pytest
 from pydantic import BaseModel
 
-from swiftbatch.scheduler.batches.makespan import TailOptions
-from swiftbatch.scheduler.batches.mixed import MixedOptions
+from swiftbatch.scheduler.batches.mixed_bench import MixedOptions
+from swiftbatch.scheduler.batches.tail_bench import TailOptions
 from swiftbatch.scheduler.chaos.chaos_options import ChaosOptions
 from swiftbatch.scheduler.limits import Limits
 from swiftbatch.scheduler.runs.settings import Settings
-from swiftbatch.scheduler.scale.scale_options import ScaleOptions
+from swiftbatch.scheduler.scale.scale import ScaleOptions
 from swiftbatch.scheduler.serve.options import ServeOptions
 from swiftbatch.worker.bench.agreement import AgreementOptions
-from swiftbatch.worker.bench.auto.auto_bench import AutoBenchOptions
-from swiftbatch.worker.bench.checkpoints.checkpoints import CheckpointBenchOptions
-from swiftbatch.worker.bench.decode.decode import DecodeBenchOptions
+from swiftbatch.worker.bench.auto_bench import AutoBenchOptions
+from swiftbatch.worker.bench.checkpoints import CheckpointBenchOptions
+from swiftbatch.worker.bench.decode import DecodeBenchOptions
 from swiftbatch.worker.bench.fields import FieldBenchOptions
 from swiftbatch.worker.bench.gpu.gpu_options import GPUBenchOptions
 from swiftbatch.worker.bench.kernels.kernels import KernelBenchOptions
@@ -30,8 +30,8 @@ from swiftbatch.worker.papers.griffin.tables.ablation import GriffinAblationOpti
 from swiftbatch.worker.papers.griffin.training.recipe import GRIFFIN_RECIPE, GriffinRecipe
 from swiftbatch.worker.papers.mtp.training import MTPRecipe
 from swiftbatch.worker.papers.tokenswift.tables.ablation import AblationOptions
+from swiftbatch.worker.papers.triforce.recipe import DraftRecipe
 from swiftbatch.worker.papers.triforce.tables.ablation import PromptAblationOptions
-from swiftbatch.worker.papers.triforce.training.recipe import DraftRecipe
 from swiftbatch.worker.training.head_recipe import HeadRecipe
 from tests.scheduler.commands.command_parts import COMMANDS
 

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from swiftbatch.jobs.input.column_option import Columns
+from swiftbatch.jobs.input.parquet_rows import Columns
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.driver.backlog import write_cancelled
 from swiftbatch.scheduler.runs.settings import Settings

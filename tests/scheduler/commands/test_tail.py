@@ -12,7 +12,7 @@ from swiftbatch.jobs.checkpoints.packed_logs import PackedLogs
 from swiftbatch.jobs.checkpoints.token_log import Rewind, TokenLog
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
-from swiftbatch.scheduler.runs.watching import TAKEN_BACK, follow_text
+from swiftbatch.scheduler.runs.run_watch import TAKEN_BACK, follow_text
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.model.text import TextCodec
 from tests.jobs.checkpoints.checkpoint_parts import claim

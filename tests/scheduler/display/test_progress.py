@@ -13,8 +13,14 @@ import pytest
 from swiftbatch.jobs.run.run import Progress
 from swiftbatch.scheduler.display import event_reference
 from swiftbatch.scheduler.display.display import JsonDisplay, PlainDisplay, QuietDisplay
-from swiftbatch.scheduler.display.end_events import RunEnded
-from swiftbatch.scheduler.display.events import DriverAwaited, LineRejected, RunOpened, WorkerLost, WorkerReady
+from swiftbatch.scheduler.display.events import (
+    DriverAwaited,
+    LineRejected,
+    RunEnded,
+    RunOpened,
+    WorkerLost,
+    WorkerReady,
+)
 from swiftbatch.scheduler.display.job_events import JobCancelled, JobGivenUp, JobPutBack
 from swiftbatch.scheduler.display.summary import checkpoint_age, harmless, printable, summary_line
 from swiftbatch.scheduler.display.terminal import LiveDisplay

@@ -15,8 +15,8 @@ from click.testing import CliRunner
 from swiftbatch.jobs.run.run import Progress, Run
 from swiftbatch.scheduler.cli import main
 from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
-from swiftbatch.scheduler.runs import watching as watch_display
-from swiftbatch.scheduler.runs.watching import watch
+from swiftbatch.scheduler.runs import run_watch as watch_display
+from swiftbatch.scheduler.runs.run_watch import watch
 from tests.scheduler.display.terminal_parts import Terminal
 from tests.scheduler.driver.driver_parts import RecordingDisplay, make_run
 from tests.scheduler.driving import swiftbatch

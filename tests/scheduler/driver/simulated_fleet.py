@@ -24,10 +24,9 @@ from swiftbatch.scheduler.driver.settlement import Intake, Settlement
 from swiftbatch.scheduler.driver.slots import MEMORY_SHARE
 from swiftbatch.scheduler.driver.speed import Speed, StepPace
 from swiftbatch.scheduler.driver.worker_fleet import Reported, Worker
-from swiftbatch.worker.caches.memory.pages import PAGE
+from swiftbatch.worker.caches.memory.page_counts import PAGE
 from swiftbatch.worker.session.reserve import CacheRoom, JobSizes, Reserve, without_room
-from swiftbatch.worker.session.work import Assignment, JobProgress, Orders, WorkReport
-from swiftbatch.worker.session.work_slice import WorkSlice
+from swiftbatch.worker.session.work import Assignment, JobProgress, Orders, WorkReport, WorkSlice
 from tests.jobs.run.run_parts import write_older_result
 from tests.scheduler.driver.driver_parts import make_context, make_run
 

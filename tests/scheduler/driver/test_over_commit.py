@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from swiftbatch.scheduler.driver.lengths import Forecast
-from swiftbatch.worker.caches.memory import pages
-from swiftbatch.worker.caches.memory.pages import pages_of
+from swiftbatch.worker.caches.memory import page_counts
+from swiftbatch.worker.caches.memory.page_counts import pages_of
 from tests.scheduler.driver.simulated_fleet import SimulatedRun, StepModel
 
 STEP = StepModel(base=0.04, per_job=0.002)
@@ -59,7 +59,7 @@ def test_jobs_longer_than_the_horizon_take_turns_and_end_sooner(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As above: while they are short, more than two run, and the youngest waits with its tokens when they are long."""
-    monkeypatch.setattr(pages, "HORIZON", 160)
+    monkeypatch.setattr(page_counts, "HORIZON", 160)
     limits = {f"long {number}": 1600 for number in range(10)} | {f"short {number}": 100 for number in range(60)}
     sizes = {"num_workers": 1, "num_pages": 2 * pages_of(1600) + 10, "step": StepModel(base=0.05, per_job=0.0)}
     run = SimulatedRun(tmp_path, limits, limits, **sizes)

@@ -15,7 +15,7 @@ from swiftbatch.scheduler.driver.job_queue import JobQueue
 from swiftbatch.scheduler.driver.slots import MEMORY_SHARE, Slots
 from swiftbatch.scheduler.driver.speed import StepPace
 from swiftbatch.scheduler.driver.worker_fleet import Worker
-from swiftbatch.worker.caches.memory.pages import PAGE, Growth, PoolSize, WindowPages, most_pages
+from swiftbatch.worker.caches.memory.page_counts import PAGE, Growth, PoolSize, WindowPages, most_pages
 from swiftbatch.worker.caches.room import HeldPositions
 from swiftbatch.worker.kernels.sizes import MOST_SLOTS
 

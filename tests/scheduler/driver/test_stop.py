@@ -13,7 +13,7 @@ from swiftbatch.jobs.storage.local_folder import LocalFolder
 from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.metrics.driver_counters import DriverCounters
 from swiftbatch.scheduler.cluster.cluster import Cluster
-from swiftbatch.scheduler.cluster.watch import ClusterLostError
+from swiftbatch.scheduler.cluster.cluster_watch import ClusterLostError
 from swiftbatch.scheduler.driver.backlog import load_queue
 from swiftbatch.scheduler.driver.driver import LOST_CLUSTER_SECONDS
 from swiftbatch.scheduler.driver.worker_fleet import Fleet, Worker

@@ -15,7 +15,7 @@ from swiftbatch.jobs.run.run_records import ProcessKey
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.driver.driver_heartbeat import process_liveness
 from swiftbatch.scheduler.driver.takeover import Epoch, RunTakenError, refuse_if_taken
-from swiftbatch.scheduler.process.identity import is_gone, own_key
+from swiftbatch.scheduler.process.process_id import is_gone, own_key
 from tests import ROOT
 from tests.jobs.run.run_parts import MANIFEST
 

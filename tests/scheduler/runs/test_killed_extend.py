@@ -15,8 +15,8 @@ from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.driver import takeover
 from swiftbatch.scheduler.driver.backlog import load_queue
 from swiftbatch.scheduler.driver.takeover import RunTakenError
-from swiftbatch.scheduler.process.identity import own_key
-from swiftbatch.scheduler.runs.kept import kept_of, prune
+from swiftbatch.scheduler.process.process_id import own_key
+from swiftbatch.scheduler.runs.extension import kept_of, prune
 from tests.jobs.checkpoints.checkpoint_parts import claim
 from tests.scheduler.commands.command_parts import job, write_jobs
 from tests.scheduler.commands.submit_parts import submit_file

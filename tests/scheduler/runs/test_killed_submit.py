@@ -22,7 +22,7 @@ from swiftbatch.scheduler.cli import main
 from swiftbatch.scheduler.driver import takeover
 from swiftbatch.scheduler.driver.hold import Hold
 from swiftbatch.scheduler.driver.job_queue import JobQueue
-from swiftbatch.scheduler.process.identity import own_key
+from swiftbatch.scheduler.process.process_id import own_key
 from swiftbatch.scheduler.runs import job_records, launch, submission
 from swiftbatch.scheduler.runs.settings import Settings
 from tests.jobs.run.run_parts import FINISHED, write_result

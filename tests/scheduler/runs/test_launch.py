@@ -15,8 +15,8 @@ from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.scheduler.cli import main
 from swiftbatch.scheduler.cluster.cluster import Cluster
-from swiftbatch.scheduler.cluster.watch import ClusterLostError
-from swiftbatch.scheduler.commands.launch_options import make_settings
+from swiftbatch.scheduler.cluster.cluster_watch import ClusterLostError
+from swiftbatch.scheduler.commands.options.launch_options import make_settings
 from swiftbatch.scheduler.display.events import FewGpus, SlowOnGpu
 from swiftbatch.scheduler.driver.driver import DriverError
 from swiftbatch.scheduler.driver.driver_heartbeat import current_progress

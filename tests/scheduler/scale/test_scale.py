@@ -13,8 +13,7 @@ from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.cli import main
 from swiftbatch.scheduler.driver.attempts import Attempts
 from swiftbatch.scheduler.driver.backlog import count_jobs
-from swiftbatch.scheduler.scale.scale import STAGE_NAMES, render, write_jobs
-from swiftbatch.scheduler.scale.scale_options import JOBS_FILE, RUN, ScaleOptions
+from swiftbatch.scheduler.scale.scale import JOBS_FILE, RUN, STAGE_NAMES, ScaleOptions, render, write_jobs
 from swiftbatch.scheduler.scale.stages import STAGES, measured
 
 NUM_JOBS = 20

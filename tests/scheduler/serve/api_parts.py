@@ -8,8 +8,8 @@ from typing import Any
 from fastapi.testclient import TestClient
 
 from swiftbatch.jobs.storage.store import Store
-from swiftbatch.scheduler.serve.api.app import make_app
-from swiftbatch.scheduler.serve.driving.driver_process import DriverOptions
+from swiftbatch.scheduler.serve.api.server import make_app
+from swiftbatch.scheduler.serve.driving.batch_driver import DriverOptions
 from swiftbatch.scheduler.serve.options import ServeOptions
 from swiftbatch.scheduler.serve.service import Service
 

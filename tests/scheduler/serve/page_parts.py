@@ -22,9 +22,9 @@ from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.run.output_line import error_line
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.store import Store
-from swiftbatch.scheduler.serve.api.app import make_app
+from swiftbatch.scheduler.serve.api.server import make_app
 from swiftbatch.scheduler.serve.batches import Batch
-from swiftbatch.scheduler.serve.driving.driver_process import DriverOptions
+from swiftbatch.scheduler.serve.driving.batch_driver import DriverOptions
 from swiftbatch.scheduler.serve.options import ServeOptions
 from swiftbatch.scheduler.serve.service import Service
 from swiftbatch.worker.model.files import locate_model

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from swiftbatch.jobs.storage.store import Store
-from swiftbatch.scheduler.serve.batch_records import FileRecord, is_batch_id, is_file_id, new_batch_id, new_file_id
 from swiftbatch.scheduler.serve.files import Files
-from swiftbatch.scheduler.serve.listed_records import Catalogue
+from swiftbatch.scheduler.serve.records import Catalogue, FileRecord, is_batch_id, is_file_id, new_batch_id, new_file_id
 from swiftbatch.scheduler.serve.refusals import RefusedError
 from tests.scheduler.serve.batch_parts import Folder
 from tests.work_counts import counted_calls

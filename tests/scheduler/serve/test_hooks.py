@@ -14,16 +14,16 @@ import pytest
 
 from swiftbatch.jobs.backoff import Backoff
 from swiftbatch.jobs.storage.store import Store
-from swiftbatch.scheduler.serve.batch_records import Counts, Ended
+from swiftbatch.scheduler.display.webhook_message import SECRET_VARIABLE, Receiver
+from swiftbatch.scheduler.serve import batch_webhooks, webhook_hosts
+from swiftbatch.scheduler.serve.batch_webhooks import Hooks
 from swiftbatch.scheduler.serve.batches import Batch, Batches
 from swiftbatch.scheduler.serve.files import Files
-from swiftbatch.scheduler.serve.hooks import hooks, receivers
-from swiftbatch.scheduler.serve.hooks.hooks import Hooks
-from swiftbatch.scheduler.serve.hooks.receivers import Receivers, WebhookHosts, WebhookHostsError, reach
+from swiftbatch.scheduler.serve.records import Counts, Ended
 from swiftbatch.scheduler.serve.refusals import RefusedError
-from swiftbatch.scheduler.webhooks.receiver import SECRET_VARIABLE, Receiver
+from swiftbatch.scheduler.serve.webhook_hosts import Receivers, WebhookHosts, WebhookHostsError, reach
+from tests.scheduler.display.receivers import KEY, SECRET, receiver, redirect, status
 from tests.scheduler.serve.server_parts import wait_until
-from tests.scheduler.webhooks.receivers import KEY, SECRET, receiver, redirect, status
 
 
 class Server:
@@ -59,8 +59,8 @@ def stopped() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hooks, "PAUSES", Backoff(first=0.05, longest=3600.0))
-    monkeypatch.setattr(hooks, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(batch_webhooks, "PAUSES", Backoff(first=0.05, longest=3600.0))
+    monkeypatch.setattr(batch_webhooks, "LOOK_SECONDS", 0.02)
     monkeypatch.setenv(SECRET_VARIABLE, SECRET)
 
 
@@ -123,7 +123,7 @@ def test_one_that_is_away_holds_up_no_other_and_is_given_up_after_days(
             server.ended("http://localhost:9/dead")
         assert len(inbox.wait_for(5)) == 5
         assert len(left(tmp_path)) == 5
-        monkeypatch.setattr(hooks, "GIVEN_UP_SECONDS", -1.0)
+        monkeypatch.setattr(batch_webhooks, "GIVEN_UP_SECONDS", -1.0)
         wait_until(lambda: not left(tmp_path))
         server.hooks.stop()
     told = capfd.readouterr().err
@@ -221,9 +221,9 @@ def test_a_name_that_leads_inside_is_not_posted_to_and_the_address_that_was_look
 
     with receiver(status(200)) as inbox:
         port = int(inbox.url.split(":")[2].split("/")[0])
-        monkeypatch.setattr(receivers.socket, "getaddrinfo", resolve)
-        monkeypatch.setattr(receivers.socket, "create_connection", connect)
-        monkeypatch.setattr(receivers, "reach", lambda ip: "public" if ip.startswith("203.") else "loopback")
+        monkeypatch.setattr(webhook_hosts.socket, "getaddrinfo", resolve)
+        monkeypatch.setattr(webhook_hosts.socket, "create_connection", connect)
+        monkeypatch.setattr(webhook_hosts, "reach", lambda ip: "public" if ip.startswith("203.") else "loopback")
         server = Server(tmp_path, None, "rebinding.example")
         server.ended(f"http://rebinding.example:{port}/x")
         wait_until(lambda: len(answers) >= 3)
@@ -244,7 +244,7 @@ def test_a_redirect_is_not_followed(tmp_path: Path) -> None:
 
 
 def test_what_was_not_taken_goes_behind_what_else_waits_for_its_host() -> None:
-    lane = hooks.Lane()
+    lane = batch_webhooks.Lane()
     lane.items.extend(["refused", "next"])  # type: ignore[list-item]  # what they are is no matter
     lane.fail()
     assert list(lane.items) == ["next", "refused"]

@@ -9,10 +9,10 @@ import pytest
 from fastapi.testclient import TestClient
 
 from swiftbatch.scheduler.serve import keyring
-from swiftbatch.scheduler.serve.batch_records import Counts, Ended
 from swiftbatch.scheduler.serve.keyring import make_key
 from swiftbatch.scheduler.serve.page import sessions
 from swiftbatch.scheduler.serve.page.sessions import COOKIE, Sessions, new_session_id
+from swiftbatch.scheduler.serve.records import Counts, Ended
 from tests.scheduler.serve.page_parts import ORIGIN, app_of, client_of, new_batch, service_of, token_of
 
 SECRET, LINE = make_key("alice")

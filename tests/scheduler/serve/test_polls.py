@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from fastapi.testclient import TestClient
 
-from swiftbatch.scheduler.serve.api import app, batch_routes, watching_routes
-from swiftbatch.scheduler.serve.batch_records import Counts, Ended
+from swiftbatch.scheduler.serve.api import batch_routes, server, watching_routes
 from swiftbatch.scheduler.serve.batch_status import Watcher
 from swiftbatch.scheduler.serve.batches import Batch
 from swiftbatch.scheduler.serve.keyring import make_key
+from swiftbatch.scheduler.serve.records import Counts, Ended
 from swiftbatch.scheduler.serve.service import Service
 from tests.scheduler.serve.api_parts import batch_of, bearer, client_of, service_on, upload
 from tests.scheduler.serve.batch_parts import submit_two
@@ -109,7 +109,7 @@ def test_routes_and_polls_answer_alike(
     paths += ["/v1/batches?limit=1", "/v1/batches/batch_none", f"/v1/batches/{batch.id}/"]
     client.get(paths[1])
     polled = [client.get(path) for path in paths]
-    monkeypatch.setattr(app.Polls, "_found", lambda *arguments: None)
+    monkeypatch.setattr(server.Polls, "_found", lambda *arguments: None)
     for path, answer in zip(paths, polled, strict=True):
         routed = client.get(path)
         assert (routed.status_code, routed.content) == (answer.status_code, answer.content), path

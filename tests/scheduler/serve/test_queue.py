@@ -8,19 +8,19 @@ from collections.abc import Callable
 import pytest
 
 from swiftbatch.jobs.storage.store import Store
-from swiftbatch.scheduler.serve.batch_records import BatchRecord, Counts, Ended
 from swiftbatch.scheduler.serve.batches import Batch
-from swiftbatch.scheduler.serve.driving.queue import (
+from swiftbatch.scheduler.serve.driving.batch_queue import (
     BEGUN_TOKENS,
     DAY,
     HALF_LIFE,
     Standing,
+    Standings,
     Usage,
     next_batch,
     standing_of,
 )
-from swiftbatch.scheduler.serve.driving.standings import Standings
 from swiftbatch.scheduler.serve.keyring import Rights
+from swiftbatch.scheduler.serve.records import BatchRecord, Counts, Ended
 from tests.work_counts import num_lines
 
 NOW = 1_000_000.0

@@ -13,8 +13,8 @@ import openai
 import pytest
 import uvicorn
 
-from swiftbatch.scheduler.serve.api.app import make_app
-from swiftbatch.scheduler.serve.api.connection import Connection
+from swiftbatch.scheduler.serve.api.bounds import Connection
+from swiftbatch.scheduler.serve.api.server import make_app
 from swiftbatch.scheduler.serve.files import Files
 from tests.scheduler.serve.api_parts import service_on
 

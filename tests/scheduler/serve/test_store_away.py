@@ -11,7 +11,7 @@ from fastapi.testclient import TestClient
 from swiftbatch.jobs.storage.store import Store, StoreError
 from swiftbatch.scheduler.runs.folder_hold import FolderHeldError
 from swiftbatch.scheduler.serve.driving import keeper
-from swiftbatch.scheduler.serve.driving.driver_process import DriverOptions
+from swiftbatch.scheduler.serve.driving.batch_driver import DriverOptions
 from swiftbatch.scheduler.serve.options import ServeOptions
 from swiftbatch.scheduler.serve.service import Service
 from tests.scheduler.serve.api_parts import client_of, service_on, upload

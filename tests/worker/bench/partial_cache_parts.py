@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.bench.caches.importance import ImportanceKVCache
+from swiftbatch.worker.bench.compared_caches import ImportanceKVCache
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
 from swiftbatch.worker.caches.partial import NUM_PINNED
 from swiftbatch.worker.drawing.sequence import Sequence

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from swiftbatch.worker.bench.checkpoints.checkpoints import CheckpointBenchOptions, run_checkpoint_bench
+from swiftbatch.worker.bench.checkpoints import CheckpointBenchOptions, run_checkpoint_bench
 
 
 def test_a_model_that_is_fast_is_measured_step_by_step(tiny_model: Path, tmp_path: Path) -> None:

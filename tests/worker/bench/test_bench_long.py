@@ -16,9 +16,8 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.bench.bench_engine import BenchError
-from swiftbatch.worker.bench.bench_text import text_tokens
-from swiftbatch.worker.bench.decode.decode import read_tokens
+from swiftbatch.worker.bench.bench_engine import BenchError, text_tokens
+from swiftbatch.worker.bench.decode import read_tokens
 from swiftbatch.worker.bench.long.long import LongBenchOptions, generate_long, run_long_bench
 from swiftbatch.worker.bench.long.long_figures import LongResult, render
 from swiftbatch.worker.bench.long.plain_windows import PlainWindows, integral

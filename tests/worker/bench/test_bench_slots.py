@@ -12,9 +12,9 @@ import torch
 
 import tests.worker.interpreter  # noqa: F401
 from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.bench import decode
 from swiftbatch.worker.bench.bench_variants import bench_slots
-from swiftbatch.worker.bench.decode import decode
-from swiftbatch.worker.bench.decode.decode import DecodeBenchOptions, run_decode_bench
+from swiftbatch.worker.bench.decode import DecodeBenchOptions, run_decode_bench
 from swiftbatch.worker.bench.long import long
 from swiftbatch.worker.bench.long.long import LongBenchOptions, run_long_bench
 from swiftbatch.worker.bench.options import BenchOptions

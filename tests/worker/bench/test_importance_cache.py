@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from swiftbatch.worker.bench.caches.importance import ImportanceKVCache, importance
+from swiftbatch.worker.bench.compared_caches import ImportanceKVCache, importance
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.caches.partial import NUM_PINNED
 from tests.worker.bench.partial_cache_parts import (

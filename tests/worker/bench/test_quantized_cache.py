@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from swiftbatch.worker.bench.caches.compared_caches import GROUP, QuantizedKVCache, rounded
+from swiftbatch.worker.bench.compared_caches import GROUP, QuantizedKVCache, rounded
 from swiftbatch.worker.caches.full import FullKVCache
 from tests.worker.bench.partial_cache_parts import PROMPT, SHAPE, queries, random_cache, text
 

@@ -7,9 +7,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from swiftbatch.worker.bench.caches import retrieval as retrieval_cache
-from swiftbatch.worker.bench.caches.importance import ImportanceKVCache
-from swiftbatch.worker.bench.caches.retrieval import HeavyHitterKVCache, RetrievalKVCache, StreamingKVCache
+from swiftbatch.worker.bench import compared_caches as retrieval_cache
+from swiftbatch.worker.bench.compared_caches import (
+    HeavyHitterKVCache,
+    ImportanceKVCache,
+    RetrievalKVCache,
+    StreamingKVCache,
+)
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.caches.partial import NUM_PINNED
 from tests.worker.bench.partial_cache_parts import (

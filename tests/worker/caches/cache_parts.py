@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from swiftbatch.worker.caches import hosts as cache_hosts
+from swiftbatch.worker.caches import host_memory as cache_hosts
 from swiftbatch.worker.caches import offloaded as offloaded_cache
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
 from swiftbatch.worker.caches.partial import PartialCache, Queries

@@ -11,14 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from swiftbatch.worker.caches import hosts as cache_hosts
-from swiftbatch.worker.caches.arena import KVArena
-from swiftbatch.worker.caches.copies import CudaLane, Staging, computing_stream
+from swiftbatch.worker.caches import host_memory as cache_hosts
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
+from swiftbatch.worker.caches.host_copies import CudaLane, Staging, computing_stream
 from swiftbatch.worker.caches.layer_ring import Streams
+from swiftbatch.worker.caches.memory.page_counts import PoolSize
 from swiftbatch.worker.caches.offloaded import OffloadedKVCache
 from swiftbatch.worker.caches.offloaded_arena import OffloadedArena
 from swiftbatch.worker.caches.paged_arena import PagedArena
+from swiftbatch.worker.caches.slot_arena import KVArena
 from tests.worker.caches.cache_parts import MAX_LENGTH, held, rows_of, shape, use_small_blocks, write
 from tests.worker.caches.lazy_stream import LazyStream
 
@@ -76,7 +77,7 @@ class TestEveryCache:
             arena.buffer.fill_(math.nan)
             return lambda shape: arena.new_cache(MAX_LENGTH)
         if kind == "pages":
-            pages = PagedArena(shape, 3, MAX_LENGTH, NUM_PAGES, page=MAX_LENGTH // 8)
+            pages = PagedArena(shape, 3, MAX_LENGTH, PoolSize(NUM_PAGES, MAX_LENGTH // 8))
             return lambda shape: pages.new_cache(MAX_LENGTH)
         if kind in STREAMS:
             offloaded = OffloadedArena(shape, 3, MAX_LENGTH + 100, STREAMS[kind](shape.device))

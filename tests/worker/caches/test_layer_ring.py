@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from swiftbatch.worker.caches.full import MAX_TREE_NODES
-from swiftbatch.worker.caches.hosts import PinnedMemory
+from swiftbatch.worker.caches.host_memory import PinnedMemory
 from swiftbatch.worker.caches.room import KVRoom, KVRoomError
 from tests.worker.caches.cache_parts import shape
 from tests.worker.caches.lazy_stream import LazyStream

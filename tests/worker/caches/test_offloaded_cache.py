@@ -14,9 +14,9 @@ import torch
 
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.peak_memory import peak_bytes, reset_peak
-from swiftbatch.worker.caches import hosts as cache_hosts
+from swiftbatch.worker.caches import host_memory as cache_hosts
 from swiftbatch.worker.caches import offloaded as offloaded_cache
-from swiftbatch.worker.caches.hosts import FileHost
+from swiftbatch.worker.caches.host_memory import FileHost
 from swiftbatch.worker.caches.offloaded import OffloadedKVCache
 from swiftbatch.worker.caches.room import KVRoomError
 from swiftbatch.worker.drafters.catalogue import create_drafter

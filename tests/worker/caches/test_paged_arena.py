@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from swiftbatch.worker.caches.full import FullKVCache
+from swiftbatch.worker.caches.memory.page_counts import PoolSize
 from swiftbatch.worker.caches.paged_arena import PagedArena, PagedKVCache
 from swiftbatch.worker.caches.room import KVRoomError
 from tests.worker.caches.cache_parts import shape, use_side_by_side, write
@@ -18,7 +19,7 @@ SENTINEL = 7.0
 
 @pytest.fixture
 def arena() -> PagedArena:
-    arena = PagedArena(shape(2), 3, LENGTH, NUM_PAGES, page=PAGE)
+    arena = PagedArena(shape(2), 3, LENGTH, PoolSize(NUM_PAGES, PAGE))
     arena.buffer.fill_(SENTINEL)
     random.Random(0).shuffle(arena.pool._free)
     return arena

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from swiftbatch.worker.caches.hosts import PinnedMemory
+from swiftbatch.worker.caches.host_memory import PinnedMemory
 from swiftbatch.worker.caches.room import KVRoomError
 
 GPU = torch.device("cuda")

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from swiftbatch.worker.caches.memory.page_counts import PoolSize
 from swiftbatch.worker.caches.state_arena import StateArena, StateSlotCache
 from swiftbatch.worker.kernels.sizes import BLOCK
 from swiftbatch.worker.model.recurrent_sizes import RecurrentShape
@@ -19,7 +20,7 @@ def arena() -> StateArena:
     states = RecurrentShape(
         num_layers=1, num_heads=0, num_key_heads=0, key_dim=0, value_dim=0, num_channels=64, conv_width=3
     )
-    return StateArena(replace(shape(1), recurrent=states), 2, LENGTH, 6, page=PAGE)
+    return StateArena(replace(shape(1), recurrent=states), 2, LENGTH, PoolSize(6, PAGE))
 
 
 def read_to(cache: StateSlotCache, end: int) -> None:

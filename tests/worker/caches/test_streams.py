@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from swiftbatch.worker.caches.copies import ComputingStream, HostStream, Staging
+from swiftbatch.worker.caches.host_copies import ComputingStream, HostStream, Staging
 from tests.worker.caches.lazy_stream import LazyStream
 
 SIZE = (2, 2, 10, 8)

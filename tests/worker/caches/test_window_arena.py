@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
-from swiftbatch.worker.caches.memory.pages import WindowPages
+from swiftbatch.worker.caches.memory.page_counts import PoolSize, WindowPages
 from swiftbatch.worker.caches.paged_arena import NO_PAGE
 from swiftbatch.worker.caches.room import NUM_ASKED, HeldPositions, PagesError
 from swiftbatch.worker.caches.window_arena import WindowArena, WindowSlotCache
@@ -26,7 +26,7 @@ ROWS = torch.randn(2, LENGTH, 32, generator=torch.Generator().manual_seed(1)).to
 
 
 def arena_of(shape: CacheShape = SHAPE, num_pages: int = 40, num_window_pages: int = 20) -> WindowArena:
-    arena = WindowArena(shape, 3, LENGTH, num_pages, WindowPages(num_window_pages, HELD), page=PAGE)
+    arena = WindowArena(shape, 3, LENGTH, PoolSize(num_pages, PAGE, WindowPages(num_window_pages, HELD)))
     arena.buffer.fill_(torch.nan)
     for pool in (arena.pool, arena.windowed.pool):
         random.Random(1).shuffle(pool._free)

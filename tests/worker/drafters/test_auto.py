@@ -8,8 +8,8 @@ import pytest
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.caches.partial import NUM_PINNED
 from swiftbatch.worker.caches.scan_cache import MOST_ENTRIES, NUM_RECENT
-from swiftbatch.worker.drafters.budget import NODE_CHOICES
 from swiftbatch.worker.drafters.catalogue import create_drafter
+from swiftbatch.worker.drafters.tree_budget import NODE_CHOICES
 from swiftbatch.worker.drafters.two_level import auto as auto_module
 from swiftbatch.worker.drafters.two_level.auto import AutoDrafter, auto
 from swiftbatch.worker.drafters.two_level.auto_plan import (

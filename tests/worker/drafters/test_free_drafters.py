@@ -17,7 +17,7 @@ import torch
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.bench_variants import create_bench_drafter
 from swiftbatch.worker.drafters.base import Drafter, ReadRows
-from swiftbatch.worker.drafters.recycling.recycling_matrix import PairTable, RecyclingMatrix
+from swiftbatch.worker.drafters.recycling.recycling_tables import PairTable, RecyclingMatrix
 from swiftbatch.worker.drawing.sampling import TokenSampler
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree

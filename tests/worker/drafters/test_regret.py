@@ -14,8 +14,8 @@ import pytest
 
 from swiftbatch.worker.drafters import step_clock
 from swiftbatch.worker.drafters.base import DraftRequest
-from swiftbatch.worker.drafters.budget import NODE_CHOICES
 from swiftbatch.worker.drafters.shared_budget import SharedBudget
+from swiftbatch.worker.drafters.tree_budget import NODE_CHOICES
 
 STEP_SECONDS, ROW_SECONDS, PROPOSING_SECONDS = 0.5e-3, 0.035e-3, 0.05e-3
 FALL = 0.6 ** np.arange(31)  # of the acceptance of nodes, best first

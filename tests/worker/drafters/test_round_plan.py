@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from swiftbatch.worker.drafters.budget import EXPLORE_EVERY, NODE_CHOICES, NodeBudget
+from swiftbatch.worker.drafters.tree_budget import EXPLORE_EVERY, NODE_CHOICES, NodeBudget
 from swiftbatch.worker.drafters.two_level.chain import ChainTree, Round
 from swiftbatch.worker.drafters.two_level.round_plan import PRIOR_CHAIN_ACCEPTANCE, MeasuredPlanner, Planner
 from swiftbatch.worker.drawing.tree import DraftTree

@@ -13,7 +13,7 @@ import torch
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.bench.caches.compared_caches import PARTIAL_CACHES
+from swiftbatch.worker.bench.compared_caches import PARTIAL_CACHES
 from swiftbatch.worker.caches import summary as summary_cache
 from swiftbatch.worker.caches.full import CacheShape
 from swiftbatch.worker.caches.partial import Entries

@@ -15,10 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.bench.bench_engine import BenchError
-from swiftbatch.worker.bench.bench_text import text_tokens
+from swiftbatch.worker.bench.bench_engine import BenchError, text_tokens
 from swiftbatch.worker.bench.bench_variants import BENCH_ENGINES, create_bench_drafter
-from swiftbatch.worker.bench.decode.decode import DecodeBenchOptions, run_decode_bench
+from swiftbatch.worker.bench.decode import DecodeBenchOptions, run_decode_bench
 from swiftbatch.worker.bench.long.long import LongBenchOptions, run_long_bench
 from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
 from swiftbatch.worker.drafters.base import Drafter, DraftRequest

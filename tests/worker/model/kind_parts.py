@@ -85,11 +85,17 @@ WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 OWN_THETAS = {"layer_types": ["full_attention", "sliding_attention"] * 2, "layer_rope_theta": [10000.0, 0.0, 5e5, 1e4]}
 OWN_SIZES: dict[str, dict[str, Any]] = {
     "afmoe": {"mup_enabled": True, "num_dense_layers": 1, "num_shared_experts": 1},
-    "cohere2_moe": {"num_shared_experts": 1, "first_k_dense_replace": 1, "expert_selection_fn": "sigmoid"},
+    "cohere2_moe": {
+        "num_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "expert_selection_fn": "sigmoid",
+        "shared_expert_combination_strategy": "sum",
+    },
     "deepseek_v2": {**LATENT, "topk_method": "greedy"},
     "deepseek_v3": LATENT,
     "glm4_moe_lite": LATENT,
     "dots1": {"n_group": 1, "topk_group": 1, "n_shared_experts": 1},
+    "granite": {"attention_multiplier": 0.125},  # at 1 the last bit of a score decides what a row sees
     "granite_swa": OWN_THETAS,
     "granitemoe_swa": {**OWN_THETAS, "shared_intermediate_size": 48},
     "granitemoeshared": {"shared_intermediate_size": 48},
@@ -98,6 +104,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "mellum": WINDOWS,
     "helium": {"head_dim": 16},  # its heads are as wide together as a row
     "olmoe": {"hidden_size": 128},  # its norms span the heads together
+    "smollm3": {"sliding_window": None},
     "qwen2": ALL_WINDOWED,
     "qwen3": ALL_WINDOWED,
     **{kind: RECURRENT for kind, form in RECURRENT_KINDS.items() if form == "gated delta nets"},

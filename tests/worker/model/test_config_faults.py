@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.activations import ACT2CLS
 
 from swiftbatch.worker.caches.room import bytes_per_position
-from swiftbatch.worker.inspection.inspection import inspect_model
+from swiftbatch.worker.inspection import inspect_model
 from swiftbatch.worker.model.compute_path import path_on
 from swiftbatch.worker.model.config_faults import LATENT_KINDS, OF_ATTENTION, OF_LATENT
 from swiftbatch.worker.model.config_values import KNOWN_ACTIVATIONS

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from swiftbatch.worker.exactness.probe import probe_rows
-from swiftbatch.worker.inspection.inspection import inspect_model
+from swiftbatch.worker.inspection import inspect_model
 from swiftbatch.worker.kernels.decoder_weights import PackedLinear
 from swiftbatch.worker.kernels.sizes import BLOCK
 from swiftbatch.worker.model.causal_lm import load_causal_lm

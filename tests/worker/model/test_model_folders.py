@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.exactness.transformers_agreement import compare
-from swiftbatch.worker.inspection.inspection import inspect_model
+from swiftbatch.worker.inspection import inspect_model
 from swiftbatch.worker.model.faults import INDEX_FILE
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.model.layer_needs import observe_layers

@@ -16,7 +16,7 @@ from swiftbatch.jobs.chat import Message, TemplateOptions
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.job import Job
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.inspection.inspection import inspect_model
+from swiftbatch.worker.inspection import inspect_model
 from swiftbatch.worker.model.digests import TEKKEN_FILE, digests_of
 from swiftbatch.worker.model.files import ModelFiles, locate_model
 from swiftbatch.worker.model.text import TextCodec

@@ -15,8 +15,7 @@ from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.job import Job
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.constraints.grammar import Grammar
-from swiftbatch.worker.constraints.thinking import ThinkingRule
-from swiftbatch.worker.constraints.thought import Markers, Thinking
+from swiftbatch.worker.constraints.thinking import Markers, Thinking, ThinkingRule
 from swiftbatch.worker.drawing.rules import ConstraintError
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.model.text import TextCodec

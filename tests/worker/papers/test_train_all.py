@@ -16,7 +16,7 @@ from swiftbatch.worker.drafters.catalogue import ENGINES, check_parts
 from swiftbatch.worker.model.files import PARTS_FOLDER, locate_model
 from swiftbatch.worker.papers import all_trainings as everything
 from swiftbatch.worker.papers.all_trainings import train_all
-from swiftbatch.worker.papers.triforce.training.recipe import DraftRecipe
+from swiftbatch.worker.papers.triforce.recipe import DraftRecipe
 from swiftbatch.worker.training.head_recipe import HeadRecipe
 from swiftbatch.worker.training.target import evaluate
 from swiftbatch.worker.training.target.recipe import TargetRecipe, WindowKind

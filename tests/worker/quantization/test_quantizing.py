@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.worker.inspection.inspection import inspect_model
+from swiftbatch.worker.inspection import inspect_model
 from swiftbatch.worker.kernels.packed import PackedMatrix
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.model.formats.contract import StoredTensor
 from swiftbatch.worker.model.tensors import read_tensors
 from swiftbatch.worker.model.text import TextCodec
-from swiftbatch.worker.quantization import quantizing, text_loss
+from swiftbatch.worker.quantization import quantizing
 from swiftbatch.worker.quantization.group_rounding import FORMATS, FloatRounding, rounding_of
 from swiftbatch.worker.quantization.quantizing import quantize_model, write_tensors
 from swiftbatch.worker.target.target import TargetModel
@@ -80,8 +80,8 @@ def test_a_model_with_a_tokenizer_is_scored_before_and_after(tiny_model: Path, t
     kept = {file.name for file in tiny_model.iterdir() if file.is_file()}
     assert {file.name for file in made.path.iterdir()} == kept, "and no parts, which belong to other weights"
     files = [locate_model(str(folder)) for folder in (tiny_model, made.path)]
-    token_ids = text_loss.text_token_ids(files[0], "the quick brown fox jumps over the lazy dog. " * 60)
-    losses = [text_loss.text_loss(TargetModel.load(each, "bfloat16", "cpu"), token_ids) for each in files]
+    token_ids = quantizing.text_token_ids(files[0], "the quick brown fox jumps over the lazy dog. " * 60)
+    losses = [quantizing.text_loss(TargetModel.load(each, "bfloat16", "cpu"), token_ids) for each in files]
     assert losses[0] == pytest.approx(losses[1], abs=0.05)
     assert losses[0] != losses[1]
     assert TextCodec(files[1]).encode("the fox") == TextCodec(files[0]).encode("the fox")
@@ -89,14 +89,14 @@ def test_a_model_with_a_tokenizer_is_scored_before_and_after(tiny_model: Path, t
 
 def test_the_loss_of_a_text_is_that_of_its_tokens_one_by_one(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = TargetModel.load(locate_model(str(tiny_model)), "float32", "cpu")
-    monkeypatch.setattr(text_loss, "STRETCH", 16)
+    monkeypatch.setattr(quantizing, "STRETCH", 16)
     token_ids = [7 * i % target.vocab_size for i in range(40)]
     total, number = 0.0, 0
     for start, end in ((0, 16), (16, 32), (32, 39)):
         rows = logits_of(target, token_ids[start:end]).double().log_softmax(-1)
         total -= sum(float(row[token]) for row, token in zip(rows, token_ids[start + 1 : end + 1], strict=True))
         number += end - start
-    assert text_loss.text_loss(target, token_ids) == pytest.approx(total / number, rel=1e-5)
+    assert quantizing.text_loss(target, token_ids) == pytest.approx(total / number, rel=1e-5)
 
 
 def test_routers_of_experts_stay_as_they_are_and_are_named(tmp_path: Path) -> None:

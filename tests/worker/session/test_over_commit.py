@@ -11,7 +11,7 @@ import pytest
 
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.worker.caches.memory import pages
+from swiftbatch.worker.caches.memory import page_counts
 from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.session.session import WorkerSession
 from swiftbatch.worker.session.work import Assignment, JobProgress, Orders
@@ -79,10 +79,10 @@ def test_jobs_that_outgrow_the_memory_have_the_tokens_of_plain_decoding(
     tmp_path: Path, tiny_model: Path, alone: dict[str, str], engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # the disk's time
-    monkeypatch.setattr(pages, "PAGE", 2)
-    monkeypatch.setattr(pages, "ROOM_BEHIND", 0)
+    monkeypatch.setattr(page_counts, "PAGE", 2)
+    monkeypatch.setattr(page_counts, "ROOM_BEHIND", 0)
     run = make_run(tmp_path)
-    num_pages = NUM_FITTING * pages.pages_of(LONGEST + 10)
+    num_pages = NUM_FITTING * page_counts.pages_of(LONGEST + 10)
     jobs = Overcommitted(run, session(run, tiny_model, engine=engine), num_pages)
     jobs.run_all()
     assert {job.job_id: digest(run, job) for job in JOBS} == alone

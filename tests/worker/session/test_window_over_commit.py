@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
-from swiftbatch.worker.caches.memory.pages import WindowPages, has_window_pages, pages_of
+from swiftbatch.worker.caches.memory.page_counts import PoolSize, WindowPages, has_window_pages, pages_of
 from swiftbatch.worker.caches.room import NUM_ASKED, HeldPositions, PagesError
 from swiftbatch.worker.caches.window_arena import WindowArena
 from swiftbatch.worker.kernels.sizes import BLOCK
@@ -115,7 +115,7 @@ class Worker:
     def __init__(self) -> None:
         num_pages = NUM_FITTING * pages_of(LONGEST, PAGE)
         windows = WindowPages(NUM_FITTING * pages_of(HELD.num_whole, PAGE), HELD)
-        self.arena = WindowArena(SHAPE, NUM_JOBS, LONGEST, num_pages, windows, page=PAGE)
+        self.arena = WindowArena(SHAPE, NUM_JOBS, LONGEST, PoolSize(num_pages, PAGE, windows))
         spoil_free_pages(self.arena)
         self.sizes = JobSizes(page=PAGE, windows=windows)
         self.running: dict[int, Any] = {}

@@ -14,7 +14,7 @@ import pytest
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.job import JobRecord
-from swiftbatch.worker.caches.memory.pages import pages_of
+from swiftbatch.worker.caches.memory.page_counts import pages_of
 from swiftbatch.worker.caches.room import HeldPositions
 from swiftbatch.worker.caches.windowed import WindowedKVCache
 from swiftbatch.worker.drafters.catalogue import ENGINES

@@ -17,7 +17,7 @@ from swiftbatch.worker.drawing.sequence import Sequence as Job
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.engine.prefixes import SHORTEST
 from swiftbatch.worker.exactness.transformers_agreement import compare
-from swiftbatch.worker.inspection.inspection import inspect_model
+from swiftbatch.worker.inspection import inspect_model
 from swiftbatch.worker.kernels.angles import angles
 from swiftbatch.worker.model.causal_lm import load_causal_lm
 from swiftbatch.worker.model.dense_config import read_dense

@@ -10,7 +10,7 @@ import torch
 
 from swiftbatch.jobs.checkpoints.state_file import LayerStates, decode_state, encode_state
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.jobs.identity import Identity
+from swiftbatch.jobs.file_owner import Identity
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.caches.recurrent import NUM_STEPS, RecurrentCache
 from swiftbatch.worker.drafters.catalogue import create_drafter

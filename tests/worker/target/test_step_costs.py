@@ -14,8 +14,8 @@ import torch
 
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.drafters.base import DraftRequest
-from swiftbatch.worker.drafters.budget import NODE_CHOICES, NodeBudget
 from swiftbatch.worker.drafters.shared_budget import NUM_ROWS, best_shares
+from swiftbatch.worker.drafters.tree_budget import NODE_CHOICES, NodeBudget
 from swiftbatch.worker.drafters.two_level.auto_plan import RoundsPlanner
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.model.files import locate_model
@@ -24,7 +24,7 @@ from swiftbatch.worker.target import step_costs
 from swiftbatch.worker.target.expert_counts import ExpertCounts, ExpertSpread
 from swiftbatch.worker.target.step_costs import ROW_COUNTS, StepCosts, measure_step_costs
 from swiftbatch.worker.target.target import TargetModel
-from tests.worker.drafters.test_budget import Chains
+from tests.worker.drafters.test_tree_budget import Chains
 from tests.worker.target.cuda.cuda_parts import cuda_target
 
 FORWARD, ROW_AND_POSITION = 0.01, 1e-7

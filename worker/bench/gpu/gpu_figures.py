@@ -8,7 +8,7 @@ from rich.text import Text
 
 from swiftbatch.jobs.frozen import Frozen
 from swiftbatch.worker.bench.bench_tables import new_table, number
-from swiftbatch.worker.bench.decode.decode_figures import DecodeRecord
+from swiftbatch.worker.bench.decode_figures import DecodeRecord
 
 
 class GPUStepRecord(Frozen):

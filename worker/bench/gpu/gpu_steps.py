@@ -13,11 +13,11 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from swiftbatch.worker.bench.gpu.gpu_figures import GPUResumeRecord, GPUStepRecord, ReadRecord
-from swiftbatch.worker.caches.arena import ArenaKVCache
+from swiftbatch.worker.caches.slot_arena import ArenaKVCache
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 from swiftbatch.worker.exactness.first_run.parts import ArenaTarget, Parts
 from swiftbatch.worker.kernels.cuda.graph import Graph, Repeated, Work, capture
-from swiftbatch.worker.target.cuda.clock import Clock, clock_of
+from swiftbatch.worker.target.clock import Clock, clock_of
 from swiftbatch.worker.target.tiles import SequenceRows, max_tree_depth, tree_rows
 
 PIECE = 1024  # positions of a checkpoint's segment

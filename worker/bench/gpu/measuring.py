@@ -11,8 +11,8 @@ import torch
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.bench.bench_engine import BenchError
-from swiftbatch.worker.bench.decode.decode import NUM_WARMUP_TOKENS, DecodeBenchOptions, decode_records
-from swiftbatch.worker.bench.decode.decode_figures import DecodeRecord
+from swiftbatch.worker.bench.decode import NUM_WARMUP_TOKENS, DecodeBenchOptions, decode_records
+from swiftbatch.worker.bench.decode_figures import DecodeRecord
 from swiftbatch.worker.bench.gpu.gpu_figures import GPUBenchResult
 from swiftbatch.worker.bench.gpu.gpu_options import GPUBenchOptions
 from swiftbatch.worker.bench.gpu.gpu_steps import read_records, resume_record, step_records
@@ -20,7 +20,7 @@ from swiftbatch.worker.bench.options import machine
 from swiftbatch.worker.bench.peak_memory import peak_bytes, reset_peak
 from swiftbatch.worker.caches.memory.memory_plan import GPUMemory, one_slot
 from swiftbatch.worker.caches.memory.model_sizes import ModelSizes, read_sizes
-from swiftbatch.worker.caches.memory.pages import GPU_PAGE
+from swiftbatch.worker.caches.memory.page_counts import GPU_PAGE
 from swiftbatch.worker.caches.room import GB, MEMORY, KVRoom
 from swiftbatch.worker.drafters.catalogue import check_parts
 from swiftbatch.worker.exactness.first_run.machine import device_facts, read_bandwidth

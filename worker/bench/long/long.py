@@ -8,7 +8,7 @@ from pathlib import Path
 from pydantic import Field, field_validator
 
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.bench.bench_text import own_tokens, text_tokens
+from swiftbatch.worker.bench.bench_engine import own_tokens, text_tokens
 from swiftbatch.worker.bench.bench_variants import BENCH_ENGINES, bench_slots
 from swiftbatch.worker.bench.long.generation import LongGeneration, ReuseTally, metered_drafter
 from swiftbatch.worker.bench.long.long_figures import LongRecord, LongResult

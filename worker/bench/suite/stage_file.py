@@ -15,8 +15,7 @@ from pydantic import ValidationError
 
 import swiftbatch
 from swiftbatch.jobs.frozen import Frozen
-from swiftbatch.worker.bench.bench_engine import BenchError
-from swiftbatch.worker.bench.bench_text import read_text
+from swiftbatch.worker.bench.bench_engine import BenchError, read_text
 from swiftbatch.worker.bench.options import BenchOptions
 from swiftbatch.worker.kernels.instruction_sets import chosen_variant
 

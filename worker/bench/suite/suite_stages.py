@@ -8,9 +8,9 @@ from typing import Any
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.bench.agreement import AgreementOptions, run_agreement_bench
-from swiftbatch.worker.bench.auto.auto_bench import AutoBenchOptions, run_auto_bench
-from swiftbatch.worker.bench.checkpoints.checkpoints import CheckpointBenchOptions, run_checkpoint_bench
-from swiftbatch.worker.bench.decode.decode import DecodeBenchOptions, run_decode_bench
+from swiftbatch.worker.bench.auto_bench import AutoBenchOptions, run_auto_bench
+from swiftbatch.worker.bench.checkpoints import CheckpointBenchOptions, run_checkpoint_bench
+from swiftbatch.worker.bench.decode import DecodeBenchOptions, run_decode_bench
 from swiftbatch.worker.bench.fields import FieldBenchOptions, run_field_bench
 from swiftbatch.worker.bench.kernels.kernels import KernelBenchOptions, run_kernel_bench
 from swiftbatch.worker.bench.long.long import LongBenchOptions, run_long_bench

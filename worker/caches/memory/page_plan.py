@@ -20,7 +20,7 @@ from swiftbatch.worker.caches.memory.memory_plan import (
     too_many_slots,
 )
 from swiftbatch.worker.caches.memory.model_sizes import ModelSizes
-from swiftbatch.worker.caches.memory.pages import GPU_PAGE, WindowPages, pages_of
+from swiftbatch.worker.caches.memory.page_counts import GPU_PAGE, WindowPages, pages_of
 from swiftbatch.worker.caches.room import MAX_TREE_NODES
 from swiftbatch.worker.kernels.sizes import most_slots
 

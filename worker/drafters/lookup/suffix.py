@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from itertools import islice
 
 from swiftbatch.worker.caches.full import FullKVCache
-from swiftbatch.worker.drafters.best_first import grow_best_first
-from swiftbatch.worker.drafters.ranking import CandidateRanker
+from swiftbatch.worker.drafters.ranking import CandidateRanker, grow_best_first
 from swiftbatch.worker.drafters.shared_budget import BudgetedDrafter
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree

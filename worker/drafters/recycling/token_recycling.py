@@ -15,8 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from swiftbatch.worker.drafters.base import ReadRows, Verified, WantedTree
-from swiftbatch.worker.drafters.best_first import grow_best_first
-from swiftbatch.worker.drafters.ranking import CandidateRanker, ranking_rule
+from swiftbatch.worker.drafters.ranking import CandidateRanker, grow_best_first, ranking_rule
 from swiftbatch.worker.drafters.recycling.native_recycler import NativeRecycling, TextCandidates
 from swiftbatch.worker.drafters.recycling.recycling_tables import NEW_SHARE, PAIR_SHARE, RecyclingTables
 from swiftbatch.worker.drafters.shared_budget import BudgetedDrafter

@@ -8,8 +8,8 @@ from statistics import median
 import numpy as np
 
 from swiftbatch.worker.caches.scan_cache import MOST_ENTRIES
-from swiftbatch.worker.drafters.budget import NODE_CHOICES
 from swiftbatch.worker.drafters.step_clock import together
+from swiftbatch.worker.drafters.tree_budget import NODE_CHOICES
 from swiftbatch.worker.drafters.two_level.chain import ChainTree, RoundPlan
 from swiftbatch.worker.drafters.two_level.round_plan import Planner
 from swiftbatch.worker.kernels.scan_coding import CLOUD_CHUNKS, SCAN_CHUNK

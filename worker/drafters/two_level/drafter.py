@@ -23,8 +23,8 @@ from swiftbatch.worker.drawing.drawing import Sampler
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.drawing.verification import Verification
+from swiftbatch.worker.target.clock import seconds_now
 from swiftbatch.worker.target.forwards import DrawChains
-from swiftbatch.worker.target.stopwatch import seconds_now
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.tiles import tree_rows
 

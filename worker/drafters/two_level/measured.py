@@ -18,7 +18,7 @@ from swiftbatch.worker.drafters.two_level.turns import TokenRate
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.drawing.verification import Verification
-from swiftbatch.worker.target.stopwatch import seconds_now
+from swiftbatch.worker.target.clock import seconds_now
 
 SETTLING = 4  # steps at the beginning of a turn that tell nothing
 FIRST_TURN, TRIAL = 48, 24  # steps

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from swiftbatch.worker.caches.full import MAX_TREE_NODES
-from swiftbatch.worker.drafters.budget import EXPLORE_EVERY, LEARNING_RATE, NODE_CHOICES, BudgetChoice, NodeBudget
+from swiftbatch.worker.drafters.tree_budget import EXPLORE_EVERY, LEARNING_RATE, NODE_CHOICES, BudgetChoice, NodeBudget
 from swiftbatch.worker.drafters.two_level.chain import ChainTree, Round, RoundPlan
 from swiftbatch.worker.kernels.sizes import TILE_ROWS
 from swiftbatch.worker.target.step_costs import Costs, StepCosts

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from swiftbatch.worker.drafters.base import DraftRequest
 from swiftbatch.worker.drafters.shared_budget import MUCH_LONGER, lengths_of, names_of
-from swiftbatch.worker.target.stopwatch import seconds_now
+from swiftbatch.worker.target.clock import seconds_now
 
 KEPT = 0.97  # share of what earlier steps count that stays with every step
 SLOWEST = 4.0  # times the mean step: what held one up for longer says nothing of its kind

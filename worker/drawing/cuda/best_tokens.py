@@ -6,9 +6,8 @@ import triton
 import triton.language as tl
 
 from swiftbatch.worker.drawing.cuda.cuda_noise import gumbel, noise_words
-from swiftbatch.worker.drawing.cuda.order import rank_of, token_of
 from swiftbatch.worker.drawing.cuda.parameters import POSITION, SLOT, TEMPERATURE, real, seed_of, whole
-from swiftbatch.worker.drawing.cuda.scores import is_greedy, row_peak, temper
+from swiftbatch.worker.drawing.cuda.scores import is_greedy, rank_of, row_peak, temper, token_of
 from swiftbatch.worker.drawing.filters.filter_kernels import LOG_MIN_P
 
 SMALLEST = tl.constexpr(-0x8000000000000000)

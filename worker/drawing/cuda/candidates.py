@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 
 from swiftbatch.worker.drawing.cuda.buffers import BLOCK, expect, expect_logits
-from swiftbatch.worker.drawing.cuda.order import number_of, order_of, rank_of, token_of
 from swiftbatch.worker.drawing.cuda.parameters import SLOT, whole
 from swiftbatch.worker.drawing.cuda.row_words import NUM_WORDS
+from swiftbatch.worker.drawing.cuda.scores import number_of, order_of, rank_of, token_of
 from swiftbatch.worker.drawing.drawing import UNLIKELY
 from swiftbatch.worker.drawing.verification import TOP_K
 

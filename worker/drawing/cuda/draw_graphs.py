@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,20 +41,23 @@ class DrawGraphs:
         layout.fill(padding, [], {})
         self.table = torch.from_numpy(padding).to(device)
         self.slots = SlotBuffers.empty(layout.num_slots, num_rows, vocab_size, device)
-        rows, ancestors, leaving, self._arriving, self._gone = layout.parts(self.table)
+        rows, ancestors, leaving, arriving, gone = layout.parts(self.table)
         self.out = torch.zeros(num_rows * WORDS_OUT, dtype=torch.int32, device=device)
         tokens, highest, ids, logprobs = self.out.split([num_rows, num_rows, num_rows * TOP_K, num_rows * TOP_K])
         self._buffers = DrawBuffers(
             self.logits, rows, ancestors, self.slots, leaving, tokens, highest.view(torch.float32)
         )
         top = (ids.view(num_rows, TOP_K), logprobs.view(torch.float32).view(num_rows, TOP_K))
-        self._candidates = TopCandidates(CandidateBuffers(self.logits, rows, *top))
         self._download = Download(self.out)
+        candidates = TopCandidates(CandidateBuffers(self.logits, rows, *top))
+        counting = functools.partial(update_counts, self.slots.counts, self.slots.output, arriving, gone)
         plain, filtered = Draw(self._buffers), FilteredDraw(self._buffers)
-        quick = self._work(QuickDraw(filtered))
-        self._plain, self._quick, self._sorted = (
-            capture(work, device) for work in (self._work(plain), quick, filtered.launch)
+        works = (
+            in_a_row(counting, plain.launch, candidates.launch),
+            in_a_row(counting, QuickDraw(filtered).launch, candidates.launch),
+            filtered.launch,
         )
+        self._plain, self._quick, self._sorted = (capture(work, device) for work in works)
 
     def replay(self, is_filtered: bool) -> DrawnRows:
         """Draw; waits for the tokens."""
@@ -66,10 +70,12 @@ class DrawGraphs:
         ids, logprobs = np.split(out[2 * self._num_rows :].reshape(-1, TOP_K), 2)
         return DrawnRows(out[: self._num_rows], ids, logprobs.view(np.float32))
 
-    def _work(self, draw: Draw | QuickDraw) -> Work:
-        def work() -> None:
-            update_counts(self.slots.counts, self.slots.output, self._arriving, self._gone)
-            draw.launch()
-            self._candidates.launch()
 
-        return work
+def in_a_row(*works: Work) -> Work:
+    """Return the work of all, one after the other. It refers to no graph, so that the last owner frees all buffers."""
+
+    def work() -> None:
+        for each in works:
+            each()
+
+    return work

@@ -1,11 +1,10 @@
-"""Changes a row's logits in front of the noise: bias, masks, penalties, temperature, as `sampling.py` applies them."""
+"""Changes a row's logits in front of the noise: bias, masks, penalties, temperature; and how scores are ordered."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from swiftbatch.worker.drawing.cuda.order import number_of, order_of
 from swiftbatch.worker.drawing.cuda.parameters import (
     DEPTH,
     FREQUENCY,
@@ -22,6 +21,33 @@ from swiftbatch.worker.drawing.cuda.parameters import (
     real,
     whole,
 )
+
+LARGEST = tl.constexpr(0x7FFFFFFF)
+
+
+@triton.jit
+def order_of(x):
+    """An int32 that orders float32 as it is ordered: both zeros are one, and NaN is above all."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    return tl.where(x != x, LARGEST, tl.where(bits < 0, bits ^ LARGEST, bits))
+
+
+@triton.jit
+def number_of(order):
+    """The float32 that has this order."""
+    return tl.where(order < 0, order ^ LARGEST, order).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def rank_of(x, token_ids):
+    """An int64 that orders tokens by their float32 and puts the lower one of equals above the other."""
+    return (order_of(x).to(tl.int64) << 32) | (token_ids ^ LARGEST).to(tl.int64)
+
+
+@triton.jit
+def token_of(rank):
+    """The token of a rank, int32."""
+    return (rank & 0xFFFFFFFF).to(tl.int32) ^ LARGEST
 
 
 @triton.jit

@@ -10,9 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from swiftbatch.worker.drawing.cuda.order import number_of, order_of
 from swiftbatch.worker.drawing.cuda.parameters import SLOT, TEMPERATURE, real, whole
-from swiftbatch.worker.drawing.cuda.scores import row_peak, temper
+from swiftbatch.worker.drawing.cuda.scores import number_of, order_of, row_peak, temper
 from swiftbatch.worker.drawing.filters.filter_kernels import (
     ETA,
     LOG_MIN_P,

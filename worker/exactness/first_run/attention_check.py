@@ -9,7 +9,7 @@ import random
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.caches.arena import ArenaKVCache
+from swiftbatch.worker.caches.slot_arena import ArenaKVCache
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.exactness.first_run.findings import Finding, Row, differing_bits
 from swiftbatch.worker.exactness.first_run.parts import Parts

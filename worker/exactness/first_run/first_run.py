@@ -14,8 +14,7 @@ from swiftbatch.jobs.run.run_records import Exactness
 from swiftbatch.worker.config import Computation
 from swiftbatch.worker.exactness.first_run.attention_check import check_attention, check_attention_speed
 from swiftbatch.worker.exactness.first_run.findings import Check, Result
-from swiftbatch.worker.exactness.first_run.machine import check_machine, device_facts
-from swiftbatch.worker.exactness.first_run.noise_check import check_noise
+from swiftbatch.worker.exactness.first_run.machine import check_machine, check_noise, device_facts
 from swiftbatch.worker.exactness.first_run.packed_products import check_packed_products
 from swiftbatch.worker.exactness.first_run.parts import Parts
 from swiftbatch.worker.exactness.first_run.products import check_products

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
 
-from swiftbatch.worker.caches.arena import ArenaKVCache, KVArena
-from swiftbatch.worker.caches.copies import CudaLane, Staging, computing_stream
 from swiftbatch.worker.caches.full import CacheShape, states_of
+from swiftbatch.worker.caches.host_copies import CudaLane, Staging, computing_stream
 from swiftbatch.worker.caches.memory.memory_plan import splits_of
 from swiftbatch.worker.caches.memory.model_sizes import read_sizes
+from swiftbatch.worker.caches.slot_arena import ArenaKVCache, KVArena
 from swiftbatch.worker.exactness.probe import MOST_NODES
 from swiftbatch.worker.kernels.choice import DEFAULT_KERNELS, CudaKernels
 from swiftbatch.worker.kernels.cuda.graph import Capture, Work, capture
@@ -21,7 +22,7 @@ from swiftbatch.worker.kernels.cuda.stacked import StackedWeights, handed_over, 
 from swiftbatch.worker.kernels.decoder_weights import DecoderSizes
 from swiftbatch.worker.model.dense import dense_weights
 from swiftbatch.worker.model.files import ModelFiles
-from swiftbatch.worker.target.cuda.clock import captured_seconds, clock_of
+from swiftbatch.worker.target.clock import captured_seconds, clock_of
 from swiftbatch.worker.target.cuda.cuda_forwards import CudaForwards
 from swiftbatch.worker.target.cuda.cuda_loading import hold_products_steady, whole_arena
 from swiftbatch.worker.target.loading import DTYPES
@@ -148,6 +149,7 @@ class Parts:
 
     def forget_unused(self) -> None:
         """Give back what the allocator keeps of buffers that are gone."""
+        gc.collect()  # some may hang in a circle of references
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -34,9 +34,8 @@ from swiftbatch.worker.kernels.cuda.router import (
 )
 from swiftbatch.worker.kernels.cuda.stacked_experts import StackedExperts
 from swiftbatch.worker.kernels.decoder_weights import AnyLinear
-from swiftbatch.worker.kernels.forms import Activation
+from swiftbatch.worker.kernels.forms import Activation, Routing
 from swiftbatch.worker.kernels.packed import PackedMatrix
-from swiftbatch.worker.kernels.routing import Routing
 from swiftbatch.worker.kernels.sizes import BLOCK_DEPTH, NUM_ROWS
 
 SUMMED_COLUMNS = 1024  # of a program

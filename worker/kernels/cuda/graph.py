@@ -25,9 +25,13 @@ Capture = Callable[[Work, torch.device], Graph]
 
 
 class CudaGraph:
-    """A `Graph` on a GPU."""
+    """A `Graph` on a GPU.
+
+    It keeps its work: CUDA knows addresses alone, and buffers that nobody else holds would be freed and used by others.
+    """
 
     def __init__(self, work: Work, device: torch.device) -> None:
+        self._work = work
         stream = _capture_stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):

@@ -20,7 +20,7 @@ from swiftbatch.worker.kernels.cuda.layer_kernels import is_padding, normed_row
 from swiftbatch.worker.kernels.cuda.linear import TILE_COLUMNS
 from swiftbatch.worker.kernels.cuda.packed_linear import WeightKernel, read
 from swiftbatch.worker.kernels.cuda.rounding import dot, rounded
-from swiftbatch.worker.kernels.cuda.stacked_latents import StackedLatent
+from swiftbatch.worker.kernels.cuda.stacked import StackedLatent
 from swiftbatch.worker.kernels.decoder_weights import AnyLinear, DecoderSizes
 from swiftbatch.worker.kernels.forms import NormForm
 from swiftbatch.worker.kernels.sizes import BLOCK_DEPTH, LatentSizes

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from swiftbatch.worker.kernels.cuda.layer_kernels import is_padding
 from swiftbatch.worker.kernels.cuda.rounding import dot, rounded
-from swiftbatch.worker.kernels.routing import Routing, Score
+from swiftbatch.worker.kernels.forms import Routing, Score
 from swiftbatch.worker.kernels.sizes import NUM_ROWS
 
 ROUTER_COLUMNS = 16  # experts of a program

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from swiftbatch.worker.kernels.cuda.packed_linear import is_multiplied_packed
 from swiftbatch.worker.kernels.cuda.stacked_experts import StackedExperts, stacked_experts
-from swiftbatch.worker.kernels.cuda.stacked_latents import StackedLatent, stacked_latent
-from swiftbatch.worker.kernels.cuda.states.stacked_mixers import StackedMixer, stacked_mixer
+from swiftbatch.worker.kernels.cuda.states.state_layers import StackedMixer, stacked_mixer
 from swiftbatch.worker.kernels.decoder_weights import (
     AnyLinear,
     DecoderSizes,
@@ -22,9 +21,33 @@ from swiftbatch.worker.kernels.decoder_weights import (
     LayerWeights,
     Linear,
     linear_from,
+    plain_linear,
 )
 from swiftbatch.worker.kernels.frequencies import Rotary
 from swiftbatch.worker.kernels.packed import PackedMatrix, Weight, plain, stacked
+
+
+@dataclass(frozen=True)
+class StackedLatent:
+    """The products within latent attention, and the norms of its vectors. Those of each head are plain.
+
+    `query` where queries are made of a vector, `query_norm [query_rank]` with it.
+    """
+
+    query: AnyLinear | None
+    query_norm: Tensor | None
+    key_norm: Tensor  # [rank]
+    key_up: Tensor  # [num_heads * rank, still_dim]
+    value_up: Tensor  # [num_heads * value_dim, rank]
+
+
+def stacked_latent(layer: LayerWeights, query: AnyLinear | None, device: torch.device) -> StackedLatent | None:
+    """Copies on the device, with the `query` that is there already; None for a layer without latent attention."""
+    if layer.key_up is None or layer.value_up is None or layer.key_norm is None:
+        return None
+    ups = (plain_linear(each).weight.detach().to(device).contiguous() for each in (layer.key_up, layer.value_up))
+    query_norm = None if layer.query_norm is None else layer.query_norm.detach().to(device)
+    return StackedLatent(query, query_norm, layer.key_norm.detach().to(device), *ups)
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from swiftbatch.worker.model.formats.contract import Format, Scheme, StoredTensor
+from swiftbatch.worker.model.formats.contract import Format, Scheme, StoredTensor, one_of, refuse_unknown
 from swiftbatch.worker.model.formats.gptq import WHERE, group_size
-from swiftbatch.worker.model.formats.keys import one_of, refuse_unknown
 from swiftbatch.worker.model.formats.word_rows import SUFFIXES, AWQScheme
 
 KNOWN = (

@@ -8,11 +8,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from swiftbatch.worker.model.config_values import shown
-from swiftbatch.worker.model.formats.contract import WHOLE, Format, FormatError, Scheme, StoredTensor
-from swiftbatch.worker.model.formats.e2m1 import MXFP4_GROUP, NVFP4_GROUP, MXFP4Scheme, NVFP4Scheme
-from swiftbatch.worker.model.formats.e4m3 import FloatScheme
+from swiftbatch.worker.model.formats.contract import (
+    WHOLE,
+    Format,
+    FormatError,
+    Scheme,
+    StoredTensor,
+    mapping,
+    one_of,
+    positive,
+    refuse_unknown,
+)
+from swiftbatch.worker.model.formats.float_rows import MXFP4_GROUP, NVFP4_GROUP, FloatScheme, MXFP4Scheme, NVFP4Scheme
 from swiftbatch.worker.model.formats.integer_rows import ByteScheme, PackedScheme
-from swiftbatch.worker.model.formats.keys import mapping, one_of, positive, refuse_unknown
 
 SUFFIXES = {
     "_packed": "packed",

@@ -1,4 +1,4 @@
-"""The contract of a format of quantized weights: where a matrix's parts lie, and what they mean. Without torch.
+"""The contract of a format of quantized weights: keys of its config, where a matrix's parts lie. Without torch.
 
 A format is read from a model's config. The stored tensors say which matrices are packed: what a config lists as left
 out is stored as numbers, and is read as such.
@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from swiftbatch.worker.model.config_values import shown
 from swiftbatch.worker.model.gguf.tensor_types import BITS, PackedKind
 
 if TYPE_CHECKING:
@@ -112,3 +113,70 @@ def matrix_shape(head: StoredTensor) -> tuple[int, int]:
     if len(head.shape) != 2 or 0 in head.shape:
         raise FormatError(f"it is stored in the shape {list(head.shape)}; expected a matrix")
     return head.shape[0], head.shape[1]
+
+
+SMALLEST_GROUP = 16  # that a group of another size is cut into; below, the scales would outweigh the codes
+EXACT_SCALES = ("BF16", "F16")  # short enough for exact products with every code
+
+
+def group_that_divides(depth: int, group: int) -> int | None:
+    """The size of groups that a packed matrix may have so that each has one scale of the stored groups."""
+    size = depth if group >= depth else math.gcd(depth, group)
+    return size if size % 2 == 0 and (size in (group, depth) or size >= SMALLEST_GROUP) else None
+
+
+def form_of(code: str, bits: int, depth: int, group: int | None, has_offsets: bool = False) -> PackedKind | None:
+    """The form of codes in groups of a stored size, None for all of the depth; None for one that is not packed."""
+    size = group_that_divides(depth, group or depth)
+    return None if size is None else PackedKind(code, bits, size, has_offsets)
+
+
+def form_of_integers(bits: int, depth: int, group: int | None, scales: str, is_centred: bool) -> PackedKind | None:
+    """That of integers with zeros, which are all in the middle if they are `centred`.
+
+    None where the numbers alone tell: scales of float32 may be too long for exact products.
+    """
+    if bits == 8 and is_centred:
+        return form_of("int8", 8, depth, group)
+    if scales not in EXACT_SCALES:
+        return None
+    code, width = ("uint4", 4) if bits <= 4 else ("uint8", 8)
+    return form_of(code, width, depth, group, has_offsets=True)
+
+
+NOTHING: tuple[Any, ...] = (None, False, {}, [], "")
+
+
+def refuse_unknown(said: Mapping[str, Any], known: Collection[str], where: str) -> None:
+    """Raise FormatError for a key that may decide what the weights stand for, unless it says nothing."""
+    if strange := sorted(key for key, value in said.items() if key not in known and value not in NOTHING):
+        raise FormatError(f"{where} has {shown(strange[0])} = {_short(said[strange[0]])}, which is not understood here")
+
+
+def one_of(said: Mapping[str, Any], key: str, allowed: Collection[Any], where: str) -> Any:
+    """A key's value, None where it is not there. Raises FormatError for a value that is not allowed."""
+    value = said.get(key)
+    if not any(value == each and type(value) is type(each) for each in allowed):
+        expected = ", ".join(repr(each) for each in allowed if each is not None)
+        raise FormatError(f"{where} has {key} = {_short(value)}; expected {expected}")
+    return value
+
+
+def positive(said: Mapping[str, Any], key: str, where: str) -> int:
+    """A key's number. Raises FormatError for what is no positive integer."""
+    value = said.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 2**31:
+        raise FormatError(f"{where} has {key} = {_short(value)}; expected a positive integer")
+    return value
+
+
+def mapping(value: Any, where: str) -> Mapping[str, Any]:
+    """Raises FormatError for what is no JSON object."""
+    if not isinstance(value, dict):
+        raise FormatError(f"{where} is {_short(value)}; expected an object")
+    return value
+
+
+def _short(value: Any) -> str:
+    words = repr(value)
+    return words if len(words) <= 60 else f"{words[:60]}..."

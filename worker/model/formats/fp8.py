@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from swiftbatch.worker.model.formats.contract import WHOLE, Format, FormatError, Scheme, StoredTensor
-from swiftbatch.worker.model.formats.e4m3 import E4M3, FloatScheme
-from swiftbatch.worker.model.formats.keys import one_of, refuse_unknown
+from swiftbatch.worker.model.formats.contract import (
+    WHOLE,
+    Format,
+    FormatError,
+    Scheme,
+    StoredTensor,
+    one_of,
+    refuse_unknown,
+)
+from swiftbatch.worker.model.formats.float_rows import E4M3, FloatScheme
 
 WHERE = "its quantization_config"
 SUFFIXES = {"_scale_inv": "scale_inv", "_scale": "scale"}  # both multiply

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from swiftbatch.worker.model.formats.contract import Format, Scheme, StoredTensor
-from swiftbatch.worker.model.formats.keys import one_of, positive, refuse_unknown
+from swiftbatch.worker.model.formats.contract import Format, Scheme, StoredTensor, one_of, positive, refuse_unknown
 from swiftbatch.worker.model.formats.word_rows import SUFFIXES, GPTQScheme
 
 WHERE = "its quantization_config"

@@ -6,10 +6,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from swiftbatch.worker.model.config_values import shown
-from swiftbatch.worker.model.formats.contract import WHOLE, Format, FormatError, Scheme, StoredTensor
-from swiftbatch.worker.model.formats.e2m1 import BYTES, NVFP4_GROUP, NVFP4Scheme
-from swiftbatch.worker.model.formats.e4m3 import E4M3, FloatScheme
-from swiftbatch.worker.model.formats.keys import mapping, one_of, refuse_unknown
+from swiftbatch.worker.model.formats.contract import (
+    WHOLE,
+    Format,
+    FormatError,
+    Scheme,
+    StoredTensor,
+    mapping,
+    one_of,
+    refuse_unknown,
+)
+from swiftbatch.worker.model.formats.float_rows import BYTES, E4M3, NVFP4_GROUP, FloatScheme, NVFP4Scheme
 
 SUFFIXES = {"_scale": "scale", "_scale_2": "scale_2"}
 SCHEMES: dict[str, tuple[str, Scheme, str]] = {  # by algorithm: what codes are stored as, and in words

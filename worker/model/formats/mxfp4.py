@@ -6,10 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from swiftbatch.worker.model.formats.contract import Format, FormatError, Scheme, StoredTensor, fits, only, part
-from swiftbatch.worker.model.formats.e2m1 import BYTES, MXFP4_GROUP
-from swiftbatch.worker.model.formats.keys import refuse_unknown
-from swiftbatch.worker.model.formats.packed_forms import form_of
+from swiftbatch.worker.model.formats.contract import (
+    Format,
+    FormatError,
+    Scheme,
+    StoredTensor,
+    fits,
+    form_of,
+    only,
+    part,
+    refuse_unknown,
+)
+from swiftbatch.worker.model.formats.float_rows import BYTES, MXFP4_GROUP
 from swiftbatch.worker.model.gguf.tensor_types import PackedKind
 
 if TYPE_CHECKING:

@@ -6,8 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from swiftbatch.worker.model.formats.contract import FormatError, StoredTensor, fits, matrix_shape, only, part
-from swiftbatch.worker.model.formats.packed_forms import form_of_integers
+from swiftbatch.worker.model.formats.contract import (
+    FormatError,
+    StoredTensor,
+    fits,
+    form_of_integers,
+    matrix_shape,
+    only,
+    part,
+)
 from swiftbatch.worker.model.gguf.tensor_types import PackedKind
 
 if TYPE_CHECKING:

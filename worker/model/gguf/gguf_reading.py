@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from swiftbatch.worker.kernels.packed import PackedMatrix, Weight
+from swiftbatch.worker.model.digests import Hashing, exactly, fill
 from swiftbatch.worker.model.gguf.architectures import Architecture
 from swiftbatch.worker.model.gguf.blocks import packed_from
 from swiftbatch.worker.model.gguf.gguf_model import FREQUENCIES, num_experts_in, transformers_name
 from swiftbatch.worker.model.gguf.header import GGUFError, TensorHead, read_head
 from swiftbatch.worker.model.gguf.links import architecture_of
-from swiftbatch.worker.model.hashed_reading import Hashing, exactly, fill
 
 NUMBERS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 PAIRED = {".q_proj.": "num_attention_heads", ".k_proj.": "num_key_value_heads"}  # the heads of each

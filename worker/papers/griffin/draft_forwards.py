@@ -1,6 +1,6 @@
 """The forwards of GRIFFIN's draft model behind the sequences of a worker, and what it keeps of each.
 
-Its keys and values lie in a cache of one layer, with the rows of the window in it (see `window.py`). Its rows are
+Its keys and values lie in a cache of one layer, with the rows of the window in it (see `draft_input.py`). Its rows are
 exact, as the target's are (see `draft_rows.py`), and the features come from the target's rows, so what it says follows
 from the tokens alone. Where features are not known, behind a prompt or a resume, the target runs the window's tokens
 once more.
@@ -20,8 +20,18 @@ from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 from swiftbatch.worker.kernels.sizes import BLOCK
-from swiftbatch.worker.papers.griffin.draft_input import NOTHING, Candidates, DraftRows, Room, regressed_place
-from swiftbatch.worker.papers.griffin.window import NUM_SINKS, WINDOW, entry_of, position_of, window_start
+from swiftbatch.worker.papers.griffin.draft_input import (
+    NOTHING,
+    NUM_SINKS,
+    WINDOW,
+    Candidates,
+    DraftRows,
+    Room,
+    entry_of,
+    position_of,
+    regressed_place,
+    window_start,
+)
 from swiftbatch.worker.target.step_costs import seconds_of
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.tiles import SequenceRows, tree_rows

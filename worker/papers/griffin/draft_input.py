@@ -1,6 +1,11 @@
-"""The input of a draft model's forward: rows of sequences, what stands in front of them, where they lead.
+"""The input of a draft model's forward: rows of sequences, the part of the text that they see, where they lead.
 
-The features in front of the rows lie in one buffer for each sequence: rows name them by their places."""
+Rows stand in entries of a cache, which are the positions that the model sees: the first `NUM_SINKS` tokens in entries
+0 to 63, the newest behind them. The window begins anew every `WINDOW` committed tokens. Entries and positions of the
+text agree modulo `BLOCK`, so that a draft tree which fits the target's block fits the draft model's.
+
+The features in front of the rows lie in one buffer for each sequence: rows name them by their places.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +17,28 @@ import torch
 
 from swiftbatch.worker.caches.full import MAX_TREE_NODES, FullKVCache
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.papers.griffin.window import NUM_ENTRIES
+from swiftbatch.worker.kernels.sizes import BLOCK
 from swiftbatch.worker.target.tiles import SequenceRows
+
+NUM_SINKS = BLOCK
+WINDOW = 4 * BLOCK  # newest tokens that are always seen; before it begins anew, up to twice as many
+NUM_ENTRIES = NUM_SINKS + 2 * WINDOW
+
+
+def window_start(num_committed: int) -> int:
+    """Position of the first token behind the sinks that is seen, for so many committed tokens."""
+    return max(NUM_SINKS, (num_committed // WINDOW - 1) * WINDOW)
+
+
+def entry_of(position: int, start: int) -> int:
+    """The entry of a token that is seen, where the window begins at position `start`."""
+    return position if position < NUM_SINKS else position - start + NUM_SINKS
+
+
+def position_of(entry: int, start: int) -> int:
+    """The position of the token in an entry: `entry_of` the other way round."""
+    return entry if entry < NUM_SINKS else entry - NUM_SINKS + start
+
 
 NOTHING = 0  # zeros: in front of the text's first token stands no feature
 RING = 1  # the target's features at the newest positions, one behind the other and round

@@ -8,12 +8,11 @@ import torch
 
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.papers.griffin.draft_input import Candidates, DraftRows, Room, wanted_rows
+from swiftbatch.worker.papers.griffin.draft_input import NUM_ENTRIES, Candidates, DraftRows, Room, wanted_rows
 from swiftbatch.worker.papers.griffin.griffin_weights import packed_weights
 from swiftbatch.worker.papers.griffin.model import GriffinConfig, GriffinModel
 from swiftbatch.worker.papers.griffin.native_griffin import NativeGriffin
 from swiftbatch.worker.papers.griffin.torch_ranking import TorchRoom, keep_and_rank
-from swiftbatch.worker.papers.griffin.window import NUM_ENTRIES
 from swiftbatch.worker.target.attention import ATTENTION_NAME, ExactRows, RowGroup
 from swiftbatch.worker.target.forwards import Forwards
 from swiftbatch.worker.target.target import TargetModel
@@ -39,7 +38,7 @@ def rows_of(model: GriffinModel, target: TargetModel, num_candidates: int) -> Gr
         if target.forwards.team is not None:
             return NativeRows(model, target.forwards, num_candidates)
         if target.forwards.arena:
-            from swiftbatch.worker.papers.griffin.cuda_rows import cuda_rows
+            from swiftbatch.worker.papers.griffin.cuda_draft_rows import cuda_rows
 
             return cuda_rows(model, target.forwards, num_candidates)
     except ValueError:

@@ -11,7 +11,7 @@ import numpy as np
 from swiftbatch.metrics.worker_counters import timed
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.drafters.base import Drafter, DraftRequest
-from swiftbatch.worker.drafters.budget import LookRhythm
+from swiftbatch.worker.drafters.tree_budget import LookRhythm
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.drawing.verification import Verification

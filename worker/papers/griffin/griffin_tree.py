@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from swiftbatch.worker.drafters.budget import LEARNING_RATE, PRIOR_STEPS
+from swiftbatch.worker.drafters.tree_budget import LEARNING_RATE, PRIOR_STEPS
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 from swiftbatch.worker.papers.griffin.draft_forwards import Level

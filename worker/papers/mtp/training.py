@@ -21,15 +21,14 @@ from swiftbatch.worker.model.files import MTP_FILE, let_others_read, locate_mode
 from swiftbatch.worker.papers.griffin.training.feature_texts import FOLDER, GriffinFeatures, Windows, griffin_features
 from swiftbatch.worker.papers.griffin.training.passes import token_loss
 from swiftbatch.worker.papers.griffin.training.recipe import TEXTS, GriffinRecipe
-from swiftbatch.worker.papers.mtp.predictor_module import PredictorModule
+from swiftbatch.worker.papers.mtp.predictor import PredictorModule
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.training import defaults
 from swiftbatch.worker.training.feature_file import TextFeatures
-from swiftbatch.worker.training.folder import TrainingFiles, TrainingFolder, write_measured, write_record
 from swiftbatch.worker.training.head_recipe import HeadRecipe
-from swiftbatch.worker.training.hold import held
 from swiftbatch.worker.training.own_texts import load_target
 from swiftbatch.worker.training.steps import Optimizers, Recipe, StepLoss, run_steps
+from swiftbatch.worker.training.training_folder import TrainingFiles, TrainingFolder, held, write_measured, write_record
 
 FILES = TrainingFiles("mtp_log.jsonl", "mtp_state.pt", MTP_FILE)
 NUM_STATE_STEPS = 100  # between two states

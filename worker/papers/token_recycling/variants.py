@@ -15,7 +15,7 @@ import numpy as np
 from swiftbatch.worker.drafters.base import ReadRows
 from swiftbatch.worker.drafters.catalogue import DrafterFactory
 from swiftbatch.worker.drafters.ranking import CandidateRanker
-from swiftbatch.worker.drafters.recycling.recycling_matrix import RecyclingMatrix
+from swiftbatch.worker.drafters.recycling.recycling_tables import RecyclingMatrix
 from swiftbatch.worker.drafters.recycling.token_recycling import TokenRecyclingDrafter, top_candidates_of
 from swiftbatch.worker.drafters.shared_budget import BudgetedDrafter
 from swiftbatch.worker.drawing.sequence import Sequence

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from swiftbatch.worker.drafters.best_first import grow_best_first
+from swiftbatch.worker.drafters.ranking import grow_best_first
 from swiftbatch.worker.drawing.tree import DraftTree
 
 Ranked = list[tuple[float, int]]  # (log-confidence, token)

@@ -20,11 +20,10 @@ from torch.nn.functional import cross_entropy
 from swiftbatch.worker.model.files import HEADS_FILE, ModelFiles, locate_model
 from swiftbatch.worker.papers.tokenswift.heads import head_states, save_heads
 from swiftbatch.worker.target.target import TargetModel
-from swiftbatch.worker.training.folder import TrainingFiles, TrainingFolder, write_measured, write_record
 from swiftbatch.worker.training.head_recipe import HeadRecipe
-from swiftbatch.worker.training.hold import held
 from swiftbatch.worker.training.own_texts import TextStates, held_out_texts, load_target, text_states, training_states
 from swiftbatch.worker.training.steps import check_loss
+from swiftbatch.worker.training.training_folder import TrainingFiles, TrainingFolder, held, write_measured, write_record
 
 FILES = TrainingFiles("tokenswift_log.jsonl", "tokenswift_state.pt", HEADS_FILE)
 NUM_LOGITS = 2**24  # held at once, whatever the vocabulary

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from swiftbatch.worker.bench.caches.importance import ImportanceKVCache
+from swiftbatch.worker.bench.compared_caches import ImportanceKVCache
 from swiftbatch.worker.drafters.catalogue import DrafterFactory
 from swiftbatch.worker.papers.tokenswift.tokenswift import TokenSwiftOptions, tokenswift
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from swiftbatch.worker.bench.caches.retrieval import RetrievalKVCache
+from swiftbatch.worker.bench.compared_caches import RetrievalKVCache
 from swiftbatch.worker.drafters.catalogue import DrafterFactory
 from swiftbatch.worker.papers.triforce.triforce import TriForceOptions, triforce
 

@@ -13,10 +13,10 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.caches.arena import ArenaKVCache, KVArena
-from swiftbatch.worker.caches.copies import computing_stream
 from swiftbatch.worker.caches.full import FullKVCache
+from swiftbatch.worker.caches.host_copies import computing_stream
 from swiftbatch.worker.caches.partial import NewEntries, PartialCacheFactory
+from swiftbatch.worker.caches.slot_arena import ArenaKVCache, KVArena
 from swiftbatch.worker.drawing.cuda.cuda_drawing import CudaDrawing
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.kernels.choice import CUBLAS_WORKSPACES, CudaKernels, triton_version
@@ -32,10 +32,9 @@ from swiftbatch.worker.kernels.cuda.upload import Upload
 from swiftbatch.worker.kernels.decoder_weights import AnyLinear, PackedLinear
 from swiftbatch.worker.kernels.kv_dtypes import with_kv
 from swiftbatch.worker.kernels.sizes import BLOCK
-from swiftbatch.worker.target.cuda.met_experts import CudaExpertCounts
-from swiftbatch.worker.target.cuda.partial_arena import PartialArena, arena_for
+from swiftbatch.worker.target.cuda.partial_arena import PartialArena, RowMover, arena_for
 from swiftbatch.worker.target.cuda.rounds import CudaRounds, entries_of
-from swiftbatch.worker.target.cuda.row_mover import RowMover
+from swiftbatch.worker.target.expert_counts import CudaExpertCounts
 from swiftbatch.worker.target.hardware import hardware_of
 from swiftbatch.worker.target.partial_rows import PartialRows
 from swiftbatch.worker.target.tiles import SequenceRows, known_rows, pack_tiles, tree_rows
@@ -206,10 +205,10 @@ class CudaQueryTap:
     def __init__(self, decoder: CudaDecoder, num_layers: int, device: torch.device, capture: Capture) -> None:
         sizes = decoder.sizes
         heads = (sizes.num_kv_heads, sizes.num_heads // sizes.num_kv_heads, sizes.head_dim)
-        self._queries = torch.zeros(num_layers, *heads, dtype=sizes.dtype, device=device)
+        queries = self._queries = torch.zeros(num_layers, *heads, dtype=sizes.dtype, device=device)
 
         def keep(layer: int, query: torch.Tensor) -> None:
-            self._queries[layer].copy_(query[0])
+            queries[layer].copy_(query[0])
 
         self._graph = capture(lambda: decoder.forward(keep), device)
 

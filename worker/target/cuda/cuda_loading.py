@@ -9,9 +9,8 @@ from dataclasses import replace
 import torch
 
 from swiftbatch.jobs.run.option_values import AttentionName, KVDtype
-from swiftbatch.worker.caches.arena import KVArena
-from swiftbatch.worker.caches.copies import CudaLane, Staging, computing_stream
 from swiftbatch.worker.caches.full import MAX_TREE_NODES, CacheShape
+from swiftbatch.worker.caches.host_copies import CudaLane, Staging, computing_stream
 from swiftbatch.worker.caches.layer_ring import Streams
 from swiftbatch.worker.caches.memory.memory_plan import (
     NO_DRAFTS,
@@ -29,12 +28,13 @@ from swiftbatch.worker.caches.memory.memory_plan import (
 )
 from swiftbatch.worker.caches.memory.model_sizes import ModelSizes, read_sizes
 from swiftbatch.worker.caches.memory.offload import plan_offload
+from swiftbatch.worker.caches.memory.page_counts import PoolSize, held_in_windows
 from swiftbatch.worker.caches.memory.page_plan import most_of_a_job, plan_pages
-from swiftbatch.worker.caches.memory.pages import held_in_windows
 from swiftbatch.worker.caches.offloaded_arena import OffloadedArena
 from swiftbatch.worker.caches.paged_arena import PagedArena
 from swiftbatch.worker.caches.room import HeldPositions
 from swiftbatch.worker.caches.scan_slots import scan_memory
+from swiftbatch.worker.caches.slot_arena import KVArena
 from swiftbatch.worker.caches.state_arena import StateArena
 from swiftbatch.worker.caches.summary import CHUNK_SIZE, summary_positions
 from swiftbatch.worker.caches.window_arena import WindowArena
@@ -128,11 +128,12 @@ def planned_forwards(
 
 def arena_of(shape: CacheShape, plan: MemoryPlan, staging: Staging | None) -> KVArena:
     """The memory of caches on a GPU as planned: a pool of pages where the plan has some, or two."""
-    if plan.windows is not None:
-        return WindowArena(shape, plan.num_slots, plan.longest_job, plan.num_pages, plan.windows, staging)
-    if plan.num_pages:
+    if plan.windows is not None or plan.num_pages:
         paged = PagedArena if shape.recurrent is None else StateArena
-        return paged(shape, plan.num_slots, plan.longest_job, plan.num_pages, staging)
+        if plan.windows is not None:
+            paged = WindowArena
+        pool = PoolSize(plan.num_pages, windows=plan.windows)
+        return paged(shape, plan.num_slots, plan.longest_job, pool, staging)
     return KVArena(shape, plan.num_slots, plan.longest_job, staging)
 
 
@@ -142,7 +143,7 @@ def whole_arena(
     """Memory of caches as a kind of attention has it, where every slot's sequence has room for `max_length`."""
     if PLANS[attention] is plan_pages:
         paged = PagedArena if shape.recurrent is None else StateArena
-        return paged(shape, num_slots, max_length, num_slots * most_of_a_job(max_length), staging)
+        return paged(shape, num_slots, max_length, PoolSize(num_slots * most_of_a_job(max_length)), staging)
     return KVArena(shape, num_slots, max_length, staging)
 
 

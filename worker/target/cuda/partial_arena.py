@@ -1,26 +1,81 @@
-"""All partial caches of a drafter on a GPU in one buffer, with their biases and means; copies into it are launches."""
+"""All partial caches of a drafter on a GPU in one buffer, with their biases and means; accepted rows move within it."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
+from collections.abc import Iterator
+from collections.abc import Sequence as Many
 from typing import TypeGuard
 
 import numpy as np
 import torch
 
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.caches.arena import ArenaKVCache, SlotLease
-from swiftbatch.worker.caches.full import CacheShape, FullKVCache
+from swiftbatch.worker.caches.full import MAX_TREE_NODES, CacheShape, FullKVCache
 from swiftbatch.worker.caches.partial import Entries, PartialCacheFactory
 from swiftbatch.worker.caches.room import KVRoomError
 from swiftbatch.worker.caches.scan_slots import SlotKeys
+from swiftbatch.worker.caches.slot_arena import ArenaKVCache, Place, SlotLease
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.kernels.cuda.moving.means import average_chunks
-from swiftbatch.worker.kernels.cuda.moving.move_rows import gather_entries, gather_range
+from swiftbatch.worker.kernels.cuda.graph import Capture, capture
+from swiftbatch.worker.kernels.cuda.move_rows import (
+    PADDING,
+    Move,
+    gather_entries,
+    gather_range,
+    move_rows,
+    moves_of,
+)
+from swiftbatch.worker.kernels.cuda.row_means import average_chunks
 from swiftbatch.worker.kernels.cuda.scan.scanned_texts import ScannedTexts, TextSizes
+from swiftbatch.worker.kernels.cuda.upload import Upload
 from swiftbatch.worker.kernels.scan_coding import most_chunks
-from swiftbatch.worker.target.cuda.row_mover import RowMover
+
+
+class RowMover:
+    """Moves rows of an arena's buffer. Captured at once: copies of other threads would disturb it later."""
+
+    def __init__(self, buffer: torch.Tensor, capture: Capture = capture) -> None:
+        """`buffer [num_layers, 2, num_slots, num_kv_heads, capacity, head_dim]`."""
+        moves = self._moves = torch.tensor([PADDING] * MAX_TREE_NODES, dtype=torch.int32, device=buffer.device)
+        self._upload = Upload(moves.view(-1))
+        self._graph = capture(lambda: move_rows(buffer, moves), buffer.device)
+        self._waiting: list[Move] | None = None  # moves that are made together; None: each one at once
+
+    def __call__(self, slot: int, root: int, path: Many[int], place: Place | None = None) -> None:
+        """Bring the nodes `path` of a tree whose root is entry `root` of a slot behind it, in all layers.
+
+        With `place` entries lie in the one slot of a pool, where it says.
+        """
+        moves = moves_of(slot, root, path)
+        if place is not None:
+            moves = [(0, place(source), place(target)) for _, source, target in moves]
+        if self._waiting is None:
+            self._move(moves)
+        else:
+            self._waiting += moves
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Within it moves wait; they are made at its end, all at once."""
+        self._waiting = moves = list[Move]()
+        try:
+            yield
+        finally:
+            self._waiting = None
+            self._move(moves)
+
+    def _move(self, moves: list[Move]) -> None:
+        """Launch moves, in order, as many at once as the table takes."""
+        for start in range(0, len(moves), len(self._moves)):
+            part = moves[start : start + len(self._moves)]
+            table = self._upload.buffer().reshape(self._moves.shape)
+            table[:] = PADDING
+            table[: len(part)] = part
+            self._upload.send()
+            self._graph.replay()
 
 
 class PartialArena:

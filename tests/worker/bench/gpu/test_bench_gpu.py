@@ -22,8 +22,8 @@ from swiftbatch.worker.bench.gpu.gpu_options import GPUBenchOptions
 from swiftbatch.worker.bench.gpu.gpu_steps import Stopwatch, read_records, resume_record, step_bytes, step_records
 from swiftbatch.worker.bench.gpu.measuring import fitting_lengths, measured
 from swiftbatch.worker.bench.gpu.sizing import MODELS
-from swiftbatch.worker.caches.arena import ArenaKVCache
 from swiftbatch.worker.caches.memory.memory_plan import GPUMemory
+from swiftbatch.worker.caches.slot_arena import ArenaKVCache
 from swiftbatch.worker.exactness.first_run.parts import Parts
 from swiftbatch.worker.kernels import choice
 from swiftbatch.worker.kernels.choice import CudaKernels

@@ -20,7 +20,7 @@ from swiftbatch.worker.bench.gpu.many_jobs import (
     way_before,
     way_now,
 )
-from swiftbatch.worker.drafters.budget import PRIOR_ACCEPTANCE
+from swiftbatch.worker.drafters.tree_budget import PRIOR_ACCEPTANCE
 from tests import ROOT
 
 PAGE = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")

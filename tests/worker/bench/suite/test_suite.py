@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.worker.bench.auto import auto_bench
+from swiftbatch.worker.bench import auto_bench, decode
 from swiftbatch.worker.bench.bench_engine import BenchError
-from swiftbatch.worker.bench.decode import decode
 from swiftbatch.worker.bench.kernels import roof
 from swiftbatch.worker.bench.options import BenchOptions
 from swiftbatch.worker.bench.suite import suite
@@ -24,7 +23,7 @@ from swiftbatch.worker.bench.suite.stage_file import MadeWith, StageFile, cpu_na
 from swiftbatch.worker.bench.suite.suite import SuiteOptions, run_suite
 from swiftbatch.worker.bench.suite.suite_stages import STAGES, SuiteStage, stages_of
 from swiftbatch.worker.model.files import ModelFiles, locate_model
-from swiftbatch.worker.training.hold import held
+from swiftbatch.worker.training.training_folder import held
 from tests.worker.kernels.kernel_parts import needs_kernels
 
 pytestmark = [pytest.mark.long, needs_kernels]

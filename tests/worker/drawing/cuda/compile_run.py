@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from swiftbatch.worker.caches.memory.pages import GPU_PAGE
+from swiftbatch.worker.caches.memory.page_counts import GPU_PAGE
 from swiftbatch.worker.caches.summary import CHUNK_SIZE
 from swiftbatch.worker.drawing.cuda import (
     best_tokens as choice,
@@ -16,7 +16,7 @@ from swiftbatch.worker.drawing.cuda import (
 from swiftbatch.worker.drawing.drawing import UNLIKELY
 from swiftbatch.worker.drawing.filters import best_kernels, filter_kernels
 from swiftbatch.worker.drawing.verification import TOP_K
-from swiftbatch.worker.kernels.cuda.moving import means, move_rows
+from swiftbatch.worker.kernels.cuda import move_rows, row_means
 from tests.worker.drawing.cuda.compile_parts import MOST_SHARED, Launch, resources
 
 FLOATS, BF16, INTS, LONGS = "*fp32", "*bf16", "*i32", "*i64"
@@ -56,7 +56,7 @@ WIDE = {"arena_ptr": INTS, "source_ptr": INTS, "out_ptr": INTS}  # of float32
 
 
 def every_launch() -> list[Launch]:
-    """As draw.py, candidates.py, counts.py and the room `moving` launch them, with heads of 128."""
+    """As draw.py, candidates.py, counts.py, move_rows.py and row_means.py launch them, with heads of 128."""
     block, top = {"BLOCK": buffers.BLOCK}, {"TOP": TOP_K}
     ranked = {"TOP": 16}  # candidates of a draft model's row
     width = {"WIDTH": 128}  # a head's, and that of 128,256 tokens in blocks
@@ -88,9 +88,14 @@ def every_launch() -> list[Launch]:
             move_rows.COPY_WARPS,
         ),
         Launch(move_rows.copy_rows, MOVING_TYPES | WIDE, gathered | {"IS_CHOSEN": True}, move_rows.COPY_WARPS),
-        Launch(means.average_chunk, MOVING_TYPES | {"source_ptr": BF16, "out_ptr": BF16}, averaged, means.NUM_WARPS),
         Launch(
-            means.average_chunk, MOVING_TYPES | {"source_ptr": FLOATS, "out_ptr": FLOATS}, averaged, means.NUM_WARPS
+            row_means.average_chunk, MOVING_TYPES | {"source_ptr": BF16, "out_ptr": BF16}, averaged, row_means.NUM_WARPS
+        ),
+        Launch(
+            row_means.average_chunk,
+            MOVING_TYPES | {"source_ptr": FLOATS, "out_ptr": FLOATS},
+            averaged,
+            row_means.NUM_WARPS,
         ),
     ]
 

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from swiftbatch.worker.exactness.first_run import noise_check as noise
-from swiftbatch.worker.exactness.first_run.noise_check import check_noise
-from swiftbatch.worker.exactness.first_run.probes import noise_of
+from swiftbatch.worker.exactness.first_run import machine as noise
+from swiftbatch.worker.exactness.first_run.machine import check_noise, noise_of
 from swiftbatch.worker.model.files import ModelFiles
 from tests.worker.exactness.first_run.small_parts import small_parts
 

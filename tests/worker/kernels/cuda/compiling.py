@@ -20,8 +20,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from swiftbatch.worker.caches.memory.pages import GPU_PAGE
-from swiftbatch.worker.exactness.first_run import probes
+from swiftbatch.worker.caches.memory.page_counts import GPU_PAGE
+from swiftbatch.worker.exactness.first_run import machine
 from swiftbatch.worker.kernels.attention_view import AttentionView
 from swiftbatch.worker.kernels.cuda import (
     activations,
@@ -38,21 +38,20 @@ from swiftbatch.worker.kernels.cuda import (
 )
 from swiftbatch.worker.kernels.cuda import layer_kernels as layers
 from swiftbatch.worker.kernels.cuda.attend import AttentionShape
-from swiftbatch.worker.kernels.cuda.scan import best, clouds, merge
+from swiftbatch.worker.kernels.cuda.scan import clouds, scan
 from swiftbatch.worker.kernels.cuda.scan import scan_choice as choice
 from swiftbatch.worker.kernels.cuda.scan.scanned_texts import TextSizes, scan_constants
 from swiftbatch.worker.kernels.cuda.stacked_experts import StackedExperts
 from swiftbatch.worker.kernels.cuda.states import ready, state_walk
-from swiftbatch.worker.kernels.cuda.states.move_steps import MOVE_WARPS, MOVED_WORDS, move_step_words
+from swiftbatch.worker.kernels.cuda.states.state_buffers import MOVE_WARPS, MOVED_WORDS, move_step_words
 from swiftbatch.worker.kernels.cuda.states.state_layers import finish_constants, finish_group
 from swiftbatch.worker.kernels.cuda.states.step_layout import StepLayout
 from swiftbatch.worker.kernels.decoder_weights import linear_from
-from swiftbatch.worker.kernels.forms import Activation, NormForm
+from swiftbatch.worker.kernels.forms import Activation, NormForm, Routing, Score
 from swiftbatch.worker.kernels.mixer_sizes import MixerForm, MixerSizes
 from swiftbatch.worker.kernels.packed import CODE_BITS, TABLES, Code, PackedMatrix, Weight
-from swiftbatch.worker.kernels.routing import Routing, Score
 from swiftbatch.worker.kernels.sizes import ROW_CHOICES, LatentSizes
-from swiftbatch.worker.papers.griffin.triton import draft_layer_kernels as griffin
+from swiftbatch.worker.papers.griffin import draft_layer_kernels as griffin
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 MOST_ROWS = ROW_CHOICES[-1]
@@ -249,12 +248,12 @@ def scan_kernels(dtype: str, head_dim: int = HEAD_DIM) -> dict[str, Made]:
         "sample": choice.sample_scores,
         "threshold": choice.find_threshold,
         "choose": choice.choose_keys,
-        "attend to the best": best.attend_best,
-        "merge all": merge.scan_merge,
+        "attend to the best": scan.attend_best,
+        "merge all": clouds.scan_merge,
     }
     found: dict[str, Made] = {name: (kernel, dict(constants[kernel.__name__])) for name, kernel in made.items()}
     reads = found["attend to the best"][1]
-    found["attend to the best in pages"] = best.attend_best, reads | {"PAGE": GPU_PAGE}
+    found["attend to the best in pages"] = scan.attend_best, reads | {"PAGE": GPU_PAGE}
     reads |= {"PAGE": 0, "full_slots_ptr": None, "pages_ptr": None}
     return found
 
@@ -306,8 +305,8 @@ def kernels_besides_attention() -> dict[str, Made]:
         "linear with bias": (linear.multiply_columns, linear.multiply_constants(HIDDEN, True)),
         "head": (linear.multiply_columns, plain_linear),
         **griffin_kernels(),
-        "read": (probes.read_numbers, probes.READ_CONSTANTS),
-        "noise": (probes.store_noise, {"BLOCK": probes.NOISE_BLOCK}),
+        "read": (machine.read_numbers, machine.READ_CONSTANTS),
+        "noise": (machine.store_noise, {"BLOCK": machine.NOISE_BLOCK}),
     }
 
 

@@ -17,9 +17,8 @@ from swiftbatch.worker.kernels.cuda.router import TILE, num_tiles
 from swiftbatch.worker.kernels.cuda.stacked_experts import stacked_experts
 from swiftbatch.worker.kernels.decoder_weights import Linear, PackedLinear, linear_from, plain_linear
 from swiftbatch.worker.kernels.expert_weights import ExpertWeights
-from swiftbatch.worker.kernels.forms import Activation
+from swiftbatch.worker.kernels.forms import Activation, Routing, Score
 from swiftbatch.worker.kernels.packed import Code
-from swiftbatch.worker.kernels.routing import Routing, Score
 from swiftbatch.worker.kernels.sizes import NUM_ROWS
 from tests.worker.kernels.cuda.launches import launched
 from tests.worker.kernels.expert_parts import EXPERT_SHAPES, ExpertShape, random_experts

@@ -12,8 +12,8 @@ from torch import Tensor
 from swiftbatch.jobs.run.option_values import KVDtype
 from swiftbatch.worker.kernels.cuda.attend import Scratch, attend
 from swiftbatch.worker.kernels.cuda.layer_kernels import rope_store
-from swiftbatch.worker.kernels.cuda.moving.means import average_chunks
-from swiftbatch.worker.kernels.cuda.moving.move_rows import gather_entries, gather_range
+from swiftbatch.worker.kernels.cuda.move_rows import gather_entries, gather_range
+from swiftbatch.worker.kernels.cuda.row_means import average_chunks
 from swiftbatch.worker.kernels.kv_codes import CODES, coded, numbers_of
 from swiftbatch.worker.kernels.sizes import CUDA_SCALE_BYTES, KV_SCALE_BYTES, NUM_ROWS
 from tests.worker.kernels.cuda.arenas import CAPACITY, NUM_SPLITS, Arena, arena_of, padded, random_arena, random_rows

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.worker.inspection.inspection import inspect_model
+from swiftbatch.worker.inspection import inspect_model
 from swiftbatch.worker.model.files import locate_model
 from tests.worker.model.formats.examples import EXAMPLES, integers
 from tests.worker.model.formats.twins import LLAMA, load, make_packed, make_twins

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from swiftbatch.jobs.chat import Message
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.worker.inspection.inspection import inspect_model
+from swiftbatch.worker.inspection import inspect_model
 from swiftbatch.worker.kernels.packed import PackedMatrix
 from swiftbatch.worker.model.dense import dense_weights
 from swiftbatch.worker.model.files import CONFIG_FILES, OtherModelError, eos_token_ids_of, locate_model, model_folder
@@ -186,9 +186,7 @@ def test_inspect_tells_formats_without_torch_and_before_a_tokenizer_is_made(file
     assert found.cpu.name == "kernels"
     assert found.has_chat_template
     assert not list(cache.glob("*/tokenizer.json"))
-    program = (
-        f"import sys; from swiftbatch.worker.inspection.inspection import inspect_model; inspect_model({str(file)!r})"
-    )
+    program = f"import sys; from swiftbatch.worker.inspection import inspect_model; inspect_model({str(file)!r})"
     subprocess.run([sys.executable, "-c", f"{program}; assert 'torch' not in sys.modules"], check=True)
 
 

@@ -15,8 +15,7 @@ from click.testing import CliRunner, Result
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.scheduler.cli import main
-from swiftbatch.worker.bench.bench_engine import BenchError
-from swiftbatch.worker.bench.bench_text import encode, read_text
+from swiftbatch.worker.bench.bench_engine import BenchError, encode, read_text
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.drafters.base import Drafter, DraftRequest
 from swiftbatch.worker.drawing.sequence import Sequence

@@ -12,10 +12,9 @@ from swiftbatch.worker.drafters.base import DraftRequest
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.papers.griffin.draft_forwards import GriffinForwards, Level
-from swiftbatch.worker.papers.griffin.draft_input import regressed_place
+from swiftbatch.worker.papers.griffin.draft_input import entry_of, regressed_place, window_start
 from swiftbatch.worker.papers.griffin.griffin import GriffinDrafter, GriffinOptions
 from swiftbatch.worker.papers.griffin.variants import PAPER as GRIFFIN_PAPER
-from swiftbatch.worker.papers.griffin.window import entry_of, window_start
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.drafters.drafter_parts import proposed
 from tests.worker.papers.griffin.griffin_parts import (

@@ -21,12 +21,11 @@ from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.drawing.sampling import TokenSampler
 from swiftbatch.worker.kernels.cuda.upload import Download, Upload
 from swiftbatch.worker.model.files import GRIFFIN_FILE, PARTS_FOLDER, locate_model
-from swiftbatch.worker.papers.griffin.cuda_rows import CudaRows, cuda_rows
+from swiftbatch.worker.papers.griffin.cuda_draft_rows import CudaRows, cuda_rows
 from swiftbatch.worker.papers.griffin.draft_input import Candidates, DraftRows
 from swiftbatch.worker.papers.griffin.draft_rows import TiledRows, features_of, rows_of
 from swiftbatch.worker.papers.griffin.griffin import GriffinOptions
-from swiftbatch.worker.papers.griffin.griffin_memory import _stacked_numbers
-from swiftbatch.worker.papers.griffin.griffin_weights import load_griffin
+from swiftbatch.worker.papers.griffin.griffin_weights import _stacked_numbers, load_griffin
 from swiftbatch.worker.papers.griffin.model import SECOND_FUSIONS, GriffinConfig, GriffinModel
 from swiftbatch.worker.papers.griffin.torch_ranking import SPREAD
 from swiftbatch.worker.target.cuda.cuda_loading import drafts_of

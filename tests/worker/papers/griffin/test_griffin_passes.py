@@ -14,6 +14,7 @@ from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.drawing.noise import GumbelNoise
 from swiftbatch.worker.drawing.sampling import draw
 from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.papers.griffin.draft_input import NUM_ENTRIES, window_start
 from swiftbatch.worker.papers.griffin.model import GriffinModel
 from swiftbatch.worker.papers.griffin.training import accuracy as griffin_accuracy
 from swiftbatch.worker.papers.griffin.training import passes as griffin_passes
@@ -26,7 +27,6 @@ from swiftbatch.worker.papers.griffin.training.feature_texts import (
 )
 from swiftbatch.worker.papers.griffin.training.passes import accumulate_gradients, forward_passes, token_loss
 from swiftbatch.worker.papers.griffin.training.recipe import GriffinRecipe
-from swiftbatch.worker.papers.griffin.window import NUM_ENTRIES, window_start
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.training.corpus import CorpusError
 from swiftbatch.worker.training.feature_file import read_features, write_features

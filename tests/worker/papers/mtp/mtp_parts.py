@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from swiftbatch.worker.model.files import locate_model, read_config
 from swiftbatch.worker.model.predictors import FORMS, ONE_LAYER, OWN, PredictorForm
-from swiftbatch.worker.papers.mtp.predictor_module import PredictorModule
+from swiftbatch.worker.papers.mtp.predictor import PredictorModule
 from swiftbatch.worker.target.native_forwards import NativeForwards
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.model.expert_configs import WITH_EXPERTS as EXPERTS

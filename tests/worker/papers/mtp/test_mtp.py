@@ -15,10 +15,10 @@ from swiftbatch.worker.drafters.catalogue import create_drafter
 from swiftbatch.worker.drafters.two_level.measured import MeasuredDrafter
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine
-from swiftbatch.worker.inspection.inspection import inspect_model
-from swiftbatch.worker.papers.mtp import mtp_forwards
-from swiftbatch.worker.papers.mtp.mtp_forwards import MTPForwards
-from swiftbatch.worker.papers.mtp.predictor_weights import load_predictor
+from swiftbatch.worker.inspection import inspect_model
+from swiftbatch.worker.papers.mtp import mtp
+from swiftbatch.worker.papers.mtp.mtp import MTPForwards
+from swiftbatch.worker.papers.mtp.predictor import load_predictor
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.model.formats.examples import EXAMPLES
@@ -98,7 +98,7 @@ def test_a_full_cache_keeps_the_first_and_the_newest_rows_at_their_positions(
 
     everything = entries()
     for name, number in {"WINDOW": 64, "MOST_AT_ONCE": 64, "NUM_ENTRIES": 192}.items():
-        monkeypatch.setattr(mtp_forwards, name, number)
+        monkeypatch.setattr(mtp, name, number)
     kept = entries()
     newest = kept.shape[2] - 64
     assert 64 <= newest <= 128

@@ -13,8 +13,7 @@ from rich.console import Console
 
 from swiftbatch.scheduler.cli import main
 from swiftbatch.worker.bench.bench_engine import BenchError
-from swiftbatch.worker.bench.caches.compared_caches import PARTIAL_CACHES
-from swiftbatch.worker.bench.caches.importance import ImportanceKVCache
+from swiftbatch.worker.bench.compared_caches import PARTIAL_CACHES, ImportanceKVCache
 from swiftbatch.worker.bench.long.long_figures import LongFigures, LongRecord, LongResult
 from swiftbatch.worker.model.files import PARTS_FOLDER, locate_model
 from swiftbatch.worker.papers.tokenswift.heads import save_heads

@@ -10,7 +10,7 @@ import pytest
 
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 from swiftbatch.worker.papers.tokenswift.digit_tree import Ranked, Sources, digit_tree
-from swiftbatch.worker.papers.tokenswift.tables.reuse import by_ngrams_alone
+from swiftbatch.worker.papers.tokenswift.tables.ablation import by_ngrams_alone
 from tests.work_counts import num_lines
 
 Paths = dict[tuple[int, ...], float]

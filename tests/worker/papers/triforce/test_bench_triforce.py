@@ -13,10 +13,9 @@ import torch
 from click.testing import CliRunner, Result
 
 from swiftbatch.scheduler.cli import main
-from swiftbatch.worker.bench.bench_text import encode
-from swiftbatch.worker.bench.caches.compared_caches import PARTIAL_CACHES
-from swiftbatch.worker.bench.caches.retrieval import RetrievalKVCache
-from swiftbatch.worker.bench.comparisons.arm_generation import PromptFigures
+from swiftbatch.worker.bench.bench_engine import encode
+from swiftbatch.worker.bench.compared_caches import PARTIAL_CACHES, RetrievalKVCache
+from swiftbatch.worker.bench.comparisons.arms import PromptFigures
 from swiftbatch.worker.bench.comparisons.prompt_forms import Prompts
 from swiftbatch.worker.bench.comparisons.prompts import NEEDLE, make_prompts
 from swiftbatch.worker.caches.summary import SummaryKVCache

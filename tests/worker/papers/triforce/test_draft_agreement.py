@@ -16,8 +16,8 @@ from swiftbatch.worker.drawing.sampling import draw
 from swiftbatch.worker.model.files import DRAFT_FOLDER, PARTS_FOLDER, ModelFiles, locate_model
 from swiftbatch.worker.model.text import TextCodec
 from swiftbatch.worker.papers.triforce.draft_model import window_of
-from swiftbatch.worker.papers.triforce.training.recipe import LENGTH, draft_config
-from swiftbatch.worker.papers.triforce.training.training import SAMPLING, agreement, windowed_logits
+from swiftbatch.worker.papers.triforce.recipe import LENGTH, draft_config
+from swiftbatch.worker.papers.triforce.training import SAMPLING, agreement, windowed_logits
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.training.own_texts import Text, load_target, own_texts
 from tests import ROOT

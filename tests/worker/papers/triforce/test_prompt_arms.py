@@ -16,8 +16,7 @@ import torch
 
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.bench_engine import BenchError
-from swiftbatch.worker.bench.comparisons.arm_generation import PromptFigures
-from swiftbatch.worker.bench.comparisons.arms import PromptArms
+from swiftbatch.worker.bench.comparisons.arms import PromptArms, PromptFigures
 from swiftbatch.worker.bench.comparisons.prompts import Prompt, ReadPrompt, read_prompt
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.caches.offloaded import OffloadedKVCache

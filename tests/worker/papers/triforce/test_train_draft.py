@@ -18,11 +18,11 @@ from swiftbatch.jobs.errors import ModelError
 from swiftbatch.scheduler.cli import main
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.model.text import TextCodec
+from swiftbatch.worker.papers.triforce import recipe as recipes
+from swiftbatch.worker.papers.triforce import training as draft
 from swiftbatch.worker.papers.triforce.draft_model import NUM_SINKS
-from swiftbatch.worker.papers.triforce.training import recipe as recipes
-from swiftbatch.worker.papers.triforce.training import training as draft
-from swiftbatch.worker.papers.triforce.training.recipe import DraftRecipe, draft_config, draft_recipe
-from swiftbatch.worker.papers.triforce.training.training import (
+from swiftbatch.worker.papers.triforce.recipe import DraftRecipe, draft_config, draft_recipe
+from swiftbatch.worker.papers.triforce.training import (
     SAMPLING,
     DraftWindows,
     distil,

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.bench.caches import retrieval as retrieval_cache
-from swiftbatch.worker.bench.caches.compared_caches import PARTIAL_CACHES
+from swiftbatch.worker.bench import compared_caches as retrieval_cache
+from swiftbatch.worker.bench.compared_caches import PARTIAL_CACHES
 from swiftbatch.worker.drafters.base import Drafter
 from swiftbatch.worker.drafters.catalogue import create_drafter
 from swiftbatch.worker.drafters.two_level.drafter import TwoLevelDrafter

@@ -7,13 +7,13 @@ import random
 import torch
 
 from swiftbatch.jobs.run.option_values import AttentionName, KVDtype, LinearName
-from swiftbatch.worker.caches.arena import KVArena, SlotLease
-from swiftbatch.worker.caches.copies import HostStream
 from swiftbatch.worker.caches.full import CacheShape
+from swiftbatch.worker.caches.host_copies import HostStream
 from swiftbatch.worker.caches.layer_ring import Streams
-from swiftbatch.worker.caches.memory.pages import WindowPages, pages_of
+from swiftbatch.worker.caches.memory.page_counts import PoolSize, WindowPages, pages_of
 from swiftbatch.worker.caches.offloaded_arena import OffloadedArena, OffloadedSlotCache
 from swiftbatch.worker.caches.paged_arena import PagedArena
+from swiftbatch.worker.caches.slot_arena import KVArena, SlotLease
 from swiftbatch.worker.caches.state_arena import StateArena
 from swiftbatch.worker.caches.window_arena import WindowArena
 from swiftbatch.worker.kernels.choice import CudaKernels
@@ -57,7 +57,7 @@ def arena_of(
     if windows is not None:
         return window_arena_of(shape, num_slots, longest_job, num_pages, windows)
     paged = PagedArena if shape.recurrent is None else StateArena
-    arena = paged(shape, num_slots, longest_job, num_pages, page=PAGE)
+    arena = paged(shape, num_slots, longest_job, PoolSize(num_pages, PAGE))
     if arena.states is not None:
         leave_unwritten(arena.states.states)
         leave_unwritten(arena.states.steps)
@@ -69,7 +69,7 @@ def window_arena_of(
     shape: CacheShape, num_slots: int, longest_job: int, num_pages: int, windows: WindowPages
 ) -> WindowArena:
     """The same with a pool for layers with a window, where a page that is nobody's is full of NaN."""
-    arena = WindowArena(shape, num_slots, longest_job, num_pages, windows, page=PAGE)
+    arena = WindowArena(shape, num_slots, longest_job, PoolSize(num_pages, PAGE, windows))
     spoil_free_pages(arena)
     for pool in (arena.pool, arena.windowed.pool):
         random.Random(num_pages).shuffle(pool._free)

@@ -18,7 +18,7 @@ from swiftbatch.worker.kernels.cuda.stacked import stacked_weights
 from swiftbatch.worker.kernels.packed import PackedMatrix
 from swiftbatch.worker.model.dense import dense_weights
 from swiftbatch.worker.model.files import locate_model
-from swiftbatch.worker.target.cuda import met_experts
+from swiftbatch.worker.target import expert_counts
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.tiles import tree_rows
 from tests.worker.caches.memory.test_packed_sizes import loaded_bytes
@@ -89,7 +89,7 @@ def test_the_experts_that_rows_meet_are_counted_as_on_a_cpu_and_learned_without_
     files = locate_model(str(folder_of("Qwen3 30B A3B", tmp_path)))
     targets = TargetModel.load(files, "float32", "cpu"), cuda_target(files, torch.float32, 1, linear="cublas")
     caches = [target.new_cache(100) for target in targets]
-    monkeypatch.setattr(met_experts, "LOOKS_EVERY", 2)
+    monkeypatch.setattr(expert_counts, "LOOKS_EVERY", 2)
     ours, theirs = (target.forwards.expert_counts for target in targets)
     assert ours is not None
     assert theirs is not None

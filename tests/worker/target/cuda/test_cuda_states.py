@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from swiftbatch.jobs.checkpoints.state_file import LayerStates, decode_state, encode_state
-from swiftbatch.jobs.identity import Identity
+from swiftbatch.jobs.file_owner import Identity
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.caches.memory.model_sizes import read_sizes
 from swiftbatch.worker.caches.state_arena import StateArena, StateSlotCache

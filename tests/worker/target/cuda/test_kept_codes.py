@@ -12,8 +12,8 @@ import torch
 from swiftbatch.jobs.run.option_values import KVDtype
 from swiftbatch.worker.caches.memory.memory_plan import GPUMemory
 from swiftbatch.worker.caches.memory.model_sizes import read_sizes
+from swiftbatch.worker.caches.memory.page_counts import GPU_PAGE
 from swiftbatch.worker.caches.memory.page_plan import plan_pages
-from swiftbatch.worker.caches.memory.pages import GPU_PAGE
 from swiftbatch.worker.model.files import ModelFiles, locate_model
 from swiftbatch.worker.target.cuda.cuda_forwards import CudaForwards
 from swiftbatch.worker.target.target import TargetModel

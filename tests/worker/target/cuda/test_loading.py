@@ -13,11 +13,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from swiftbatch.worker.bench.gpu.sizing import MODELS, WINDOWED
-from swiftbatch.worker.caches.copies import computing_stream
+from swiftbatch.worker.caches.host_copies import computing_stream
 from swiftbatch.worker.caches.layer_ring import Streams
 from swiftbatch.worker.caches.memory.memory_plan import GPUMemory, MemoryPlan, SlotsWanted, plan_memory
 from swiftbatch.worker.caches.memory.model_sizes import ModelSizes, read_sizes
-from swiftbatch.worker.caches.memory.pages import held_in_windows
+from swiftbatch.worker.caches.memory.page_counts import held_in_windows
 from swiftbatch.worker.caches.room import KVRoom
 from swiftbatch.worker.kernels.choice import CudaKernels, triton_version
 from swiftbatch.worker.model.files import ModelFiles, locate_model

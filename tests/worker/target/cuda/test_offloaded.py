@@ -13,8 +13,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from swiftbatch.worker.bench.bench_variants import BENCH_ENGINES
-from swiftbatch.worker.caches.copies import ComputingStream, computing_stream
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
+from swiftbatch.worker.caches.host_copies import ComputingStream, computing_stream
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 from swiftbatch.worker.model.files import ModelFiles, locate_model
 from swiftbatch.worker.target import step_costs

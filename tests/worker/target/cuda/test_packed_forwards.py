@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from swiftbatch.jobs.run.option_values import LinearName
-from swiftbatch.worker.caches.arena import KVArena
+from swiftbatch.worker.caches.slot_arena import KVArena
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 from swiftbatch.worker.kernels.choice import CudaKernels
 from swiftbatch.worker.kernels.cuda.stacked import StackedWeights, stacked_weights

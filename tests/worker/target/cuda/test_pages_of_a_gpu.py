@@ -12,7 +12,7 @@ import torch
 
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.worker.caches.memory.pages import pages_of
+from swiftbatch.worker.caches.memory.page_counts import pages_of
 from swiftbatch.worker.caches.paged_arena import PagedArena
 from swiftbatch.worker.model.files import ModelFiles
 from swiftbatch.worker.session import session as worker_session

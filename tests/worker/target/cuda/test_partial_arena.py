@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.bench.caches import retrieval as retrieval_cache
-from swiftbatch.worker.bench.caches.compared_caches import PARTIAL_CACHES
+from swiftbatch.worker.bench import compared_caches as retrieval_cache
+from swiftbatch.worker.bench.compared_caches import PARTIAL_CACHES
 from swiftbatch.worker.caches import summary as summary_cache
-from swiftbatch.worker.caches.arena import KVArena
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
 from swiftbatch.worker.caches.partial import PartialCache
 from swiftbatch.worker.caches.room import KVRoomError
+from swiftbatch.worker.caches.slot_arena import KVArena
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.target.cuda.partial_arena import PartialArena, arena_for
 from tests.worker.kernels.cuda.launches import launched

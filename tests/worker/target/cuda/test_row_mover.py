@@ -7,11 +7,12 @@ import random
 import pytest
 import torch
 
-from swiftbatch.worker.caches.arena import KVArena
 from swiftbatch.worker.caches.full import MAX_TREE_NODES, CacheShape
+from swiftbatch.worker.caches.memory.page_counts import PoolSize
 from swiftbatch.worker.caches.paged_arena import PagedArena
+from swiftbatch.worker.caches.slot_arena import KVArena
 from swiftbatch.worker.kernels.cuda.graph import Graph, Repeated, Work
-from swiftbatch.worker.target.cuda.row_mover import RowMover
+from swiftbatch.worker.target.cuda.partial_arena import RowMover
 
 SHAPE = CacheShape(2, 2, 16, torch.float32, torch.device("cpu"))
 
@@ -33,7 +34,7 @@ class CountedGraphs:
 def test_moves_of_all_sequences_of_a_step_are_one_launch_and_leave_what_indexing_leaves(num_sequences: int) -> None:
     """More than the table takes are two."""
     graphs, numbers = CountedGraphs(), random.Random(2)
-    arenas = [PagedArena(SHAPE, num_sequences, 300, num_sequences * 9, page=64) for _ in range(2)]
+    arenas = [PagedArena(SHAPE, num_sequences, 300, PoolSize(num_sequences * 9, 64)) for _ in range(2)]
     arenas[0].buffer.normal_(generator=torch.Generator().manual_seed(0))
     arenas[1].buffer.copy_(arenas[0].buffer)
     arenas[1].move_rows = mover = RowMover(arenas[1].buffer, graphs)

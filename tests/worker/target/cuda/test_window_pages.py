@@ -16,7 +16,7 @@ import torch
 from swiftbatch.jobs.run.option_values import KVDtype
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.worker.caches.full import FullKVCache
-from swiftbatch.worker.caches.memory.pages import WindowPages, pages_of
+from swiftbatch.worker.caches.memory.page_counts import WindowPages, pages_of
 from swiftbatch.worker.caches.paged_arena import NO_PAGE
 from swiftbatch.worker.caches.room import HeldPositions
 from swiftbatch.worker.caches.window_arena import WindowArena

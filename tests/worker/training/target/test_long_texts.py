@@ -12,9 +12,8 @@ from torch.nn.functional import cross_entropy, kl_div, log_softmax
 from transformers import DynamicCache, Qwen3ForCausalLM
 
 from swiftbatch.worker.training.target import stages
-from swiftbatch.worker.training.target.losses import states_of
 from swiftbatch.worker.training.target.recipe import LongTextRecipe, WindowKind, long_text_recipe
-from swiftbatch.worker.training.target.stages import LongTexts
+from swiftbatch.worker.training.target.stages import LongTexts, states_of
 from swiftbatch.worker.training.target.training_attention import ATTENTION_NAME, EarlierSegments
 from swiftbatch.worker.training.target.windows import WindowSource
 from tests.worker.training.small_target import small_config

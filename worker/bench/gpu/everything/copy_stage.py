@@ -14,7 +14,7 @@ from swiftbatch.worker.bench.gpu.everything.decoding import random_ids
 from swiftbatch.worker.bench.gpu.everything.round_stages import offloaded_target
 from swiftbatch.worker.bench.gpu.everything.trial import Trial, Try, streams_of
 from swiftbatch.worker.caches.full import FullKVCache
-from swiftbatch.worker.caches.hosts import PinnedMemory
+from swiftbatch.worker.caches.host_memory import PinnedMemory
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.exactness.first_run.findings import Finding, Row
 from swiftbatch.worker.exactness.first_run.parts import Parts

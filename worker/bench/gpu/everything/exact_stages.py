@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 from swiftbatch.jobs.run.option_values import KVDtype
 from swiftbatch.worker.bench.gpu.everything.trial import Trial, Try
-from swiftbatch.worker.caches.arena import KVArena
+from swiftbatch.worker.caches.memory.page_counts import GPU_PAGE, PoolSize
 from swiftbatch.worker.caches.memory.page_plan import most_of_a_job
-from swiftbatch.worker.caches.memory.pages import GPU_PAGE
 from swiftbatch.worker.caches.paged_arena import PagedArena
+from swiftbatch.worker.caches.slot_arena import KVArena
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.exactness.first_run.attention_check import OneLayer
 from swiftbatch.worker.exactness.first_run.findings import Finding, Row, differing_bits
@@ -92,9 +92,11 @@ def _any_order(parts: Parts, lengths: Sequence[int]) -> Finding:
     small = num_pages * GPU_PAGE // SMALL_PAGE
     arenas: dict[str, Callable[[], KVArena]] = {
         "slots": lambda: KVArena(shape, len(lengths), longest),
-        "pages in order": lambda: PagedArena(shape, len(lengths), longest, num_pages),
-        "pages in any order": lambda: shuffled(PagedArena(shape, len(lengths), longest, num_pages)),
-        "small pages in any order": lambda: shuffled(PagedArena(shape, len(lengths), longest, small, page=SMALL_PAGE)),
+        "pages in order": lambda: PagedArena(shape, len(lengths), longest, PoolSize(num_pages)),
+        "pages in any order": lambda: shuffled(PagedArena(shape, len(lengths), longest, PoolSize(num_pages))),
+        "small pages in any order": lambda: shuffled(
+            PagedArena(shape, len(lengths), longest, PoolSize(small, SMALL_PAGE))
+        ),
     }
     found: list[Row] = []
     for name, make in arenas.items():
@@ -107,7 +109,9 @@ def _any_order(parts: Parts, lengths: Sequence[int]) -> Finding:
 
 def _shared(parts: Parts, length: int) -> Finding:
     """A second cache begins with the pages of the first one, beside a graph that was captured before."""
-    target = target_over(parts, shuffled(PagedArena(parts.cache_shape(), 2, length + ROOM, 4 * most_of_a_job(length))))
+    target = target_over(
+        parts, shuffled(PagedArena(parts.cache_shape(), 2, length + ROOM, PoolSize(4 * most_of_a_job(length))))
+    )
     first, second = (target.new_cache(length + ROOM) for _ in range(2))
     token_ids = [random.Random(7).randrange(target.vocab_size) for _ in range(length)]
     while first.length < length:
@@ -165,7 +169,9 @@ def _attention_to_codes(parts: Parts, length: int, kv_dtype: KVDtype) -> Finding
 
 def _rows_with_codes(parts: Parts, kv_dtype: KVDtype) -> Finding:
     shape = dataclasses.replace(parts.cache_shape(), kv_dtype=kv_dtype, kv_scale_bytes=CUDA_SCALE_BYTES)
-    target = target_over(parts, PagedArena(shape, NUM_CACHES, MAX_LENGTH, NUM_CACHES * most_of_a_job(MAX_LENGTH)))
+    target = target_over(
+        parts, PagedArena(shape, NUM_CACHES, MAX_LENGTH, PoolSize(NUM_CACHES * most_of_a_job(MAX_LENGTH)))
+    )
     found = probe_rows(target, parts.extent.num_rows // 4 or 1, most_nodes=parts.extent.most_nodes)
     return Finding(
         passed=found.num_differing == 0, words=differing_bits(found.num_differing, found.num_rows, "tree rows"), rows=[]

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import torch
 
-from swiftbatch.worker.bench.gpu.everything.trial import DEVIATION, Trial, Try
+from swiftbatch.worker.bench.gpu.everything.family_weights import DEVIATION
+from swiftbatch.worker.bench.gpu.everything.trial import Trial, Try
 from swiftbatch.worker.exactness.first_run.findings import Finding, Row, differing_bits
 from swiftbatch.worker.exactness.first_run.packed_products import random_matrix
 from swiftbatch.worker.exactness.first_run.parts import Parts
@@ -18,8 +19,8 @@ from swiftbatch.worker.kernels.choice import CudaKernels
 from swiftbatch.worker.kernels.cuda.stacked import StackedWeights
 from swiftbatch.worker.kernels.cuda.stacked_experts import StackedExperts
 from swiftbatch.worker.kernels.decoder_weights import linear_from
+from swiftbatch.worker.kernels.forms import Routing, Score
 from swiftbatch.worker.kernels.packed import Code, PackedMatrix, Weight
-from swiftbatch.worker.kernels.routing import Routing, Score
 
 FORMS: dict[str, tuple[Code, int, bool]] = {  # code, group, offsets
     "MXFP4": ("e2m1", 32, False),

@@ -20,7 +20,7 @@ from swiftbatch.worker.bench.bench_variants import create_bench_drafter
 from swiftbatch.worker.bench.gpu.everything.decoding import random_ids, sequences_of
 from swiftbatch.worker.bench.gpu.everything.trial import Shape, Trial, Try, write_random
 from swiftbatch.worker.drawing.cuda.cuda_drawing import CudaDrawing
-from swiftbatch.worker.drawing.cuda.draw_graphs import WORDS_OUT, DrawGraphs
+from swiftbatch.worker.drawing.cuda.draw_graphs import WORDS_OUT, in_a_row
 from swiftbatch.worker.drawing.verification import TOP_K
 from swiftbatch.worker.exactness.first_run.findings import Finding, Row
 from swiftbatch.worker.exactness.first_run.parts import ArenaTarget, Parts
@@ -49,7 +49,7 @@ class IdleDevice:
     launched: dict[str, list[float]] = field(default_factory=lambda: {FORWARD: [], DRAW: []})
 
     def __call__(self, work: Work, device: torch.device) -> Graph:
-        name = DRAW if work.__qualname__.startswith(DrawGraphs.__name__) else work.__name__
+        name = DRAW if work.__qualname__.startswith(in_a_row.__name__) else work.__name__
         times = self.launched.setdefault(name, [])
         return Repeated(lambda: times.append(time.thread_time()))
 

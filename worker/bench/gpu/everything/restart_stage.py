@@ -19,9 +19,8 @@ from typing import Any
 import torch
 
 from swiftbatch.jobs.processes import environment_of_code, module_command
-from swiftbatch.worker.bench.bench_engine import BenchError, digest
-from swiftbatch.worker.bench.bench_text import PROMPT
-from swiftbatch.worker.bench.checkpoints.bench_worker import BenchWorker, make_run
+from swiftbatch.worker.bench.bench_engine import PROMPT, BenchError, digest
+from swiftbatch.worker.bench.bench_worker import BenchWorker, make_run
 from swiftbatch.worker.bench.gpu.everything.trial import Trial, Try
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.exactness.first_run.findings import Finding, Row

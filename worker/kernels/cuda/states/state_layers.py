@@ -7,6 +7,8 @@ alone.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,11 +28,58 @@ from swiftbatch.worker.kernels.cuda.states.ready import (
     sigmoid,
     wide_roles,
 )
-from swiftbatch.worker.kernels.cuda.states.stacked_mixers import StackedMixer
 from swiftbatch.worker.kernels.cuda.states.state_buffers import StateBuffers
 from swiftbatch.worker.kernels.cuda.states.state_table import StateLayout, StateTable
 from swiftbatch.worker.kernels.cuda.states.state_walk import walk, weigh_paths
+from swiftbatch.worker.kernels.decoder_weights import AnyLinear
 from swiftbatch.worker.kernels.mixer_sizes import MixerForm, MixerSizes
+from swiftbatch.worker.kernels.mixer_weights import MixerWeights, mixer_float_shapes
+
+Stack = Callable[[Sequence[AnyLinear], torch.device], AnyLinear]
+
+
+@dataclass(frozen=True)
+class StackedMixer:
+    """The products in front by what their rows share a form in: those of channels, and those of heads; that behind."""
+
+    sizes: MixerSizes
+    wide: AnyLinear  # inputs, gates, in a convolution alone the gates of inputs behind them
+    narrow: AnyLinear | None  # a number or two of each head
+    output: AnyLinear
+    floats: dict[str, Tensor]  # on the device; `rates` are what decays are powers of
+    scales: tuple[Tensor, Tensor] | None = None  # of the columns of both products in front, of the model's dtype
+
+    @property
+    def products(self) -> list[AnyLinear]:
+        """All of them."""
+        return [self.wide, self.output, *([] if self.narrow is None else [self.narrow])]
+
+
+def stacked_mixer(mixer: MixerWeights, device: torch.device, stack: Stack) -> StackedMixer:
+    """Copies of what is stacked. Raises ValueError for what does not fit."""
+    sizes, linears = mixer.sizes, mixer.linears
+    for role, numbers, shape in mixer_float_shapes(mixer):
+        if numbers is not None and tuple(numbers.shape) != shape:
+            raise ValueError(f"found {role} as {list(numbers.shape)}, expected {list(shape)}")
+    floats = {role: numbers.detach().float().to(device).contiguous() for role, numbers in mixer.floats.items()}
+    scales = floats.pop("scales", None)
+    if "rates" in floats:
+        floats["rates"] = floats["rates"].exp()
+    heads = ("betas", "steps") if sizes.form == MixerForm.DELTA_NET else ("steps",)
+    return StackedMixer(
+        sizes,
+        stack([linears[role] for role in wide_roles(sizes)], device),
+        None if sizes.form == MixerForm.CONVOLUTION else stack([linears[role] for role in heads], device),
+        stack([linears["output"]], device),
+        floats,
+        None if scales is None else _split(scales.to(linears["output"].weight.dtype), sizes),
+    )
+
+
+def _split(scales: Tensor, sizes: MixerSizes) -> tuple[Tensor, Tensor]:
+    wide = sum(sizes.columns()[role] for role in wide_roles(sizes))
+    return scales[:wide], scales[wide:]
+
 
 NAME = "states 1"  # in the numerics of models that have some
 

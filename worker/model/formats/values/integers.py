@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from swiftbatch.worker.kernels.packed import Code, PackedMatrix, Weight
-from swiftbatch.worker.model.formats.contract import WHOLE, FormatError
-from swiftbatch.worker.model.formats.packed_forms import group_that_divides
+from swiftbatch.worker.model.formats.contract import WHOLE, FormatError, group_that_divides
 from swiftbatch.worker.model.formats.values.packing import (
     CHUNK,
     SPARE_BITS,

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from swiftbatch.worker.kernels.packed import CODE_BITS, TABLES, Code, PackedMatrix, Weight
-from swiftbatch.worker.model.formats.contract import FormatError
-from swiftbatch.worker.model.formats.packed_forms import group_that_divides
+from swiftbatch.worker.model.formats.contract import FormatError, group_that_divides
 
 CHUNK = 1 << 24  # numbers that are held in float32 at a time
 SPARE_BITS = {4: 0xF, 8: 0xFF}  # of a scale, that must be 0 for a product with a code to be exact

@@ -11,8 +11,7 @@ import torch
 from pydantic import Field, model_validator
 from rich.console import Group
 
-from swiftbatch.worker.bench.bench_engine import BenchError
-from swiftbatch.worker.bench.bench_text import encode, read_text
+from swiftbatch.worker.bench.bench_engine import BenchError, encode, read_text
 from swiftbatch.worker.bench.bench_variants import bench_slots
 from swiftbatch.worker.bench.comparisons.arms import PromptArms, num_plain_tokens
 from swiftbatch.worker.bench.comparisons.prompts import Prompt, read_prompt

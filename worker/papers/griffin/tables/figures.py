@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from swiftbatch.jobs.frozen import Frozen
 from swiftbatch.worker.bench.bench_engine import digest
-from swiftbatch.worker.bench.comparisons.arm_generation import PromptGeneration
+from swiftbatch.worker.bench.comparisons.arms import PromptGeneration
 
 DIGITS = 4
 

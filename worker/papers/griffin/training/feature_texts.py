@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from swiftbatch.worker.papers.griffin.draft_input import NUM_SINKS, WINDOW, window_start
 from swiftbatch.worker.papers.griffin.training.recipe import GriffinRecipe
-from swiftbatch.worker.papers.griffin.window import NUM_SINKS, WINDOW, window_start
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.training.corpus import CorpusError, jumping_positions, read_books
 from swiftbatch.worker.training.feature_file import TextFeatures, read_features, write_features

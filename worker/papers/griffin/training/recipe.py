@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 from transformers import PreTrainedConfig
 
+from swiftbatch.worker.papers.griffin.draft_input import NUM_ENTRIES
 from swiftbatch.worker.papers.griffin.model import Fusion, GriffinConfig
-from swiftbatch.worker.papers.griffin.window import NUM_ENTRIES
 from swiftbatch.worker.training import defaults
 from swiftbatch.worker.training.head_recipe import HeadRecipe
 

@@ -12,12 +12,10 @@ from typing import Any
 from pydantic import Field, model_validator
 from rich.console import Group
 
-from swiftbatch.worker.bench.bench_text import encode, text_tokens
+from swiftbatch.worker.bench.bench_engine import encode, text_tokens
 from swiftbatch.worker.bench.bench_variants import bench_slots
-from swiftbatch.worker.bench.caches.compared_caches import with_cache
-from swiftbatch.worker.bench.caches.retrieval import StreamingKVCache
-from swiftbatch.worker.bench.comparisons.arm_generation import PromptFigures
-from swiftbatch.worker.bench.comparisons.arms import PromptArms, num_plain_tokens
+from swiftbatch.worker.bench.compared_caches import StreamingKVCache, with_cache
+from swiftbatch.worker.bench.comparisons.arms import PromptArms, PromptFigures, num_plain_tokens
 from swiftbatch.worker.bench.comparisons.prompt_forms import Prompts, length_of
 from swiftbatch.worker.bench.comparisons.prompts import NEEDLE, Prompt, make_prompts, num_text_tokens, read_prompt
 from swiftbatch.worker.bench.long.long import Report

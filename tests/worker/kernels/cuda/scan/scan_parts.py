@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.caches.arena import ArenaKVCache, KVArena
 from swiftbatch.worker.caches.full import CacheShape
-from swiftbatch.worker.caches.memory.pages import pages_of
+from swiftbatch.worker.caches.memory.page_counts import PoolSize, pages_of
 from swiftbatch.worker.caches.paged_arena import PagedArena
 from swiftbatch.worker.caches.partial import PartialCache
 from swiftbatch.worker.caches.scan_slots import SlotKeys
+from swiftbatch.worker.caches.slot_arena import ArenaKVCache, KVArena
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.kernels.cuda.attend import AttentionShape, Scratch
 from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, CudaRowTable, TableLayout
@@ -56,7 +56,8 @@ class Texts:
         longest = FIRST + max(rows.num_chunks for rows in sequences) * SCAN_CHUNK + ENTRIES
         arena = KVArena(self.shape, len(sequences), longest)
         if page is not None:
-            arena = PagedArena(self.shape, len(sequences), longest, len(sequences) * pages_of(longest, page), page=page)
+            pool = PoolSize(len(sequences) * pages_of(longest, page), page)
+            arena = PagedArena(self.shape, len(sequences), longest, pool)
             random.Random(page).shuffle(arena.pool._free)
         self.full, self.entries, self.pages = arena.buffer.fill_(NAN), self._empty_entries(), arena.pages
         most_chunks = max(1, max(rows.num_chunks for rows in sequences))

@@ -1,0 +1,130 @@
+"""Two trainings on one folder: the second is refused in one line; the folder of a killed one is free at once."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swiftbatch.jobs.errors import ModelError
+from swiftbatch.worker.model.files import DRAFT_FOLDER, PARTS_FOLDER
+from swiftbatch.worker.papers.all_trainings import train_all
+from swiftbatch.worker.papers.griffin.training.recipe import GRIFFIN_RECIPE
+from swiftbatch.worker.papers.griffin.training.training import train_griffin
+from swiftbatch.worker.papers.tokenswift.training import train_heads
+from swiftbatch.worker.papers.triforce.recipe import DraftRecipe
+from swiftbatch.worker.papers.triforce.training import train_draft
+from swiftbatch.worker.training.head_recipe import HeadRecipe
+from swiftbatch.worker.training.target.recipe import embedded_recipe
+from swiftbatch.worker.training.target.training import train_target
+from swiftbatch.worker.training.training_folder import held
+from tests import ROOT
+
+HOLDS = """
+import sys
+from pathlib import Path
+from swiftbatch.worker.training.training_folder import held
+
+with held(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.readline()
+"""
+
+
+@contextmanager
+def held_elsewhere(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", HOLDS, str(folder)]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        yield process
+        process.communicate("\n")
+
+
+def target(books: Path, output: Path, model: str) -> None:
+    train_target(books, output, embedded_recipe(1), print)
+
+
+def heads(books: Path, output: Path, model: str) -> None:
+    train_heads(model, books, output, HeadRecipe(), print)
+
+
+def draft(books: Path, output: Path, model: str) -> None:
+    train_draft(model, books, output, DraftRecipe(1), print)
+
+
+def griffin(books: Path, output: Path, model: str) -> None:
+    train_griffin(model, books, output, GRIFFIN_RECIPE, print)
+
+
+def everything(books: Path, output: Path, model: str) -> None:
+    train_all(books, output, embedded_recipe(1), print)
+
+
+TRAININGS = (target, heads, draft, griffin, everything)
+
+
+@pytest.mark.parametrize("training", TRAININGS)
+def test_a_training_of_any_kind_is_refused_where_one_is_at_work(
+    books: Path, tmp_path: Path, tiny_model: Path, training: Callable[..., Any]
+) -> None:
+    output = tmp_path / "output"
+    with held_elsewhere(output) as other:
+        with pytest.raises(ModelError) as refusal:
+            training(books, output, str(tiny_model))
+        assert other.poll() is None
+        names = [path.name for path in output.iterdir()]
+    who = f"process {other.pid} on {re.escape(socket.gethostname())} since [0-9-]+ [0-9:+-]+"
+    line = f"output {output}: another process is at work there, {who}; wait for its end, end it, or name another folder"
+    assert re.fullmatch(line, str(refusal.value))
+    assert names == [".training.lock"]
+    assert not output.exists()  # it was made for nothing
+
+
+@pytest.mark.parametrize("part", [PARTS_FOLDER, f"{PARTS_FOLDER}/{DRAFT_FOLDER}"])
+def test_all_of_them_begin_only_where_nobody_trains_a_part(books: Path, tmp_path: Path, part: str) -> None:
+    output = tmp_path / "model"
+    with held_elsewhere(output / part), pytest.raises(ModelError, match=f"output {output / part}: another process is"):
+        everything(books, output, "")
+    assert not list(output.rglob("*.safetensors"))
+
+
+def test_the_folder_of_a_killed_training_is_free_at_once_and_keeps_what_is_in_it(tmp_path: Path) -> None:
+    with held_elsewhere(tmp_path / "output") as other:
+        (tmp_path / "output" / "state.pt").write_text("half of it")
+        other.kill()
+        other.wait()
+        assert (tmp_path / "output" / ".training.lock").exists()
+        with held(tmp_path / "output"):
+            pass
+    assert [path.name for path in (tmp_path / "output").iterdir()] == ["state.pt"]
+
+
+def test_a_training_that_is_a_part_of_another_one_is_not_in_its_way(tmp_path: Path) -> None:
+    with held(tmp_path / "output"), held(tmp_path / "other" / ".." / "output"):
+        assert (tmp_path / "output" / ".training.lock").exists()
+    with held_elsewhere(tmp_path / "output"):
+        pass
+
+
+def test_what_can_t_be_a_folder_is_refused_in_a_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text(json.dumps({}))
+    with pytest.raises(ModelError, match=r"^output .*/file: cannot be written \(File exists\); name another folder$"):
+        held(tmp_path / "file").__enter__()
+
+
+def test_a_file_system_without_locks_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr("swiftbatch.worker.training.training_folder.fcntl.flock", flock)
+    with held(tmp_path / "output"):
+        assert (tmp_path / "output").is_dir()

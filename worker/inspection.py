@@ -1,0 +1,250 @@
+"""Tells what a model is and how it would run, from its config and the heads of its weights alone. Without torch."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from swiftbatch.jobs.errors import ModelError
+from swiftbatch.jobs.frozen import Frozen
+from swiftbatch.worker.caches.memory.memory_plan import GPUMemory, splits_of
+from swiftbatch.worker.caches.memory.model_sizes import ModelSizes, sizes_of_stored
+from swiftbatch.worker.caches.memory.page_counts import held_in_windows
+from swiftbatch.worker.caches.memory.row_choice import most_together
+from swiftbatch.worker.caches.room import ITEM_SIZES, NUM_UNWRITTEN, bytes_per_position, held_of, state_bytes_of
+from swiftbatch.worker.drafters.catalogue import ENGINES
+from swiftbatch.worker.model.compute_path import path_on
+from swiftbatch.worker.model.config_faults import config_fault, keys_fault
+from swiftbatch.worker.model.config_values import shown
+from swiftbatch.worker.model.digests import has_tekken_alone, weight_files
+from swiftbatch.worker.model.faults import adapter_fault, folder_fault, small_files_fault
+from swiftbatch.worker.model.files import (
+    CONFIG_FILES,
+    EMBEDDED,
+    PARTS_FOLDER,
+    hub_snapshot,
+    model_folder,
+    read_whole_config,
+    what_refuses,
+)
+from swiftbatch.worker.model.formats.catalogue import format_of
+from swiftbatch.worker.model.formats.contract import FormatError, StoredTensor
+from swiftbatch.worker.model.formats.layout import Layout, heads_in, layout_of
+from swiftbatch.worker.model.gguf.links import SUFFIX
+from swiftbatch.worker.model.predictors import NoPredictorError, predictor_of
+from swiftbatch.worker.model.recurrent_sizes import recurrent_shape
+from swiftbatch.worker.model.text_view import is_of_text, text_view
+from swiftbatch.worker.model.thought_markers import KNOWN
+
+SMALL_FILES = ("*config.json", "*.index.json", "*.jinja", "chat_template*.json")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model before its weights are read. `tensors` is None where no weights are known."""
+
+    name: str
+    path: Path
+    tensors: tuple[tuple[str, StoredTensor], ...] | None  # by their stored names
+
+
+def source_of(model: str) -> Source:
+    """Find `embedded`, a folder or a hub id. Raises ModelError for one that is neither."""
+    path = EMBEDDED if model == "embedded" else Path(model)
+    if path.suffix == SUFFIX and path.is_file():
+        path = model_folder(model, CONFIG_FILES)
+    if path.is_dir():
+        return Source(model, path, _stored_in(path))
+    return Source(model, hub_snapshot(model, SMALL_FILES), _stored_on_hub(model))
+
+
+def _stored_in(path: Path) -> tuple[tuple[str, StoredTensor], ...] | None:
+    files = [file for file in weight_files(path) if file.is_file()]
+    try:
+        return tuple(pair for file in files for pair in heads_in(file).items()) or None
+    except FormatError as error:
+        raise ModelError(f"model {path}: {error}") from None
+
+
+def _stored_on_hub(model: str) -> tuple[tuple[str, StoredTensor], ...] | None:
+    """The heads of the files on the hub, by requests of their first bytes; None where it has none or can't be asked."""
+    from huggingface_hub import get_safetensors_metadata
+
+    try:
+        files = get_safetensors_metadata(model).files_metadata.values()
+    except Exception:  # the hub's client raises many kinds; each means: not to be had
+        return None
+    return tuple(
+        (name, StoredTensor(str(each.dtype), tuple(each.shape)))
+        for file in files
+        for name, each in file.tensors.items()
+    )
+
+
+DTYPE = "bfloat16"  # that bytes and slots are told for
+GPU_BYTES = 84_000_000_000  # what programs see of 80 GiB, on the safe side
+CONTEXT_BYTES = 600_000_000  # CUDA's own, before anything is allocated: not measured yet
+GPUS = {"A100 80 GB": 108, "H100 80 GB": 132}  # multiprocessors
+SLOT_LENGTHS = (8_192, 32_768, 100_000)  # positions of a job
+
+
+class DevicePath(Frozen):
+    """The code that runs a forward on a device, and the reason why it is not faster there."""
+
+    name: str
+    reason: str | None
+
+
+class Inspection(Frozen):
+    """A model as `swiftbatch inspect` shows it. What the files do not say is None."""
+
+    model: str
+    kind: str
+    text_kind: str
+    refusal: str | None  # why it does not run here
+    num_parameters: int | None  # of the text model
+    formats: dict[str, int]  # numbers stored in each dtype, in safetensors' words; packed ones in those of their format
+    quantization: str | None  # the format of weights that are not plain
+    num_bytes: int | None  # of all stored tensors
+    max_positions: int | None
+    bytes_per_position: int | None  # in caches
+    num_whole_positions: int | None  # newest ones that take all of these bytes on a CPU; None where all do
+    bytes_per_old_position: int | None  # of those further back
+    state_bytes: int  # of a job, whatever its length: of layers that have a state
+    checkpointed_state_bytes: int  # of these, what a checkpoint holds
+    cpu: DevicePath | None
+    cuda: DevicePath | None
+    slots: dict[str, dict[int, int]]  # by GPU and positions of a job: those that fit with plain decoding
+    has_chat_template: bool
+    thinking_markers: tuple[str, str] | None
+    predictor: str | None  # what is done with its layers that predict further tokens (MTP); None where it has none
+    engines: tuple[str, ...]  # whose parts are there, or that need none
+
+
+def inspect_model(model: str) -> Inspection:
+    """Look at `embedded`, a folder or a hub id. Raises ModelError where there is no config to look at."""
+    source = source_of(model)
+    if fault := adapter_fault(source.path):
+        raise ModelError(f"model {model}: {fault}")
+    whole = read_whole_config(model, source.path)
+    config = text_view(whole)
+    has_numbers = config_fault(config) is None
+    layout, fault = _layout(source, whole) if has_numbers else (None, None)
+    refusal = _refusal(source, whole) or fault or (keys_fault(config, layout.heads) if layout else None)
+    heads = {name: each for name, each in layout.heads.items() if is_of_text(name, config)} if layout else {}
+    number = sum(each.num_numbers for each in heads.values()) or None
+    sizes = sizes_of_stored(config, heads, DTYPE) if number and refusal is None else None
+    stored = set(heads) or None
+    template = _chat_template(source.path)
+    paths = {device: path_on(device, config, stored) for device in ("cpu", "cuda")} if refusal is None else {}
+    on_devices = {device: DevicePath(name=path.name, reason=path.reason) for device, path in paths.items()}
+    shape = recurrent_shape(config) if refusal is None else None
+    predictor = _predictor(source, config, on_devices.get("cpu")) if refusal is None else None
+    is_planned = sizes is not None and (paths["cuda"].name == "kernels" or shape is not None)
+    num_bytes = bytes_per_position(config, DTYPE) if refusal is None else None
+    held = held_of(config) if num_bytes is not None else None
+    return Inspection(
+        model=model,
+        kind=shown(str(whole.get("model_type"))),
+        text_kind=shown(str(config.get("model_type"))),
+        refusal=refusal,
+        num_parameters=number,
+        formats=_formats(source, layout),
+        quantization=layout.format.words if layout and layout.format else None,
+        num_bytes=_num_bytes(source),
+        max_positions=config["max_position_embeddings"] if has_numbers else None,
+        bytes_per_position=num_bytes,
+        num_whole_positions=held.num_whole if held else None,
+        bytes_per_old_position=round(held.share * num_bytes) if held and num_bytes else None,
+        state_bytes=state_bytes_of(shape, ITEM_SIZES[DTYPE]) if shape else 0,
+        checkpointed_state_bytes=shape.checkpoint_bytes(ITEM_SIZES[DTYPE]) if shape else 0,
+        cpu=on_devices.get("cpu"),
+        cuda=on_devices.get("cuda"),
+        slots=_slots(sizes, config["max_position_embeddings"]) if sizes is not None and is_planned else {},
+        has_chat_template=template is not None,
+        thinking_markers=next((pair for pair in KNOWN if template and all(each in template for each in pair)), None),
+        predictor=predictor,
+        engines=_engines(source.path),
+    )
+
+
+def _layout(source: Source, whole: dict[str, Any]) -> tuple[Layout | None, str | None]:
+    """Return the layout of the weights, as far as they are known, or the reason why they do not load here."""
+    try:
+        return layout_of(source.tensors or (), whole, format_of(text_view(whole), source.path)), None
+    except FormatError as error:
+        return None, str(error)
+
+
+def _refusal(source: Source, whole: dict[str, Any]) -> str | None:
+    """Say why a model does not run here, without the list of those that do."""
+    if said := what_refuses(whole, source.path):
+        return said.split("; kinds that run here")[0]
+    return (folder_fault if source.tensors else small_files_fault)(source.path)
+
+
+def _formats(source: Source, layout: Layout | None) -> dict[str, int]:
+    """Numbers by what they are stored as, in all towers."""
+    if source.tensors is None:
+        return {}
+    packed = {stored for each in (layout.packed if layout else ()) for stored in each.parts.values()}
+    heads = [head for name, head in source.tensors if name not in packed]
+    heads += [layout.heads[each.name] for each in (layout.packed if layout else ()) if layout]
+    numbers: Counter[str] = Counter()
+    for each in heads:
+        numbers[each.dtype] += each.num_numbers
+    return dict(numbers.most_common())
+
+
+def _num_bytes(source: Source) -> int | None:
+    return sum(each.num_bytes for _, each in source.tensors) if source.tensors else None
+
+
+def _slots(sizes: ModelSizes, most_positions: int) -> dict[str, dict[int, int]]:
+    """Jobs of each length that fit each GPU; layers with a window forget there, behind what checkpoints lag by."""
+    sizes = replace(sizes, held=held_in_windows(sizes.windows, NUM_UNWRITTEN))
+    found: dict[str, dict[int, int]] = {}
+    for name, num_multiprocessors in GPUS.items():
+        gpu = GPUMemory(GPU_BYTES - CONTEXT_BYTES, splits_of(num_multiprocessors, sizes))
+        lengths = [length for length in SLOT_LENGTHS if length <= most_positions]
+        found[name] = {length: most_together(sizes, gpu, length) for length in lengths}
+    return found
+
+
+def _chat_template(path: Path) -> str | None:
+    """The text of a model's chat template, where its small files have one."""
+    for file in sorted(path.glob("*.jinja")):
+        return file.read_text(encoding="utf-8", errors="replace")
+    for file in (*sorted(path.glob("chat_template*.json")), path / "tokenizer_config.json"):
+        if not file.is_file():
+            continue
+        try:
+            said = json.loads(file.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(said, dict) and said.get("chat_template"):
+            return json.dumps(said["chat_template"], ensure_ascii=False)
+    return "" if has_tekken_alone(path) else None  # mistral-common writes its chats
+
+
+def _predictor(source: Source, config: dict[str, Any], on_a_cpu: DevicePath | None) -> str | None:
+    """Say what is done with a checkpoint's layers that predict further tokens; None where it has none."""
+    try:
+        predictor_of(source.tensors or (), config, source.path)
+    except NoPredictorError as error:
+        return f"not used: {error}" if str(error) else None
+    if on_a_cpu is None or on_a_cpu.name != "kernels":
+        return "not used: the kernels do not run the model"
+    return "auto drafts with the first of them on a CPU, where that is faster"
+
+
+def _engines(path: Path) -> tuple[str, ...]:
+    """The engines that could draft for this model: those without parts, and those whose parts lie in its folder."""
+    return tuple(
+        name
+        for name, entry in ENGINES.items()
+        if entry.part is None or (path / PARTS_FOLDER / entry.part.name).exists()
+    )

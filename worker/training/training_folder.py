@@ -1,0 +1,198 @@
+"""A training on its way: which one a folder holds, who holds it, how it goes on after a kill, and its log."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pickle
+import socket
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from swiftbatch.jobs.errors import ModelError
+from swiftbatch.worker.training.feature_file import differing
+
+LOCK = ".training.lock"  # the file says who holds the folder, for those who are refused
+
+_held: set[Path] = set()  # by this process: a training may be a part of another one
+
+
+@contextmanager
+def held(path: Path) -> Iterator[None]:
+    """Hold a folder within the block; it is made where it is not there, and stays where something is in it then.
+
+    Raises ModelError where another process holds it, and for what can't be a folder.
+    """
+    folder = path.resolve()
+    if folder in _held:
+        yield
+        return
+    is_new = not folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = _lock(folder / LOCK, path)
+    except OSError as error:
+        raise ModelError(f"output {path}: cannot be written ({error.strerror}); name another folder") from None
+    _held.add(folder)
+    try:
+        yield
+    finally:
+        _held.remove(folder)
+        (folder / LOCK).unlink(missing_ok=True)
+        os.close(lock)
+        if is_new:
+            with suppress(OSError):  # something is in it
+                folder.rmdir()
+
+
+def _lock(file: Path, path: Path) -> int:
+    """Make and lock the file; returns its descriptor. Raises ModelError where another process has it, OSError."""
+    while True:
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(descriptor, 1000).decode(errors="replace") or "one that is just starting"
+            os.close(descriptor)
+            raise ModelError(
+                f"output {path}: another process is at work there, {holder}; wait for its end, end it, or name "
+                "another folder"
+            ) from None
+        except OSError:
+            pass  # a file system without locks: nobody is refused there
+        if _is_at(file, descriptor):
+            os.truncate(descriptor, 0)
+            os.write(descriptor, _own_name().encode())
+            return descriptor
+        os.close(descriptor)  # the holder has ended meanwhile, and removed the file
+
+
+def _own_name() -> str:
+    since = datetime.now().astimezone().isoformat(" ", "seconds")
+    return f"process {os.getpid()} on {socket.gethostname()} since {since}"
+
+
+def _is_at(file: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(file), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+class Stateful(Protocol):
+    """An optimizer, or several as one."""
+
+    def state_dict(self) -> Any:
+        """All that its next step depends on beside the parameters."""
+
+    def load_state_dict(self, state: Any) -> Any:
+        """Take that back."""
+
+
+@dataclass(frozen=True)
+class TrainingFiles:
+    """Names of one kind of training's files."""
+
+    log: str
+    state: str
+    product: str  # there at the end
+
+
+class TrainingFolder:
+    """The folder of one training. The log's first record says which one it is; the state is there until its end."""
+
+    def __init__(self, path: Path, files: TrainingFiles, identity: dict[str, Any]) -> None:
+        self.path, self._files = path, files
+        self._identity = json.loads(json.dumps(identity))
+
+    def is_finished(self) -> bool:
+        """Tell whether this training is over. Raises ModelError where the folder holds another one."""
+        log, state, product = self._files.log, self._files.state, self._files.product
+        has_state = (self.path / state).is_file()
+        if not has_state and not _is_whole(self.path / product):
+            return False
+        found = next(iter(self.records()), {})
+        if differences := differing(found, self._identity):
+            what = "; ".join(differences) if found else f"no {log} tells how its {product} was trained"
+            raise ModelError(
+                f"output {self.path}: holds another training: {what}; name another folder, or delete {product} "
+                f"and {state} there"
+            )
+        return not has_state
+
+    def records(self) -> list[dict[str, Any]]:
+        """All whole records of the log: a kill may have torn the last one. Raises ModelError for what is none."""
+        path = self.path / self._files.log
+        text = path.read_bytes().decode(errors="replace") if path.is_file() else ""
+        lines = text.splitlines(keepends=True)
+        try:
+            return [dict(json.loads(line)) for line in lines if line.endswith("\n")]
+        except (ValueError, TypeError) as error:
+            raise ModelError(
+                f"{path}: no log of a training ({error}); delete it to train from the beginning"
+            ) from error
+
+    def open_log(self, step: int) -> IO[str]:
+        """The log to append to, with the records up to a step in it that this training has behind it."""
+        kept = [record for record in self.records() if 0 <= record.get("step", 0) <= step] if step else []
+        kept = [record for record in kept if record.get("when") != "after"] or [self._identity]
+        self.path.mkdir(parents=True, exist_ok=True)
+        aside = self.path / f".{self._files.log}"
+        aside.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+        os.replace(aside, self.path / self._files.log)
+        return (self.path / self._files.log).open("a", encoding="utf-8")
+
+    def save(self, model: torch.nn.Module, optimizer: Stateful, step: int, seconds: float) -> None:
+        """Write all that the next steps depend on, as a whole."""
+        parts = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "seconds": seconds}
+        aside = self.path / f".{self._files.state}"
+        torch.save(parts, aside)
+        os.replace(aside, self.path / self._files.state)
+
+    def restore(self, model: torch.nn.Module, optimizer: Stateful) -> tuple[int, float]:
+        """Load the state, if there is one; returns the steps and seconds behind it."""
+        path = self.path / self._files.state
+        if not path.is_file():
+            return 0, 0.0
+        try:
+            parts = torch.load(path, map_location="cpu", weights_only=True)
+            model.load_state_dict(parts["model"])
+            optimizer.load_state_dict(parts["optimizer"])
+            return int(parts["step"]), float(parts["seconds"])
+        except (RuntimeError, OSError, EOFError, KeyError, ValueError, pickle.UnpicklingError) as error:
+            problem = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise ModelError(f"{path}: cannot be read ({problem}); delete it to train from the beginning") from error
+
+    def finish(self) -> None:
+        """Forget the state: the weights are there."""
+        (self.path / self._files.state).unlink(missing_ok=True)
+
+
+def _is_whole(product: Path) -> bool:
+    """Tell whether the weights are there, and not a part of them alone."""
+    try:
+        with safe_open(product, framework="pt"):
+            return True
+    except (OSError, SafetensorError):
+        return False
+
+
+def write_record(log: IO[str], record: Any) -> None:
+    """Append a dataclass to a training log, where it can be read at once."""
+    log.write(json.dumps(asdict(record)) + "\n")
+    log.flush()
+
+
+def write_measured(log: IO[str], records: Iterable[Any], report: Callable[[str], None]) -> None:
+    """Append what was measured to a training log, and tell of it."""
+    for record in records:
+        write_record(log, record)
+        report(record.in_words())
