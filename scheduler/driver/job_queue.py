@@ -483,9 +483,9 @@ def _left(job: Growth) -> int:
 
 def _growth(job: UnfinishedJob, forecast: Forecast) -> Growth:
     """The positions of a job: its prompt's, and those of the tokens that it has and is expected to have."""
-    num_prompt_tokens = job.entry.num_prompt_tokens
-    num_final_tokens = job.num_generated_tokens + _num_expected(job, forecast)
-    now, end = (num_prompt_tokens + number for number in (job.num_generated_tokens, num_final_tokens))
+    entry, num_tokens = job.entry, job.num_generated_tokens
+    num_final_tokens = forecast.final_tokens(entry.num_prompt_tokens, num_tokens, entry.max_tokens)
+    now, end = entry.num_prompt_tokens + num_tokens, entry.num_prompt_tokens + num_final_tokens
     return Growth(now, end, job.prompt.num_tokens)
 
 
