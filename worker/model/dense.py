@@ -46,9 +46,14 @@ def dense_weights(files: ModelFiles, dtype: torch.dtype, device: torch.device = 
     place = functools.partial(_placed, device=device, dtype=dtype)
     tensors = read_tensors(files, dtype, place, _floats_of(dense))
     try:
-        layers = [_layer(tensors, number, dense, dtype) for number in range(dense.num_layers)]
+        return decoder_of(tensors, dense, dtype)
     except (ValueError, IndexError):
         return None
+
+
+def decoder_of(tensors: Mapping[str, Weight], dense: DenseConfig, dtype: torch.dtype) -> DecoderWeights:
+    """A decoder of tensors where they lie. Raises ValueError or IndexError for those that do not fit its config."""
+    layers = [_layer(tensors, number, dense, dtype) for number in range(dense.num_layers)]
     head_bias = plain(tensors[HEAD_BIAS]) if dense.has_head_bias else None
     head = linear_from(tensors[EMBEDDING if dense.is_tied else HEAD], head_bias)
     final_norm = _norm(tensors, dense.form.final_norm, dense)

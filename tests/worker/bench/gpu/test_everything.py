@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import re
 import sys
@@ -18,11 +19,14 @@ from swiftbatch.worker.bench.bench_engine import BenchError
 from swiftbatch.worker.bench.gpu.everything import everything as command
 from swiftbatch.worker.bench.gpu.everything.everything import EverythingOptions, run_everything
 from swiftbatch.worker.bench.gpu.everything.everything_page import PAGE, REHEARSAL, page_of
+from swiftbatch.worker.bench.gpu.everything.family_weights import FAMILIES, Family, shapes_of
 from swiftbatch.worker.bench.gpu.everything.gpu_stages import STAGES, GPUStage
 from swiftbatch.worker.bench.gpu.everything.stage_process import tried
 from swiftbatch.worker.bench.gpu.everything.stage_record import GPUStageRecord, read_record
 from swiftbatch.worker.bench.gpu.everything.trial import SMALL_SIZES, Trial
+from swiftbatch.worker.bench.gpu.sizing import EXPERTS, WINDOWED
 from swiftbatch.worker.exactness.first_run.findings import Finding, Result
+from swiftbatch.worker.model.dense_config import read_dense
 from tests import ROOT
 from tests.worker.bench.gpu import broken_stages, interpreted_stages
 
@@ -30,7 +34,16 @@ pytestmark = pytest.mark.long
 
 CPU = torch.device("cpu")
 BROKEN = (sys.executable, "-m", broken_stages.__name__)
-NEEDS_COMMANDS = ("kinds of models", "tests", "Ray", "second process", "restart")  # start processes of their own
+NEEDS_COMMANDS = (  # start processes of their own
+    *("rows of kinds", "kinds of models", "tests", "Ray", "second process", "restart"),
+)
+PUBLISHED_NUMBERS = {  # of models that docs/gpu.md has tables of; that of the first follows from its config
+    "Qwen3.5 27B": 26_895_998_464,
+    "Qwen3 30B A3B": EXPERTS["Qwen3 30B A3B"][0].num_parameters,
+    "gpt-oss 20B": EXPERTS["gpt-oss-20b"][0].num_parameters,
+    "GLM 4.7 Flash": EXPERTS["GLM 4.7 Flash"][0].num_parameters,
+    "Gemma 3 27B": WINDOWED["Gemma 3 27B"].num_parameters,
+}
 ITEMS = {item for stage in STAGES for item in stage.proves}
 QUICK = ("host", "graph memory", "loading", "flash")
 
@@ -161,7 +174,7 @@ def test_a_stage_passes_in_the_interpreter(stage: GPUStage, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["restart", "kinds of models", "tests"])
+@pytest.mark.parametrize("name", ["restart", "rows of kinds", "kinds of models", "tests"])
 def test_a_stage_that_starts_processes_passes_too(name: str, tmp_path: Path) -> None:
     test_a_stage_passes_in_the_interpreter(next(stage for stage in STAGES if stage.name == name), tmp_path)
 
@@ -190,6 +203,21 @@ def test_the_command_says_where_its_tables_are_and_by_its_exit_code_whether_all_
         assert (ran.exit_code, ran.output) == (exit_code, f"tables: {tmp_path / PAGE}\n")
     assert (given[0].output, given[0].minutes) == (tmp_path, 9)
     assert CliRunner().invoke(gpu, ["--everything"]).exit_code == 2
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=[each.name for each in FAMILIES])
+def test_the_tensors_of_a_family_are_those_of_its_config_and_as_many_numbers_as_are_published(family: Family) -> None:
+    dense = read_dense(family.text_config)
+    shapes = dict(shapes_of(dense))
+    assert dense.tensor_names(set(shapes)) == set(shapes)
+    counts = [0] * dense.num_layers
+    for name, shape in shapes.items():
+        if name.startswith("model.layers."):
+            counts[int(name.split(".")[2])] += math.prod(shape)
+    once = sum(math.prod(shape) for name, shape in shapes.items() if not name.startswith("model.layers."))
+    first, repeated = counts[: family.num_first], counts[family.num_first :]
+    in_layers = sum(first) + sum(repeated[each % len(repeated)] for each in range(family.num_layers - len(first)))
+    assert once + in_layers == PUBLISHED_NUMBERS[family.name]
 
 
 def test_the_page_of_gpus_lists_the_stages_in_their_order_with_their_times() -> None:

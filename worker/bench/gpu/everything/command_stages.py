@@ -17,6 +17,7 @@ from swiftbatch.worker.bench.gpu.everything.trial import Trial, Try
 from swiftbatch.worker.exactness.first_run.findings import Finding
 
 KIND_TESTS = "tests/worker/test_gpu_kinds.py"
+ROW_TESTS = "tests/worker/test_gpu_rows.py"
 GPU_TESTS = tuple(f"tests/worker/{name}.py" for name in ("test_gpu", "caches/test_every_cache", "caches/test_copies"))
 CHAOS = ("chaos", "--jobs", "3", "--tokens", "600", "--kills", "3", "--workers", "1")
 LAST_LINES = 4
@@ -25,6 +26,11 @@ LAST_LINES = 4
 def kinds(trial: Trial) -> Iterator[Try]:
     """A small model of every kind against transformers, in the order of the tests."""
     yield "kinds", functools.partial(_tests, trial, KIND_TESTS)
+
+
+def rows_of_kinds(trial: Trial) -> Iterator[Try]:
+    """2,000 rows of trees of small models of several kinds against plain decoding."""
+    yield "rows of kinds", functools.partial(_tests, trial, ROW_TESTS)
 
 
 def tests(trial: Trial) -> Iterator[Try]:
@@ -62,13 +68,13 @@ def _checkout() -> Path | None:
 def _ran(command: list[str], folder: Path) -> Finding:
     """Run a command to its end, all of whose words go to the log; the last ones are the finding's."""
     environment = environment_of_code() | {"TRITON_INTERPRET": os.environ.get("TRITON_INTERPRET", "0")}
-    process = subprocess.Popen(
-        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    assert process.stdout is not None
     lines = []
-    for line in process.stdout:
-        print(line, end="", flush=True)
-        lines.append(line.strip())
+    with subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            lines.append(line.strip())
     words = " / ".join(line for line in lines[-LAST_LINES:] if line)
-    return Finding(passed=process.wait() == 0, words=words or "it said nothing", rows=[])
+    return Finding(passed=process.returncode == 0, words=words or "it said nothing", rows=[])

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import torch
 
-from swiftbatch.worker.bench.gpu.everything.trial import DEVIATION, Trial, Try
+from swiftbatch.worker.bench.gpu.everything.family_weights import DEVIATION
+from swiftbatch.worker.bench.gpu.everything.trial import Trial, Try
 from swiftbatch.worker.exactness.first_run.findings import Finding, Row, differing_bits
 from swiftbatch.worker.exactness.first_run.packed_products import random_matrix
 from swiftbatch.worker.exactness.first_run.parts import Parts

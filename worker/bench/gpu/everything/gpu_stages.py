@@ -31,10 +31,14 @@ STAGES = (
     GPUStage("packed", ".exact_stages:packed", 90, ("Packed weights",)),
     GPUStage("kept rows", ".exact_stages:kept_rows", 90, ("Keys and values in 8 bits",)),
     GPUStage("experts", ".expert_stage:experts", 120, ("Experts",)),
+    GPUStage(
+        *("rows of kinds", ".command_stages:rows_of_kinds", 240), ("Experts", "Latent attention", "Layers with states")
+    ),
     GPUStage("forced rounds", ".round_stages:forced_rounds", 120, ("Scanned texts",)),
     GPUStage("offload", ".round_stages:offload", 120, ("Offloaded caches", "Scanned texts")),
     GPUStage("draws", ".draw_stage:draws", 90, ("Sorting for top-k, top-p and eta",)),
     GPUStage("jobs", ".job_stage:jobs", 150, ("Steps of many jobs", "The reserves", "Forwards of 128 and 256 rows")),
+    GPUStage("families", ".family_stage:families", 150, ("Experts", "Latent attention", "Layers with states")),
     GPUStage("host", ".host_stage:host", 60, ("Steps of many jobs",)),
     GPUStage("wide products", ".speed_stages:wide_products", 120, ("Forwards of 128 and 256 rows",)),
     GPUStage("scans", ".speed_stages:scans", 90, ("Scanned texts",)),

@@ -58,16 +58,16 @@ def _steps(trial: Trial, parts: Parts, num_jobs: int) -> Finding:
             left_out.append(name)
             continue
         found.append(done.token_ids)
-        rows.append(_row(name, length, done, trial.device))
+        rows.append(steps_row(name, length, done, trial.device))
     del target
     parts.forget_unused()
-    is_same = all(_agree(plain, others) for each in found[1:] for plain, others in zip(found[0], each, strict=True))
+    is_same = all(agree(plain, others) for each in found[1:] for plain, others in zip(found[0], each, strict=True))
     words = f"{'the same' if is_same else 'OTHER'} tokens with all engines"
     words += f"; no memory for {', '.join(left_out)}" if left_out else ""
     return Finding(passed=is_same, words=words, rows=rows)
 
 
-def _row(engine: str, length: int, done: Decoded, device: torch.device) -> Row:
+def steps_row(engine: str, length: int, done: Decoded, device: torch.device) -> Row:
     return {
         "engine": engine,
         "length": length,
@@ -103,7 +103,7 @@ def _contents(target: ArenaTarget, prompts: list[list[int]], num_tokens: int) ->
     return caches
 
 
-def _agree(some: list[int], others: list[int]) -> bool:
+def agree(some: list[int], others: list[int]) -> bool:
     """Tell whether one of two texts is the beginning of the other."""
     common = min(len(some), len(others))
     return some[:common] == others[:common]

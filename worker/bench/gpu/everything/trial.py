@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import shutil
@@ -21,6 +22,7 @@ import torch
 from safetensors.torch import save_file
 
 from swiftbatch.jobs.run.option_values import Dtype
+from swiftbatch.worker.bench.gpu.everything.family_weights import DEVIATION, FAMILIES, Family
 from swiftbatch.worker.caches.host_copies import CudaLane, HostStream, computing_stream
 from swiftbatch.worker.caches.layer_ring import Streams
 from swiftbatch.worker.exactness.first_run.findings import Finding
@@ -32,7 +34,6 @@ from swiftbatch.worker.model.files import EMBEDDED, ModelFiles, locate_model
 
 Try = tuple[str, Callable[[], Finding]]
 """A name, and what is tried under it."""
-DEVIATION = 0.02  # of random weights, as models are initialized with
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,8 @@ class TrialSizes:
     job_counts: tuple[int, ...] = (1, 4, 15, 32, 128)
     job_length: int = 4096
     num_steps: int = 24
+    families: tuple[Family, ...] = FAMILIES
+    family_counts: tuple[int, ...] = (1, 8, 32)  # of jobs
     host_counts: tuple[int, ...] = (1, 8, 32, 128)
     num_host_steps: int = 60
     row_counts: tuple[int, ...] = (64, 128, 256)
@@ -153,6 +156,8 @@ SMALL_SIZES = TrialSizes(  # for Triton's interpreter: a second for each forward
     job_counts=(1, 2),
     job_length=64,
     num_steps=2,
+    families=tuple(each.cut() for each in FAMILIES),
+    family_counts=(2,),
     host_counts=(2,),
     num_host_steps=2,
     row_counts=(64, 128),
@@ -248,11 +253,16 @@ def streams_of(device: torch.device) -> Streams:
     return Streams(computing_stream(device), HostLane(), HostLane())
 
 
-def deepened(weights: StackedWeights | None, num_layers: int) -> StackedWeights | None:
-    """The same layers again and again, each in memory of its own: a cache of the GPU has no use for what it read."""
+def deepened(weights: StackedWeights | None, num_layers: int, num_first: int = 0) -> StackedWeights | None:
+    """The same layers again and again, each in memory of its own: a cache of the GPU has no use for what it read.
+
+    The first few stand once. Rotations stay those that layers share.
+    """
     if weights is None:
         return None
-    layers = [copy.deepcopy(weights.layers[number % len(weights.layers)]) for number in range(num_layers)]
+    repeated = itertools.cycle(weights.layers[num_first:])
+    chosen = [*weights.layers[:num_first], *itertools.islice(repeated, num_layers - num_first)]
+    layers = [copy.deepcopy(layer, {id(layer.rotary): layer.rotary}) for layer in chosen]
     return dataclasses.replace(weights, layers=layers, sizes=dataclasses.replace(weights.sizes, num_layers=num_layers))
 
 
