@@ -16,6 +16,7 @@ from swiftbatch.worker.bench.bench_engine import BenchError
 from swiftbatch.worker.bench.peak_memory import peak_bytes, reset_peak
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.model.text import TextCodec
 from swiftbatch.worker.session.session import WorkerSession
 from swiftbatch.worker.session.work import Assignment, Orders
 
@@ -39,11 +40,12 @@ class Turn:
 
 def make_run(folder: Path, model: str, prompt: str, max_tokens: int) -> None:
     """A run folder with one job: the prompt, sampled on at temperature 1 with min-p 0.1."""
+    files = locate_model(model)
     manifest = RunManifest(
         run_id="bench",
         created=time.time(),
         model=model,
-        model_fingerprint=locate_model(model).fingerprint,
+        model_fingerprint=files.fingerprint,
         engine="",
         dtype="bfloat16",
         device="auto",
@@ -55,7 +57,8 @@ def make_run(folder: Path, model: str, prompt: str, max_tokens: int) -> None:
     )
     sampling = SamplingParams(max_tokens=max_tokens, temperature=1.0, min_p=0.1, seed=1, ignore_eos=True)
     job = Job(custom_id="bench", url="/v1/completions", prompt=prompt, sampling=sampling)
-    Run.create_or_open(str(folder), manifest).add_jobs([JobRecord(JOB_ID, job, 1, 1)])
+    num_prompt_tokens = len(TextCodec(files).encode_job(job))  # a GPU is shared out by the longest job
+    Run.create_or_open(str(folder), manifest).add_jobs([JobRecord(JOB_ID, job, 1, num_prompt_tokens)])
 
 
 class BenchWorker:
@@ -100,10 +103,12 @@ class BenchWorker:
         self._session.drain(DRAIN_SECONDS)
 
     def _work(self, seconds: float) -> None:
-        under_way = self._session.work(self._orders, seconds).progress
-        if not under_way:
-            raise BenchError("the job ended while it was measured; take other positions")
-        [progress] = under_way
+        report = self._session.work(self._orders, seconds)
+        if not report.progress:
+            reasons = [*(words for _, words in report.failed), *(words for *_, words in report.refused)]
+            ended = "; ".join(reasons) or "take other positions"
+            raise BenchError(f"the job ended while it was measured: {ended}")
+        [progress] = report.progress
         self._orders = Orders()
         self.num_tokens = progress.num_generated_tokens
 

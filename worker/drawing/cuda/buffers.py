@@ -10,7 +10,7 @@ from swiftbatch.worker.drawing.cuda.row_words import NUM_DRAFTED, NUM_MASKED
 from swiftbatch.worker.drawing.rules import num_mask_words
 
 BLOCK = 1024  # tokens of one program; a multiple of 4, which share a counter of the noise
-MAX_VOCAB = 2**18  # weights of that many tokens are summed as whole numbers of 2^-44 in 63 bits
+MAX_VOCAB = 2**19 - 1  # weights of that many tokens are summed as whole numbers of 2^-44 in 63 bits
 
 
 def expect(tensor: torch.Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:

@@ -7,6 +7,7 @@ import random
 import torch
 
 from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.drawing.cuda.buffers import MAX_VOCAB
 from swiftbatch.worker.drawing.cuda.draw import SORTED_BLOCK, UNDECIDED, FilteredDraw, QuickDraw
 from swiftbatch.worker.drawing.sampling import process
 from tests.worker.drawing.cuda.draw_parts import FILTERS, NO_FILTERS, Branch, plain, sequence_of, step_of
@@ -90,3 +91,8 @@ def test_of_rows_longer_than_a_block() -> None:
         (4.0, FILTERS),
     ]
     assert_kept([branch_of(plain(**one), torch.randn(SORTED_BLOCK + 900, generator=generator) * x) for x, one in rows])
+
+
+def test_of_the_largest_vocabulary_whose_tokens_are_all_alike() -> None:
+    """Its weights, all of them 1, add up below 2^63; more tokens than Gemma 3's 262,208."""
+    assert_kept([branch_of(plain(top_p=0.5), torch.zeros(MAX_VOCAB))])
