@@ -57,7 +57,7 @@ def arena_of(
     if windows is not None:
         return window_arena_of(shape, num_slots, longest_job, num_pages, windows)
     paged = PagedArena if shape.recurrent is None else StateArena
-    arena = paged(shape, num_slots, longest_job, num_pages, page=PAGE)
+    arena = paged(shape, num_slots, longest_job, PoolSize(num_pages, PAGE))
     if arena.states is not None:
         leave_unwritten(arena.states.states)
         leave_unwritten(arena.states.steps)
