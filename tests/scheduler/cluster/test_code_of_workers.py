@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from swiftbatch.jobs.processes import environment_of_code, module_command
+from swiftbatch.jobs.child_processes import environment_of_code, module_command
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.cluster import bootstrap
 from swiftbatch.scheduler.cluster.bootstrap import PACKAGE, ROOMS, OtherCodeError, own_code
