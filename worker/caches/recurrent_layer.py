@@ -78,7 +78,7 @@ class RecurrentLayer:
     """One layer's state, and its steps by their positions behind the boundary.
 
     `state [num_heads, key_dim, value_dim] float32` is behind the committed positions, `base` at the boundary.
-    A step turns a state into `decay * state + key (x) update`.
+    A step turns a state into `decay * state + key (x) update`, with one decay for a head, or one for each of its rows.
     """
 
     def __init__(self, shape: RecurrentShape, dtype: torch.dtype, device: torch.device, num_steps: int) -> None:
@@ -91,7 +91,7 @@ class RecurrentLayer:
         self.inputs = torch.zeros(self._num_before + num_steps, shape.num_channels, dtype=dtype, device=device)
         self.keys = torch.zeros(num_steps, shape.num_key_heads, shape.key_dim, device=device)
         self.updates = torch.zeros(num_steps, shape.num_heads, shape.value_dim, device=device)
-        self.decays = torch.zeros(num_steps, shape.num_heads, device=device)
+        self.decays = torch.zeros(num_steps, shape.num_heads, shape.num_decays, device=device)
 
     def grow(self, num_steps: int) -> None:
         """Make room for so many steps behind the boundary."""
@@ -123,7 +123,7 @@ class RecurrentLayer:
         self.inputs[start : start + len(inputs)] = inputs
 
     def write(self, steps: list[int], keys: Tensor, updates: Tensor, decays: Tensor) -> None:
-        """Keep steps: `[n, num_key_heads, key_dim]`, `[n, num_heads, value_dim]`, `[n, num_heads]`, all float32."""
+        """Keep steps: `[n, num_key_heads, key_dim]`, `[n, num_heads, value_dim]`, decays, all float32."""
         self.keys[steps], self.updates[steps], self.decays[steps] = keys, updates, decays
 
     def heads_of(self, keys: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ class RecurrentLayer:
         if steps and self._team is not None:
             return native_fold(self._team, state, self.keys[steps], self.updates[steps], self.decays[steps])
         for step in steps:
-            state = state * self.decays[step][:, None, None]
+            state = state * self.decays[step][:, :, None]
             state = state + self.heads_of(self.keys[step])[:, :, None] * self.updates[step][:, None]
         return state
 

@@ -22,7 +22,7 @@ class CRecurrence(ctypes.Structure):
     """`recurrence` of source/api.h."""
 
     _fields_ = (
-        *((name, INT) for name in ("num_rows", "num_heads", "num_key_heads", "key_dim", "value_dim")),
+        *((name, INT) for name in ("num_rows", "num_heads", "num_key_heads", "key_dim", "value_dim", "num_decays")),
         *((name, POINTER) for name in ("parents", "states", "queries", "keys", "values", "betas", "decays")),
         *((name, POINTER) for name in ("updates", "found")),
     )
@@ -35,7 +35,7 @@ class Steps:
     queries: Tensor  # [num_rows, num_key_heads, key_dim]
     keys: Tensor
     values: Tensor  # [num_rows, num_heads, value_dim]
-    decays: Tensor  # [num_rows, num_heads]
+    decays: Tensor  # [num_rows, num_heads, num_decays]: one, or one of each row of a state
     betas: Tensor | None = None
 
 
@@ -64,12 +64,13 @@ def native_steps(team: Team, steps: Steps, states: Sequence[Tensor], parents: Se
     if len(parents) != num_rows or any(not -len(states) <= each < row for row, each in enumerate(parents)):
         raise ValueError(f"found the parents {list(parents)} of {num_rows} rows, expected earlier rows or states")
     shapes = {"queries": steps.keys.shape, "keys": steps.keys.shape, "values": (num_rows, num_heads, value_dim)}
-    shapes |= {"decays": (num_rows, num_heads), "betas": (num_rows, num_heads)}
+    num_decays = steps.decays.shape[-1]
+    shapes |= {"decays": _decays_shape(num_rows, num_heads, num_decays, key_dim), "betas": (num_rows, num_heads)}
     given = {name: tensor for name in shapes if (tensor := getattr(steps, name)) is not None}
     held = {name: _checked(name, tensor, shapes[name]) for name, tensor in given.items()}
     own = [_checked("a state", state, (num_heads, key_dim, value_dim)) for state in states]
     updates, found = torch.empty_like(held["values"]), torch.empty_like(held["values"])
-    call = CRecurrence(num_rows, num_heads, num_key_heads, key_dim, value_dim)
+    call = CRecurrence(num_rows, num_heads, num_key_heads, key_dim, value_dim, num_decays)
     c_parents, c_states = (
         (ctypes.c_int32 * num_rows)(*parents),
         (POINTER * len(own))(*(each.data_ptr() for each in own)),
@@ -93,10 +94,10 @@ def native_fold(team: Team, state: Tensor, keys: Tensor, updates: Tensor, decays
     held = {
         "keys": _checked("keys", keys, (num_rows, num_key_heads, key_dim)),
         "updates": _checked("updates", updates, (num_rows, num_heads, value_dim)),
-        "decays": _checked("decays", decays, (num_rows, num_heads)),
+        "decays": _checked("decays", decays, _decays_shape(num_rows, num_heads, decays.shape[-1], key_dim)),
     }
     folded = torch.empty_like(own)
-    call = CRecurrence(num_rows, num_heads, num_key_heads, key_dim, value_dim)
+    call = CRecurrence(num_rows, num_heads, num_key_heads, key_dim, value_dim, decays.shape[-1])
     c_states, c_folded = (POINTER * 1)(own.data_ptr()), (POINTER * 1)(folded.data_ptr())
     call.states = ctypes.addressof(c_states)
     for name, tensor in held.items():
@@ -129,7 +130,7 @@ class StepBuffers:
         for number, (call, (_, keys, updates, decays)) in enumerate(zip(calls, self._layers, strict=True)):
             c_states[number], c_targets[number] = states[number].data_ptr(), targets[number].data_ptr()
             call.num_rows, call.num_heads, call.num_key_heads = end - start, updates.shape[1], keys.shape[1]
-            call.key_dim, call.value_dim = keys.shape[2], updates.shape[2]
+            call.key_dim, call.value_dim, call.num_decays = keys.shape[2], updates.shape[2], decays.shape[2]
             call.states = ctypes.addressof(c_states) + number * ctypes.sizeof(POINTER)
             call.keys, call.updates, call.decays = (
                 each.data_ptr() + start * each.stride(0) * each.element_size() for each in (keys, updates, decays)
@@ -137,6 +138,11 @@ class StepBuffers:
         with self._team.lock:
             self._team.library.recurrence_fold(self._team.handle, calls, c_targets, count)
             self._team.hold([self._layers, list(states), list(targets), c_states])
+
+
+def _decays_shape(num_rows: int, num_heads: int, num_decays: int, key_dim: int) -> tuple[int, int, int]:
+    """The shape that decays must have, of which there are so many for each head."""
+    return num_rows, num_heads, num_decays if num_decays in (1, key_dim) else 1
 
 
 def _checked(name: str, tensor: Tensor, shape: Sequence[int]) -> Tensor:

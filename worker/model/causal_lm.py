@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -106,11 +107,12 @@ def _problem(found: dict[str, Any]) -> str | None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence the tables that say in many lines what we say in one."""
+    """Silence tables that say in many lines what we say in one, and advice on keys that configs are published with."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
-        yield
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):
+            yield
     finally:
         logging.set_verbosity(before)
 

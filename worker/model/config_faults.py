@@ -40,7 +40,7 @@ OF_ALL_KINDS = (
 NEEDED = OF_ALL_KINDS[:2]
 OF_ATTENTION = ("hidden_size", "num_attention_heads")  # what caches are laid out by, beside the number of layers
 OF_LATENT = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-LATENT_KINDS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+LATENT_KINDS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear")
 NAMES_LAYERS = ("nemotron_h",)  # kinds whose layers are named one by one, and counted so
 
 
@@ -88,6 +88,20 @@ def _layers(config: Config) -> Iterator[str]:
         yield fault_of("moe_topk", config["moe_topk"], chosen)
     if WINDOWED in (config.get("layer_types") or ()) and "sliding_window" in config and not config["sliding_window"]:
         yield fault_of("sliding_window", config["sliding_window"], SIZE)
+
+
+def _numbered_layers(config: Config) -> Iterator[str]:
+    """Layers that Kimi Linear numbers by what they are, from 1, where they are not all of them."""
+    count, said = config.get("num_hidden_layers"), config.get("linear_attn_config") or {}
+    if config.get("model_type") != "kimi_linear" or config.get("layer_types") is not None or count is None:
+        return
+    lists = [said.get(key) for key in ("full_attn_layers", "kda_layers")]
+    numbers = [number for each in lists if isinstance(each, list) for number in each]
+    if any(type(number) is not int for number in numbers) or sorted(numbers) != list(range(1, count + 1)):
+        yield (
+            "config.json has full_attn_layers and kda_layers that do not number its layers; "
+            f"expected each number from 1 to {count} in one of these lists of linear_attn_config"
+        )
 
 
 def _heads(config: Config) -> Iterator[str]:
@@ -156,4 +170,4 @@ def keys_fault(config: Config, stored: Mapping[str, StoredTensor]) -> str | None
     return f"its weights have {KEYS} as {list(found.shape)}; by its config.json expected {expected}"
 
 
-RELATIONS = (_layers, _heads, _experts, _states)
+RELATIONS = (_layers, _numbered_layers, _heads, _experts, _states)

@@ -116,10 +116,11 @@ SIZES = (
     *("attention_chunk_size", "block_multiple_of", "chunk_size", "conv_L_cache", "conv_kernel"),
     *("decoder_sparse_step", "expand", "experts_per_token", "floor_scale", "full_attention_interval", "head_dim"),
     *("hidden_size", "interleave_moe_layer_step", "intermediate_size", "intermediate_size_mlp", "kv_lora_rank"),
-    *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_num_key_heads", "linear_num_value_heads"),
-    *("linear_value_head_dim", "mamba_chunk_size", "mamba_d_conv", "mamba_d_ssm", "mamba_d_state", "mamba_expand"),
-    *("mamba_head_dim", "mamba_n_groups", "mamba_n_heads", "mamba_num_heads", "max_position_embeddings"),
-    *("moe_intermediate_size", "moe_k", "moe_latent_size", "moe_layer_interval", "moe_num_experts"),
+    *("linear_conv_kernel_dim", "linear_head_dim", "linear_key_head_dim", "linear_num_heads", "linear_num_key_heads"),
+    *("linear_num_value_heads", "linear_value_head_dim", "mamba_chunk_size", "mamba_d_conv", "mamba_d_ssm"),
+    *("mamba_d_state", "mamba_expand", "mamba_head_dim", "mamba_n_groups", "mamba_n_heads", "mamba_num_heads"),
+    *("max_position_embeddings", "moe_intermediate_size", "moe_k", "moe_latent_size", "moe_layer_interval"),
+    *("moe_num_experts",),
     *("moe_shared_expert_intermediate_size", "n_group", "n_groups", "n_routed_experts", "no_rope_layer_interval"),
     *("num_attention_heads", "num_experts", "num_experts_per_tok", "num_key_value_heads"),
     *("original_max_position_embeddings", "prefix_dense_intermediate_size", "pretraining_tp", "q_lora_rank"),
@@ -223,6 +224,20 @@ HEADS_MAY_BE_NULL = {  # kinds in which there are then as many of keys as of que
 WIDTH_MAY_BE_NULL = {  # kinds in which heads then share the width of a row
     *("arcee", "ernie4_5", "internlm3", "iquestcoder", "jais2", "llama", "mistral", "mixtral", "seed_oss"),
 }
+OF_LINEAR_ATTENTION = {  # sizes within a part of Kimi Linear's config, and how transformers writes them
+    "head_dim": "linear_head_dim",
+    "num_heads": "linear_num_heads",
+    "short_conv_kernel_size": "linear_conv_kernel_dim",
+}
+KIMI_LINEAR: dict[str, KeyRule | None] = {  # what its class takes for granted, whatever a config says
+    "linear_attn_config": KeyRule(
+        f"an object with sizes, each {SIZE.words}",
+        lambda value: isinstance(value, dict) and all(SIZE.holds(value.get(key, 1)) for key in OF_LINEAR_ATTENTION),
+    ),
+    "mla_use_nope": KeyRule("true", lambda value: value is True),
+    "moe_layer_freq": KeyRule("1", lambda value: value == 1),
+    "moe_router_activation_func": KeyRule("sigmoid", lambda value: value == "sigmoid"),
+}
 HUNYUAN: dict[str, KeyRule | None] = {"moe_intermediate_size": None}
 OF_KINDS: dict[str, dict[str, KeyRule | None]] = {  # where a kind has other rules; None: it does not read the key
     "cohere2_moe": {"attention_dropout": UNIT, "rms_norm_eps": FLOAT.or_null(), "sliding_window_pattern": SIZE},
@@ -234,6 +249,7 @@ OF_KINDS: dict[str, dict[str, KeyRule | None]] = {  # where a kind has other rul
     "hunyuan_v1_dense": HUNYUAN,
     "hunyuan_v1_moe": HUNYUAN,
     "hy_v3": {"attention_dropout": UNIT},
+    "kimi_linear": KIMI_LINEAR,
     "laguna": {"sliding_window": SIZE},
     "lfm2_moe": {"layer_types": WORD.list_of()},
     "nemotron_h": {"num_logits_to_keep": COUNT},

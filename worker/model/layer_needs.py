@@ -20,9 +20,11 @@ from swiftbatch.worker.model.span import MaskFunction, Span, UnsupportedError, s
 OBSERVER_NAME = "swiftbatch_observer"
 NUM_ROWS = 3
 DELTA_NETS, MAMBA, CONVOLUTIONS = "gated delta nets", "Mamba-2", "short convolutions"
+DELTA_ATTENTION = "delta attention (KDA)"
 FORMS = {  # of recurrent layers, by the names of their classes
     **dict.fromkeys(("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"), DELTA_NETS),
     **dict.fromkeys(("BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer"), MAMBA),
+    "KimiLinearDeltaAttention": DELTA_ATTENTION,
     **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv"), CONVOLUTIONS),
 }
 UNDERSTOOD = {"row_groups", "scaling", "softcap", "s_aux"}
@@ -103,8 +105,8 @@ def form_of(part: Any) -> str:
 
 def attention_of(layer: Any) -> Any:
     """The part of a layer that attends; None where none does."""
-    parts = (part for part in layer.children() if type(part).__name__.endswith("Attention"))
-    return next(parts, None)
+    names = ((part, type(part).__name__) for part in layer.children())
+    return next((part for part, name in names if name.endswith("Attention") and name not in FORMS), None)
 
 
 def observe_layers(model: Any, name: str, num_positions: int) -> list[LayerNeeds]:

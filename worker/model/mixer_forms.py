@@ -12,6 +12,7 @@ from swiftbatch.worker.model.config_values import number_of, numbers_of
 from swiftbatch.worker.model.recurrent_sizes import ATTENDING, RECURRENT, RecurrentShape, layer_types, recurrent_shape
 
 Config = Mapping[str, Any]
+OF_THE_STATES = ("num_layers", "num_decays")  # beside a mixer's own sizes: the kernels' have one decay for a head
 NUM_PARTS = 5  # of a row of Mamba-2 that have scales of their own
 Order = Callable[[RecurrentShape], list[int]]
 """The order of a stored product's rows, by the roles that they have in our kernels."""
@@ -92,7 +93,7 @@ def read_mixers(config: Config, names: MixerNames) -> MixerConfig | None:
 
 
 def _sizes(config: Config, names: MixerNames, shape: RecurrentShape) -> MixerSizes:
-    sizes = {name: size for name, size in vars(shape).items() if name != "num_layers"}
+    sizes = {name: size for name, size in vars(shape).items() if name not in OF_THE_STATES}
     if names.form == MixerForm.CONVOLUTION:
         return MixerSizes(names.form, **sizes)
     if names.form == MixerForm.DELTA_NET:

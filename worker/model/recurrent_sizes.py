@@ -27,6 +27,7 @@ class RecurrentShape:
     value_dim: int
     num_channels: int  # of the convolution in front
     conv_width: int
+    num_decays: int = 1  # of a head: or one for each row of its state
 
     def __post_init__(self) -> None:
         """Raises ValueError for sizes that are no whole numbers, as a config may have them."""
@@ -40,7 +41,7 @@ class RecurrentShape:
 
     def step_bytes(self, item_size: int) -> int:
         """The bytes that a position leaves in all layers until it is behind the boundary."""
-        numbers = self.num_key_heads * self.key_dim + self.num_heads * (self.value_dim + 1)
+        numbers = self.num_key_heads * self.key_dim + self.num_heads * (self.value_dim + self.num_decays)
         return self.num_layers * (4 * numbers + item_size * self.num_channels)
 
     def checkpoint_bytes(self, item_size: int) -> int:
@@ -56,6 +57,9 @@ def layer_types(config: Config) -> list[str] | None:
     numbers, kind = range(config.get("num_hidden_layers") or 0), config.get("model_type")
     if kind in ALL_ALIKE:
         return [ALL_ALIKE[kind]] * len(numbers)
+    if kind == "kimi_linear":  # which counts its layers from 1
+        attending = (config.get("linear_attn_config") or {}).get("full_attn_layers") or ()
+        return ["full_attention" if number + 1 in attending else "linear_attention" for number in numbers]
     if kind == "qwen3_next":
         interval = config.get("full_attention_interval") or DEFAULT_INTERVAL
         return ["linear_attention" if (number + 1) % interval else "full_attention" for number in numbers]
@@ -91,6 +95,13 @@ def _delta_net(config: Config, num_layers: int) -> RecurrentShape:
     return RecurrentShape(num_layers, num_heads, num_key_heads, key_dim, value_dim, num_channels, width)
 
 
+def _delta_attention(config: Config, num_layers: int) -> RecurrentShape:
+    num_heads, head_dim = config["linear_num_heads"], config["linear_head_dim"]
+    heads, dims = (num_heads, num_heads), (head_dim, head_dim)
+    width = config["linear_conv_kernel_dim"]
+    return RecurrentShape(num_layers, *heads, *dims, 3 * num_heads * head_dim, width, num_decays=head_dim)
+
+
 def _mamba(config: Config, num_layers: int) -> RecurrentShape:
     num_heads, width = config["mamba_n_heads"], config.get("mamba_d_ssm")
     width = config["mamba_expand"] * config["hidden_size"] if width is None else width
@@ -119,6 +130,7 @@ SHAPES: dict[str, Callable[[Config, int], RecurrentShape]] = {  # by kind
     "bamba": _mamba,
     "falcon_h1": _mamba,
     "granitemoehybrid": _mamba,
+    "kimi_linear": _delta_attention,
     "lfm2": _convolution,
     "lfm2_moe": _convolution,
     "nemotron_h": _nemotron,

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from swiftbatch.worker.model.config_values import OF_LINEAR_ATTENTION
 from swiftbatch.worker.model.recurrent_sizes import layer_types
 
 Config = Mapping[str, Any]
@@ -58,6 +59,14 @@ LEFT_OUT: dict[str, dict[str, Any]] = {  # what published configs leave to the c
     "nemotron_h": {"head_dim": 128, "layer_norm_epsilon": 1e-5, "moe_latent_size": None},
     "vaultgemma": {"tie_word_embeddings": True},
 }
+NAMED_OTHERWISE = {  # keys of kinds that have names of their own for what others say
+    "kimi_linear": {
+        "model_max_length": "max_position_embeddings",
+        "num_expert_group": "n_group",
+        "num_experts_per_token": "num_experts_per_tok",
+        "num_shared_experts": "n_shared_experts",
+    },
+}
 OF_THE_WHOLE = ("quantization_config", "compression_config", "eos_token_id", "tie_word_embeddings")
 OF_IMAGES = ("mrope_interleaved", "mrope_section")  # positions of texts are the same in all three directions
 OTHER_TOWERS = re.compile(
@@ -79,6 +88,11 @@ def text_view(config: Config) -> dict[str, Any]:
         kind = nested.get("model_type") or NESTING.get(str(kind))
         view = whole | nested | {key: value for key, value in whole.items() if key == "tie_word_embeddings"}
     view["model_type"] = SAME_AS.get(kind, kind) if isinstance(kind, str) else kind
+    for own, key in NAMED_OTHERWISE.get(str(view["model_type"]), {}).items():
+        if own in view:
+            view[key] = view.pop(own)
+    if isinstance(said := view.get("linear_attn_config"), dict):
+        view = {key: said[own] for own, key in OF_LINEAR_ATTENTION.items() if own in said} | view
     for key in ("rope_scaling", "rope_parameters"):
         if isinstance(said := view.get(key), dict):
             view[key] = {name: value for name, value in said.items() if name not in OF_IMAGES}

@@ -13,7 +13,14 @@ from transformers import AttentionInterface
 from swiftbatch.worker.kernels.sizes import TILE_ROWS
 from swiftbatch.worker.model.span import FULL, Span
 from swiftbatch.worker.target.tiles import SequenceRows
-from swiftbatch.worker.target.torch_attention import Seen, attention_kernel, flash_attention, query_row_quantum, see
+from swiftbatch.worker.target.torch_attention import (
+    Seen,
+    attention_kernel,
+    flash_attention,
+    query_row_quantum,
+    see,
+    tail_row_quantum,
+)
 
 ATTENTION_NAME = "swiftbatch_row_groups"
 
@@ -207,7 +214,10 @@ def _each_row(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of every row to keys of its own, in a batch of one size where products may choose their order by it."""
     if attention_kernel(query.device.type, query.dtype) == "flash attention":
-        return flash_attention(query, keys, values, scaling, mask)
+        group = query.shape[2]
+        query = pad(query, (0, 0, 0, -group % tail_row_quantum(group)))
+        output, lse = flash_attention(query, keys, values, scaling, mask)
+        return output[:, :, :group], lse[:, :, :group]
     num_rows, short = len(query), TILE_ROWS - len(query)
     query, keys, values, mask = (pad(each, (0, 0, 0, 0, 0, 0, 0, short)) for each in (query, keys, values, mask))
     output, lse = attention_by_definition(query, keys, values, scaling, mask)

@@ -24,7 +24,7 @@ class Projected:
 
     inputs: Tensor  # [num_rows, num_channels] of the convolution
     gates: Tensor  # [num_rows, ...] of the output
-    factors: tuple[Tensor, ...] = ()  # each [num_rows, num_heads] float32
+    factors: tuple[Tensor, ...] = ()  # each [num_rows, num_heads] or [num_rows, num_heads, num_decays] float32
 
     def part(self, rows: slice) -> Projected:
         """Return the numbers of some rows."""
@@ -83,7 +83,7 @@ class StateWalk:
         updates, found = [], []
         for row, parent in enumerate(parents):
             before = own[parent] if parent >= 0 else states[-1 - parent]
-            state = before * steps.decays[row][:, None, None]
+            state = before * steps.decays[row][:, :, None]
             keys, update = self._layer.heads_of(steps.keys[row])[:, :, None], steps.values[row]
             if steps.betas is not None:  # the delta rule: a share of what the state lacks of a value
                 update = (update - (state * keys).sum(dim=1)) * steps.betas[row][:, None]

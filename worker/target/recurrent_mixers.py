@@ -1,4 +1,4 @@
-"""The recurrent layers of `transformers` models, taken apart: gated delta nets, Mamba-2, short convolutions."""
+"""The recurrent layers of `transformers` models, taken apart: delta nets, Mamba-2, short convolutions."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from swiftbatch.worker.model.recurrent_sizes import RecurrentShape
 from swiftbatch.worker.target.mixers import Projected, StateWalk, in_whole_tiles
 
 EPSILON = 1e-6  # of queries' and keys' lengths, in every kind
+STEEP = 20.0  # from here on the logarithm of 1 + e^x is x
 
 
 class DeltaNet:
@@ -42,14 +43,10 @@ class DeltaNet:
         return Projected(inputs, gates.contiguous(), (betas, decays))
 
     def mix(self, walk: StateWalk, projected: Projected) -> Tensor:
-        net, (betas, decays) = self._net, projected.factors
-        convolved = walk.convolved(net.conv1d, projected.inputs.dtype, silu)
-        queries, keys, values = convolved.split([net.key_dim, net.key_dim, net.value_dim], dim=-1)
-        (normed_queries,) = in_whole_tiles(_of_length_one, queries.unflatten(-1, (-1, net.head_k_dim)))
-        (normed_keys,) = in_whole_tiles(_of_length_one, keys.unflatten(-1, (-1, net.head_k_dim)))
-        heads = values.float().unflatten(-1, (-1, net.head_v_dim))
-        found = walk.take(Steps(normed_queries / net.head_k_dim**0.5, normed_keys, heads, decays, betas))
-        return found.to(projected.inputs.dtype)
+        net = self._net
+        return _by_delta_rule(
+            walk, projected, net.conv1d, (net.key_dim, net.value_dim), (net.head_k_dim, net.head_v_dim)
+        )
 
     def output(self, mixed: Tensor, gates: Tensor) -> Tensor:
         normed = self._net.norm(mixed.flatten(0, 1), gates.flatten(0, 1))
@@ -58,7 +55,56 @@ class DeltaNet:
 
     def _betas_and_decays(self, b: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
         rate = -self._net.A_log.float().exp() * softplus(a.float() + self._net.dt_bias)
-        return b.sigmoid().float(), rate.exp()
+        return b.sigmoid().float(), rate.exp()[..., None]
+
+
+class DeltaAttention:
+    """A `Mixer` of Kimi's delta attention (KDA): a delta net with a decay for each row of a state."""
+
+    def __init__(self, net: Any) -> None:
+        self._net = net
+
+    def shape(self, num_layers: int) -> RecurrentShape:
+        net = self._net
+        heads, dims = (net.num_heads, net.num_heads), (net.head_dim, net.head_dim)
+        return RecurrentShape(num_layers, *heads, *dims, net.conv_dim, net.conv_kernel_size, num_decays=net.head_dim)
+
+    def project(self, hidden: Tensor) -> Projected:
+        """Factors are betas and decays."""
+        net, forget = self._net, self._net.forget_gate
+        inputs = torch.cat([net.q_proj(hidden), net.k_proj(hidden), net.v_proj(hidden)], dim=-1)
+        (b,) = in_whole_tiles(lambda rows: (net.b_proj(rows),), hidden)
+        gates = net.g_b_proj(net.g_a_proj(hidden)).unflatten(-1, (-1, net.head_dim))
+        factors = in_whole_tiles(self._betas_and_decays, b, forget.f_b_proj(forget.f_a_proj(hidden)))
+        return Projected(inputs, gates.contiguous(), factors)
+
+    def mix(self, walk: StateWalk, projected: Projected) -> Tensor:
+        net = self._net
+        return _by_delta_rule(walk, projected, net.conv1d, (net.qkv_dim, net.qkv_dim), (net.head_dim, net.head_dim))
+
+    def output(self, mixed: Tensor, gates: Tensor) -> Tensor:
+        normed = self._net.o_norm(mixed.flatten(0, 1), gates.flatten(0, 1))
+        output: Tensor = self._net.o_proj(normed.view(len(mixed), -1))
+        return output
+
+    def _betas_and_decays(self, b: Tensor, forgotten: Tensor) -> tuple[Tensor, Tensor]:
+        forget = self._net.forget_gate
+        heads = (forgotten.float() + forget.dt_bias.float()).unflatten(-1, (-1, forget.head_dim))
+        steps = torch.where(heads > STEEP, heads, torch.log(1.0 + heads.exp()))
+        return b.sigmoid().float(), (-forget.A_log.float().exp()[0] * steps).exp()
+
+
+def _by_delta_rule(
+    walk: StateWalk, projected: Projected, convolution: Any, widths: tuple[int, int], dims: tuple[int, int]
+) -> Tensor:
+    """What the rows of a delta net find; `widths` are those of all keys and of all values, `dims` of a head's."""
+    dtype, (betas, decays), (key_dim, value_dim) = projected.inputs.dtype, projected.factors, dims
+    convolved = walk.convolved(convolution, dtype, silu)
+    queries, keys, values = convolved.split([widths[0], *widths], dim=-1)
+    (normed_queries,) = in_whole_tiles(_of_length_one, queries.unflatten(-1, (-1, key_dim)))
+    (normed_keys,) = in_whole_tiles(_of_length_one, keys.unflatten(-1, (-1, key_dim)))
+    heads = values.float().unflatten(-1, (-1, value_dim))
+    return walk.take(Steps(normed_queries / key_dim**0.5, normed_keys, heads, decays, betas)).to(dtype)
 
 
 def _of_length_one(heads: Tensor) -> tuple[Tensor]:
@@ -108,7 +154,7 @@ class MambaLayer:
     def _steps_and_decays(self, steps: Tensor) -> tuple[Tensor, Tensor]:
         net = self._net
         steps = softplus(steps + net.dt_bias.to(steps.dtype)).clamp(*net.time_step_limit).float()
-        return steps, (-net.A_log.float().exp() * steps).exp()
+        return steps, (-net.A_log.float().exp() * steps).exp()[..., None]
 
 
 class ShortConvolution:

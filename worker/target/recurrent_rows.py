@@ -23,10 +23,11 @@ from swiftbatch.worker.model.layer_needs import attention_of, form_of, recurrent
 from swiftbatch.worker.model.recurrent_sizes import RecurrentShape
 from swiftbatch.worker.target.attention import ExactRows
 from swiftbatch.worker.target.mixers import Mixer, Projected, StateWalk
-from swiftbatch.worker.target.recurrent_mixers import DeltaNet, MambaLayer, ShortConvolution
+from swiftbatch.worker.target.recurrent_mixers import DeltaAttention, DeltaNet, MambaLayer, ShortConvolution
 from swiftbatch.worker.target.tiles import SequenceRows
 
 MIXERS: dict[str, Callable[[Any], Mixer]] = {
+    "delta attention (KDA)": DeltaAttention,
     "gated delta nets": DeltaNet,
     "Mamba-2": MambaLayer,
     "short convolutions": ShortConvolution,

@@ -99,3 +99,14 @@ def query_row_quantum(device_type: str, dtype: torch.dtype, group: int) -> int:
     if attention_kernel(device_type, dtype) == "attention by definition":
         return TILE_ROWS * group  # matrix products choose their order by the number of rows
     return 16 if torch.cpu._is_amx_tile_supported() else 4  # the AMX path needs more than AVX-512
+
+
+def tail_row_quantum(group: int) -> int:
+    """Multiple of query rows, `group` of them for each row of a tile, at which a batch's rows are alike on all threads.
+
+    A product of few rows has other bits where its buffer begins elsewhere, as that of another thread may. The numbers
+    are measured, and so small that rows which were alike without them keep their bits.
+    """
+    if torch.get_num_threads() == 1:
+        return 1
+    return 2 if group <= 2 else 4

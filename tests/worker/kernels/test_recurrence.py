@@ -23,11 +23,11 @@ def team(variant: str = VARIANTS[0] if VARIANTS else "", num_threads: int = 1) -
     return Team(load_library(variant), num_threads)
 
 
-def made(num_rows: int, width: int, corrects: bool = True) -> tuple[Steps, list[Tensor]]:
+def made(num_rows: int, width: int, corrects: bool = True, num_decays: int = 1) -> tuple[Steps, list[Tensor]]:
     """Steps and two states."""
     torch.manual_seed(width)
     keys = torch.nn.functional.normalize(torch.randn(num_rows, KEY_HEADS, KEY_DIM), dim=-1)
-    decays = 0.8 + 0.2 * torch.rand(num_rows, HEADS)
+    decays = 0.8 + 0.2 * torch.rand(num_rows, HEADS, num_decays)
     betas = torch.rand(num_rows, HEADS) if corrects else None
     steps = Steps(torch.randn_like(keys), keys, torch.randn(num_rows, HEADS, width), decays, betas)
     return steps, [torch.randn(HEADS, KEY_DIM, width) for _ in range(2)]
@@ -46,9 +46,7 @@ def plain(steps: Steps, states: list[Tensor], parents: list[int]) -> tuple[Tenso
         key, query = (
             each[row].double().repeat_interleave(HEADS // KEY_HEADS, 0) for each in (steps.keys, steps.queries)
         )
-        state = (own[parent] if parent >= 0 else states[-1 - parent].double()) * steps.decays[row].double()[
-            :, None, None
-        ]
+        state = (own[parent] if parent >= 0 else states[-1 - parent].double()) * steps.decays[row].double()[:, :, None]
         update = steps.values[row].double()
         if steps.betas is not None:
             update = (update - torch.einsum("hkv,hk->hv", state, key)) * steps.betas[row].double()[:, None]
@@ -60,15 +58,17 @@ def plain(steps: Steps, states: list[Tensor], parents: list[int]) -> tuple[Tenso
 
 @pytest.mark.parametrize("width", [16, 48, 64, 128, 144])
 @pytest.mark.parametrize("corrects", [True, False])
-def test_rows_of_a_tree_take_the_plain_recurrence_s_steps(width: int, corrects: bool) -> None:
-    steps, states = made(len(TREE), width, corrects)
+@pytest.mark.parametrize("num_decays", [1, KEY_DIM])
+def test_rows_of_a_tree_take_the_plain_recurrence_s_steps(width: int, corrects: bool, num_decays: int) -> None:
+    steps, states = made(len(TREE), width, corrects, num_decays)
     for ours, expected in zip(native_steps(team(), steps, states, TREE), plain(steps, states, TREE), strict=True):
         assert (ours - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
 @pytest.mark.parametrize("corrects", [True, False])
-def test_a_row_has_the_same_bits_in_a_tree_in_a_chain_and_alone(corrects: bool) -> None:
-    steps, states = made(len(TREE), 128, corrects)
+@pytest.mark.parametrize("num_decays", [1, KEY_DIM])
+def test_a_row_has_the_same_bits_in_a_tree_in_a_chain_and_alone(corrects: bool, num_decays: int) -> None:
+    steps, states = made(len(TREE), 128, corrects, num_decays)
     updates, found = native_steps(team(), steps, states, TREE)
     path = [0, 1, 3, 8]
     chain = native_steps(team(), part(steps, path), states, [-1, 0, 1, 2])
@@ -81,20 +81,21 @@ def test_a_row_has_the_same_bits_in_a_tree_in_a_chain_and_alone(corrects: bool) 
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("num_threads", [1, 3])
-def test_instruction_sets_and_threads_give_the_same_bits(variant: str, num_threads: int) -> None:
-    steps, states = made(len(TREE), 144)
+@pytest.mark.parametrize(("num_threads", "num_decays"), [(1, 1), (3, 1), (3, KEY_DIM)])
+def test_instruction_sets_and_threads_give_the_same_bits(variant: str, num_threads: int, num_decays: int) -> None:
+    steps, states = made(len(TREE), 144, num_decays=num_decays)
     expected = native_steps(team(), steps, states, TREE)
     ours = native_steps(team(variant, num_threads), steps, states, TREE)
     assert all(torch.equal(one, other) for one, other in zip(ours, expected, strict=True))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_steps_are_folded_in_order_with_torch_s_bits(variant: str) -> None:
-    steps, [state, _] = made(70, 48)
+@pytest.mark.parametrize("num_decays", [1, KEY_DIM])
+def test_steps_are_folded_in_order_with_torch_s_bits(variant: str, num_decays: int) -> None:
+    steps, [state, _] = made(70, 48, num_decays=num_decays)
     folded = native_fold(team(variant), state, steps.keys, steps.values, steps.decays)
     for row in range(70):
-        state = state * steps.decays[row][:, None, None]
+        state = state * steps.decays[row][:, :, None]
         keys = steps.keys[row].repeat_interleave(HEADS // KEY_HEADS, 0)
         state = state + keys[:, :, None] * steps.values[row][:, None]
     assert torch.equal(folded, state)
@@ -105,7 +106,8 @@ def test_steps_are_folded_in_order_with_torch_s_bits(variant: str) -> None:
     [
         ({"values": torch.zeros(3, HEADS, 24)}, "3 rows of 4 heads of 24 values"),
         ({"values": torch.zeros(3, 3, 16)}, "3 heads of 16 values, 2 of keys"),
-        ({"decays": torch.zeros(2, HEADS)}, r"found decays of torch.float32 \[2, 4\]"),
+        ({"decays": torch.zeros(2, HEADS, 1)}, r"found decays of torch.float32 \[2, 4, 1\]"),
+        ({"decays": torch.zeros(3, HEADS, 2)}, r"decays of torch.float32 \[3, 4, 2\] .*\[3, 4, 1\]"),
         ({"queries": torch.zeros(3, KEY_HEADS, KEY_DIM, dtype=torch.float64)}, "found queries of torch.float64"),
     ],
 )

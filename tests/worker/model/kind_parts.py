@@ -94,6 +94,18 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {**LATENT, "topk_method": "greedy"},
     "deepseek_v3": LATENT,
     "glm4_moe_lite": LATENT,
+    "kimi_linear": {
+        **LATENT,
+        "q_lora_rank": None,
+        "n_group": 1,
+        "linear_attn_config": {
+            "full_attn_layers": [2, 4],
+            "kda_layers": [1, 3],
+            "head_dim": 16,
+            "num_heads": 4,
+            "short_conv_kernel_size": 4,
+        },
+    },
     "dots1": {"n_group": 1, "topk_group": 1, "n_shared_experts": 1},
     "granite": {"attention_multiplier": 0.125},  # at 1 the last bit of a score decides what a row sees
     "granite_swa": OWN_THETAS,
@@ -248,8 +260,8 @@ batch. Of the type `longrope` (Phi-4-mini, Phi-3.5) they run where our kernels r
 job that would need the other ones. Of the type `dynamic` only Hunyuan's form runs: a fixed `alpha` stretches its
 positions. All others of these two types are refused.
 
-Not supported: Mamba's first form, delta attention (KDA) and other recurrent layers than those below, position biases,
-learned positions, adapters (merge them first). Weights that lack a tensor of the model, or have one that the model has
+Not supported: Mamba's first form and other recurrent layers than those below, position biases, learned positions,
+adapters (merge them first). Weights that lack a tensor of the model, or have one that the model has
 no place for, are refused, because `transformers` would fill gaps with random numbers. Layers that predict further
 tokens (MTP) are no part of the model: `auto` [drafts with them](engines.md#the-engine-that-chooses) where it can.
 
@@ -263,10 +275,11 @@ without chains that scan keys, and `--kv-dtype` is refused.
 
 ## Layers with states
 
-Gated delta nets (Qwen3-Next, Qwen3.5), Mamba-2 (Bamba, Falcon-H1, Granite 4 h, Nemotron-H) and short convolutions
-(LFM2) have one state per job in place of keys and values per position. Their rows are exact under drafts and in
-batches, too. Our kernels run all of these models on a CPU and [on a GPU](gpu.md#layers-with-states). Engines with
-trained parts are refused for models with states.
+Gated delta nets (Qwen3-Next, Qwen3.5), delta attention (Kimi Linear), Mamba-2 (Bamba, Falcon-H1, Granite 4 h,
+Nemotron-H) and short convolutions (LFM2) have one state per job in place of keys and values per position. Their rows
+are exact under drafts and in batches, too. Our kernels run all of these models on a CPU and
+[on a GPU](gpu.md#layers-with-states), but for Kimi Linear: on a CPU they attend and take the steps of its states, and
+the layers of transformers multiply. Engines with trained parts are refused for models with states.
 
 A job keeps its state in float32 at the end of its text and at a boundary of 64 positions one or two blocks back, with
 what each position since then has done to it. `swiftbatch inspect` says what that takes at most, with the largest draft

@@ -129,6 +129,22 @@ def test_a_size_that_is_left_to_a_class_is_asked_for_by_its_key(kind: str, key: 
     assert f"config.json has no {key}; expected the one" in str(told(config))
 
 
+@pytest.mark.parametrize(
+    ("key", "value"), [("mla_use_nope", False), ("moe_layer_freq", 2), ("moe_router_activation_func", "softmax")]
+)
+def test_what_kimi_linear_s_class_takes_for_granted_is_asked_for(key: str, value: Any) -> None:
+    config = tiny_config("kimi_linear").to_dict()
+    assert f"{key} = {value!r}; expected" in str(told(config | {key: value}))
+
+
+@pytest.mark.parametrize("numbers", [None, 5, [], [1], [1, 3, 5], [1, 2], ["1", 3]])
+def test_kimi_linear_s_layers_are_each_numbered_once(numbers: Any) -> None:
+    config = tiny_config("kimi_linear").to_dict() | {"layer_types": None}
+    assert told(config) is None
+    linear = config["linear_attn_config"] | {"kda_layers": numbers}
+    assert "expected each number from 1 to 4 in one of" in str(told(config | {"linear_attn_config": linear}))
+
+
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", SUPPORTED_KINDS)
 def test_no_key_has_to_be_there_for_a_config_to_be_told_in_a_line(kind: str) -> None:

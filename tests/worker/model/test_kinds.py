@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from swiftbatch.jobs.errors import ModelError
@@ -20,7 +21,9 @@ from swiftbatch.worker.model import layer_needs
 from swiftbatch.worker.model.digests import Digests
 from swiftbatch.worker.model.files import ModelFiles, locate_model
 from swiftbatch.worker.model.kinds import NEEDS, SUPPORTED_KINDS, what_it_lacks
+from swiftbatch.worker.model.recurrent_sizes import recurrent_shape
 from swiftbatch.worker.model.span import FULL, Span
+from swiftbatch.worker.model.text_view import text_view
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.transformers_forwards import TransformersForwards
 from tests import ROOT
@@ -58,7 +61,7 @@ def test_every_kind_says_row_by_row_what_transformers_says(kind: str) -> None:
     assert tuple(row.split(" | ")[1:4]) == (*where_it_runs(kind), asks_for(target))
 
 
-LOADED = ["laguna", *(pytest.param(kind, marks=pytest.mark.slow) for kind in LATER if kind != "laguna")]
+LOADED = ["kimi_linear", "laguna", *(pytest.param(kind, marks=pytest.mark.slow) for kind in LATER if kind != "laguna")]
 
 
 @pytest.mark.parametrize("kind", LOADED)
@@ -68,6 +71,22 @@ def test_a_kind_says_the_same_from_files_as_its_class_writes_them(kind: str, tmp
     assert compare(target).agrees
     assert read_sizes(target.files, "float32") is not None, "a GPU's memory can be planned"
     assert probe_rows(target, num_rows=100, seed=1, first_length=60).num_differing == 0
+
+
+def test_kimi_linear_is_read_by_the_keys_and_names_that_it_is_published_with(tmp_path: Path) -> None:
+    tiny_model(tiny_config("kimi_linear")).save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    unpublished = {"layer_types", "mlp_layer_types", "linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim"}
+    published = {"first_k_dense_replace": 1, "mla_use_nope": True, "moe_layer_freq": 1, "rope_scaling": None}
+    said = {key: value for key, value in written.items() if key not in unpublished} | published
+    assert {"linear_attn_config", "model_max_length", "num_experts_per_token"} <= set(said)
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    tensors = load_file(tmp_path / "model.safetensors")
+    dense, named = "model.layers.0.mlp.", "model.layers.0.block_sparse_moe."
+    save_file({name.replace(named, dense): each for name, each in tensors.items()}, tmp_path / "model.safetensors")
+    target = TargetModel.load(locate_model(str(tmp_path)), "float32", "cpu")
+    assert compare(target).agrees
+    assert recurrent_shape(text_view(said)) == target.cache_shape.recurrent
 
 
 def test_the_page_of_models_has_the_kinds_that_run_and_no_others() -> None:
@@ -160,7 +179,7 @@ def test_the_spans_of_layers_are_those_of_the_model_s_own_masks(kind: str, windo
         ({"model_type": "llama", "layer_types": ["linear_attention"]}, "linear_attention (gated delta nets)"),
         ({"model_type": "granitemoehybrid", "num_hidden_layers": 3}, "none of its 3 layers attends"),
         ({"model_type": "llama", "layer_types": ["mamba", "attention"]}, "mamba (Mamba-2)"),
-        ({"model_type": "qwen3_5", "text_config": {"model_type": "kimi_linear"}}, "needs delta attention (KDA)"),
+        ({"model_type": "qwen3_5", "text_config": {"model_type": "mamba2"}}, "needs state-space layers"),
         ({"model_type": "llava", "text_config": {"model_type": "llama"}}, "'llava' was not compared"),
         ({"model_type": "internlm3", "rope_scaling": {"rope_type": "dynamic", "factor": 6.0}}, "dynamic"),
         ({"model_type": "llama", "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),

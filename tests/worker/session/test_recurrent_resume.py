@@ -37,7 +37,7 @@ BOOK = "the quick brown fox jumps over the lazy dog. " * 16
 JOB = record("fox", 60, prompt=BOOK)
 
 
-OTHERS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("falcon_h1", "nemotron_h")]
+OTHERS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("falcon_h1", "kimi_linear", "nemotron_h")]
 
 
 @pytest.fixture(scope="module", params=["qwen3_5_text", *OTHERS])
@@ -76,7 +76,7 @@ def test_a_job_goes_on_from_the_states_at_a_boundary_and_reads_only_what_lies_be
     assert worker.engine.counters.num_read_tokens < 2 * 64 + 1
 
 
-@pytest.mark.parametrize("kind", ["lfm2", "nemotron_h"])
+@pytest.mark.parametrize("kind", ["kimi_linear", "lfm2", "nemotron_h"])
 def test_states_of_other_forms_are_loaded_as_well(tmp_path: Path, kind: str) -> None:
     model = save_recurrent_model(tmp_path / "model", kind)
     undisturbed = undisturbed_digest(tmp_path / "undisturbed", model, JOB)

@@ -48,3 +48,20 @@ def test_attention_by_definition_is_the_kernel_s(masked: bool) -> None:
     kernel = attention._flash(query, keys, values, 0.3, mask)
     for a, b in zip(ours, kernel, strict=True):
         assert torch.allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize(("num_kv_heads", "group"), [(4, 1), (4, 2), (4, 3), (1, 6)])
+def test_a_row_has_the_same_bits_in_a_batch_of_any_size_on_two_threads(num_kv_heads: int, group: int) -> None:
+    torch.set_num_threads(2)
+    torch.manual_seed(0)
+    query = torch.randn(16, num_kv_heads, group, 64)
+    keys, values = (torch.randn(16, num_kv_heads, 64, 64) for _ in range(2))
+    mask = tail_mask([64] * 16, [0] * 16, torch.float32, torch.device("cpu"))
+
+    def attended(rows: slice) -> tuple[torch.Tensor, ...]:
+        return attention._each_row(query[rows], keys[rows], values[rows], 0.2, mask[rows])
+
+    together = attended(slice(None))
+    for first, end in ((0, 1), (1, 2), (0, 5), (7, 16)):
+        for alone, whole in zip(attended(slice(first, end)), together, strict=True):
+            assert torch.equal(alone, whole[first:end])

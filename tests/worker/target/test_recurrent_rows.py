@@ -40,7 +40,7 @@ NATIVE = [  # kinds that our kernels run whole: one of each form, and the others
     *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("falcon_h1", "lfm2_moe", "nemotron_h")),
     *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen3_5_moe_text", "qwen3_next")),
 ]
-OFTEN, SLOW = ("falcon_h1", "lfm2", "qwen3_next"), pytest.mark.slow  # one of each form, and the others
+OFTEN, SLOW = ("falcon_h1", "kimi_linear", "lfm2", "qwen3_next"), pytest.mark.slow  # one of each form, and the others
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def test_accepted_paths_leave_the_states_of_plain_decoding_where_kernels_run_all
 
 @pytest.mark.long
 @pytest.mark.skipif(chosen_variant() is None, reason="no kernels run here")
-@pytest.mark.parametrize("kind", ["falcon_h1", "qwen3_5_text"])
+@pytest.mark.parametrize("kind", ["falcon_h1", "kimi_linear", "qwen3_5_text"])
 def test_accepted_paths_leave_the_states_of_plain_decoding_in_our_kernels_too(kind: str) -> None:
     torch.set_num_threads(1)
     target = tiny_target(kind, torch.bfloat16, variant=chosen_variant())
@@ -191,9 +191,12 @@ def test_a_copy_goes_on_as_a_cache_that_has_read_the_same(target: TargetModel, l
     assert torch.equal(decode(target, ours, 5), decode(target, plain, 5))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_states_go_through_a_checkpoint_bit_for_bit(target: TargetModel, dtype: torch.dtype) -> None:
-    target = tiny_target("qwen3_5_text", dtype)
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [("qwen3_5_text", torch.float32), ("qwen3_5_text", torch.bfloat16), ("kimi_linear", torch.bfloat16)],
+)
+def test_states_go_through_a_checkpoint_bit_for_bit(kind: str, dtype: torch.dtype) -> None:
+    target = tiny_target(kind, dtype)
     ours, plain = caches(target)
     read(target, plain, 200)
     states = plain.states()

@@ -89,12 +89,13 @@ enum { MOST_STATE_ROWS = 128 };
 
 typedef struct {
     int32_t num_rows, num_heads, num_key_heads, key_dim, value_dim;  // MOST_STATE_ROWS at most; whole vectors of values
+    int32_t num_decays;          // of a head: 1, or key_dim where each of a state's rows has its own
     const int32_t *parents;      // [num_rows] the row that each one goes on from, in front of it; -1 - i for states[i]
     const float *const *states;  // each [num_heads, key_dim, value_dim]
     const float *queries, *keys;  // [num_rows, num_key_heads, key_dim]
     const float *values;          // [num_rows, num_heads, value_dim]
     const float *betas;           // [num_rows, num_heads] shares of what a state lacks of a value; NULL: all of a value
-    const float *decays;          // [num_rows, num_heads]
+    const float *decays;          // [num_rows, num_heads, num_decays]
     float *updates, *found;       // [num_rows, num_heads, value_dim]
 } recurrence;
 

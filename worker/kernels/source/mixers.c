@@ -223,7 +223,7 @@ static void ready_sequence(const mixer *mixer, const mixer_room *room, const seq
         ready_row(mixer, room, first + row, key, decays);
     }
     *to = (recurrence){.num_rows = rows->num_rows, .num_heads = sizes->num_heads, .num_key_heads = sizes->num_key_heads,
-                       .key_dim = sizes->key_dim, .value_dim = sizes->value_dim, .parents = rows->parents,
+                       .key_dim = sizes->key_dim, .value_dim = sizes->value_dim, .num_decays = 1, .parents = rows->parents,
                        .states = &steps->state, .queries = room->queries + first * key_width,
                        .keys = steps->keys + step * key_width, .values = room->values + first * mixer->width,
                        .betas = sizes->form == DELTA_NET ? room->betas + first * sizes->num_heads : NULL,

@@ -17,19 +17,20 @@ typedef struct {
 } recurrence_job;
 
 // One row's step over some columns of a head's state; `from` may be `to`.
-INLINE void recurrence_step(const recurrence *call, const float *from, float *to, const float *key, const float *query, float decay,
+INLINE void recurrence_step(const recurrence *call, const float *from, float *to, const float *key, const float *query, const float *decays,
                  const float *value, float beta, float *update, float *found, int count) {
     vec known[MOST_STATE_VECTORS], sums[MOST_STATE_VECTORS];
-    int width = call->value_dim;
+    int width = call->value_dim, next = call->num_decays > 1;  // from a row's decay to that of the row behind it
+    const float none = 1.0f;
     for (int i = 0; i < count; i++) known[i] = sums[i] = vec_set(0.0f);
     if (call->betas) {
         for (int k = 0; k < call->key_dim; k++)
             for (int i = 0; i < count; i++) {
-                vec decayed = vec_mul(vec_load(from + (long)k * width + i * LANES), vec_set(decay));
+                vec decayed = vec_mul(vec_load(from + (long)k * width + i * LANES), vec_set(decays[k * next]));
                 vec_store(to + (long)k * width + i * LANES, decayed);
                 known[i] = vec_fma(decayed, vec_set(key[k]), known[i]);
             }
-        from = to, decay = 1.0f;  // which changes no bit
+        from = to, decays = &none, next = 0;  // which changes no bit
     }
     for (int i = 0; i < count; i++) {
         vec lacking = vec_load(value + i * LANES);
@@ -38,7 +39,7 @@ INLINE void recurrence_step(const recurrence *call, const float *from, float *to
     }
     for (int k = 0; k < call->key_dim; k++)
         for (int i = 0; i < count; i++) {
-            vec decayed = vec_mul(vec_load(from + (long)k * width + i * LANES), vec_set(decay));
+            vec decayed = vec_mul(vec_load(from + (long)k * width + i * LANES), vec_set(decays[k * next]));
             vec state = vec_add(decayed, vec_mul(vec_set(key[k]), known[i]));
             vec_store(to + (long)k * width + i * LANES, state);
             sums[i] = vec_fma(state, vec_set(query[k]), sums[i]);
@@ -63,11 +64,12 @@ static void run_recurrence(const void *job, int unit, void *slot, void *scratch)
         for (int column = 0; column < width;) {
             int left = (width - column) / LANES, count = left >= MOST_STATE_VECTORS ? MOST_STATE_VECTORS : left >= 4 ? 4 : 1;
             const float *key = call->keys + key_at, *query = call->queries + key_at, *value = call->values + at * width + column;
-            float beta = call->betas ? call->betas[at] : 1.0f, decay = call->decays[at];
+            const float *decays = call->decays + at * call->num_decays;
+            float beta = call->betas ? call->betas[at] : 1.0f;
             float *new = update + column, *read = found + column;
-            if (count == MOST_STATE_VECTORS) recurrence_step(call, from + column, to + column, key, query, decay, value, beta, new, read, MOST_STATE_VECTORS);
-            else if (count == 4) recurrence_step(call, from + column, to + column, key, query, decay, value, beta, new, read, 4);
-            else recurrence_step(call, from + column, to + column, key, query, decay, value, beta, new, read, 1);
+            if (count == MOST_STATE_VECTORS) recurrence_step(call, from + column, to + column, key, query, decays, value, beta, new, read, MOST_STATE_VECTORS);
+            else if (count == 4) recurrence_step(call, from + column, to + column, key, query, decays, value, beta, new, read, 4);
+            else recurrence_step(call, from + column, to + column, key, query, decays, value, beta, new, read, 1);
             column += count * LANES;
         }
     }
@@ -141,7 +143,8 @@ static void run_fold(const void *job, int head, void *slot, void *scratch) {
                 long at = (long)row * call->num_heads + head;
                 vec key = vec_set(call->keys[((long)row * call->num_key_heads + key_head) * key_dim + k]);
                 vec product = vec_mul(key, vec_load(call->updates + at * width + column));
-                state = vec_add(vec_mul(state, vec_set(call->decays[at])), product);
+                float decay = call->decays[at * call->num_decays + (call->num_decays > 1 ? k : 0)];
+                state = vec_add(vec_mul(state, vec_set(decay)), product);
             }
             vec_store((float *)slot + (long)k * width + column, state);
         }
