@@ -6,11 +6,13 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from struct import Struct
 
 import numpy as np
 
 KEY_TOKENS = 64  # from one key to the next
 KEY_BYTES = 4
+BLOCK = Struct(f"<{KEY_TOKENS}I")
 
 
 @dataclass(frozen=True)
@@ -26,10 +28,9 @@ NOT_SHARED = SharedPrompt()
 
 def prompt_keys(token_ids: Sequence[int]) -> bytes:
     """A key of every `KEY_TOKENS` tokens, from the first on. Two that differ may have one key: keys are no proof."""
-    if len(token_ids) < KEY_TOKENS:
-        return b""
-    blocks = np.asarray(token_ids, dtype="<u4")[: len(token_ids) // KEY_TOKENS * KEY_TOKENS].reshape(-1, KEY_TOKENS)
-    return np.array([zlib.crc32(block.tobytes()) for block in blocks], dtype="<u4").tobytes()
+    num_keys = len(token_ids) // KEY_TOKENS
+    blocks = (token_ids[KEY_TOKENS * number : KEY_TOKENS * (number + 1)] for number in range(num_keys))
+    return b"".join(zlib.crc32(BLOCK.pack(*block)).to_bytes(KEY_BYTES, "little") for block in blocks)
 
 
 def shared_prompts(keys: Sequence[bytes]) -> list[SharedPrompt]:

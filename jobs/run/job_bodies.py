@@ -24,6 +24,8 @@ class JobBodies:
     def __init__(self, parts: Iterator[pa.Table], places: NDArray[np.int64]) -> None:
         """`parts` are all of the run, with the column `job` alone; `places` are ascending. Raises StoreError."""
         self._places = places
+        self._first, last = (int(places[0]), int(places[-1])) if len(places) else (0, -1)
+        self._is_gapless = last - self._first + 1 == len(places)  # as of a run that begins
         self._file = new_spool()
         finalize(self, self._file.close)
         with told_of_room():
@@ -32,8 +34,8 @@ class JobBodies:
 
     def sent(self, entry: JobEntry) -> SentJob:
         """The whole of a job, for a worker. Raises StoreError."""
-        row = int(np.searchsorted(self._places, entry.place))
-        start, end = map(int, self._starts[row : row + 2])
+        row = entry.place - self._first if self._is_gapless else int(np.searchsorted(self._places, entry.place))
+        start, end = self._starts[row : row + 2].tolist()
         with told_of_room():
             self._file.seek(start)
             text = self._file.read(end - start)

@@ -6,7 +6,7 @@ Who wants their names alone needs no manifest of the run.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import starmap
 from typing import TYPE_CHECKING, Any, Self
@@ -72,11 +72,11 @@ class JobIndex:
         return len(self.places)
 
     @classmethod
-    def of(cls, parts: Iterable[pa.Table]) -> Self:
-        """All jobs of parts that have the columns `COLUMNS`, each in its newest form."""
+    def of(cls, parts: Iterable[pa.Table], names: Sequence[str] = COLUMNS) -> Self:
+        """All jobs of parts with the columns `names`, each in its newest form; `job_id` and `supersedes` say which."""
         import pyarrow as pa
 
-        empty = table_schema().empty_table().select(COLUMNS)
+        empty = table_schema().empty_table().select(names)
         table = pa.concat_tables([_narrowed(part) for part in (empty, *parts)]).combine_chunks()
         places = _newest(table)
         if len(places) < len(table):

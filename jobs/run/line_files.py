@@ -19,7 +19,7 @@ from swiftbatch.jobs.storage.store import Store
 DAMAGED = "damaged"
 NO_FILE = "found no file, but something else of that name"
 SUFFIX = ".json"
-NUM_SHORT_AHEAD = 256  # lines whose lengths are known
+NUM_SHORT_AHEAD = 1024  # lines whose lengths are known
 BYTES_AHEAD = 2**24  # of these, and of files as if all were equally long
 
 
@@ -127,7 +127,7 @@ def parsed_line(
         return None
     try:
         text = unsealed(data)  # None for a line of an older version
-        return parse_line(data if text is None else text, place.job_id, fingerprint)
+        return parse_line(text or data, place.job_id, fingerprint, is_sealed=text is not None)
     except ValueError as error:
         damaged[place.name] = str(error)
         return None

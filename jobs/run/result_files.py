@@ -6,8 +6,8 @@ Of a job with several results one counts, and any will do: they are equal.
 from __future__ import annotations
 
 import os
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections import ChainMap, defaultdict
+from collections.abc import Container, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from secrets import token_hex
@@ -61,6 +61,11 @@ class ResultFiles:
         """The jobs that have a result with something in it, with its bytes."""
         self._look()
         return self._older.sizes() | self._numbers("length")
+
+    def job_ids(self) -> Container[str]:
+        """The jobs that have a result with something in it; those found later may be among them."""
+        self._look()
+        return ChainMap[str, int](self._older.sizes(), self._places)
 
     def read(self, job_id: str) -> dict[str, Any] | None:
         """A job's line; None where it is absent or damaged."""

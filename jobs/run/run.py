@@ -145,6 +145,10 @@ class Run:
         """All jobs in input order, each in its newest form."""
         return list(self.records())
 
+    def records_at(self, places: NDArray[np.int64]) -> Iterator[JobRecord]:
+        """The jobs at some ascending places of the run's tables."""
+        return read_records(self.store, places, self._run_id)
+
     def job_index(self) -> JobIndex:
         """All jobs in input order, each in its newest form, without their prompts."""
         from swiftbatch.jobs.run.job_index import COLUMNS, JobIndex
@@ -171,7 +175,10 @@ class Run:
 
     def job_ids(self) -> list[str]:
         """The ids of all jobs in input order, without their prompts."""
-        return [lineage[-1] for lineage in self.lineages()]
+        from swiftbatch.jobs.run.job_index import JobIndex
+
+        names = ("job_id", "supersedes")
+        return list(JobIndex.of(read_parts(self.store, names, self._run_id), names).job_ids())
 
     def all_job_ids(self) -> pa.ChunkedArray:
         """The ids of all jobs, also of those that others have superseded."""
@@ -249,6 +256,20 @@ class Run:
         """Every job in input order with its output line, None while it has neither result nor error."""
         return self._lines({})
 
+    def lines_of(self, index: JobIndex) -> Iterator[dict[str, Any] | None]:
+        """The output line of each job of an index, None while it has neither result nor error."""
+        finished = self.finished_ids()
+        failed = self._errors.job_ids()
+
+        def place(job_id: str) -> LinePlace | None:
+            return self._place(job_id, finished) if job_id in finished or job_id in failed else None
+
+        return self._read_places(map(place, index.job_ids()))
+
+    def finished_ids(self) -> Container[str]:
+        """The ids of the jobs with a result, of which no copy is made."""
+        return self._results.job_ids()
+
     def ended_jobs(self, index: JobIndex) -> Iterator[EndedJob]:
         """The jobs of an index that have a result or an error which can be read; results in segments are not parsed."""
         whole = self._results.whole()
@@ -271,7 +292,10 @@ class Run:
 
         A job without a result that has superseded one with a result still has that one's line.
         """
-        return joined(self._lines({lineage[-1]: lineage for lineage in self.lineages() if len(lineage) > 1}))
+        supersedes = (part.column("supersedes") for part in read_parts(self.store, ["supersedes"], self._run_id))
+        is_extended = any(column.null_count < len(column) for column in supersedes)
+        extended = (lineage for lineage in self.lineages() if len(lineage) > 1) if is_extended else ()
+        return joined(self._lines({lineage[-1]: lineage for lineage in extended}))
 
     def _lines(self, extended: Mapping[str, list[str]]) -> Iterator[tuple[JobRecord, dict[str, Any] | None]]:
         """Every job in input order with its line; one of the `extended` may have that of one that it has superseded."""

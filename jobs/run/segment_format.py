@@ -138,7 +138,7 @@ def found_lines(data: bytes, fingerprint: str | None) -> Iterator[ResultEntry]:
         try:
             if (text := unsealed(line)) is not None:
                 job_id = _job_of(text)
-                num_tokens = num_completion_tokens(parse_line(text, job_id, fingerprint))
+                num_tokens = num_completion_tokens(parse_line(text, job_id, fingerprint, is_sealed=True))
                 yield ResultEntry(job_id, start, len(line), num_tokens)
         except (ValueError, RecursionError):
             pass

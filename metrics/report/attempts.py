@@ -5,8 +5,6 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain
 from sys import intern
 from typing import Any, Literal, NamedTuple, Self
 
@@ -27,8 +25,8 @@ class Marks(NamedTuple):
 
     @classmethod
     def of(cls, timeline: Timeline) -> Self:
-        columns = (timeline.seconds, timeline.num_tokens, timeline.num_drafts, timeline.num_accepted_tokens)
-        return cls(timeline.started, timeline.is_released, array("d", chain.from_iterable(columns)))
+        columns = (*timeline.seconds, *timeline.num_tokens, *timeline.num_drafts, *timeline.num_accepted_tokens)
+        return cls(timeline.started, timeline.is_released, array("d", columns))
 
     @property
     def last(self) -> float:
@@ -42,8 +40,7 @@ class Marks(NamedTuple):
         return zip((self.started + each for each in seconds), *counts, strict=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Attempt:
+class Attempt(NamedTuple):
     """One attempt at a job; times in seconds since the epoch. `driver` counts the run's drivers from 1."""
 
     number: int
@@ -58,9 +55,7 @@ class Attempt:
     @property
     def first_token(self) -> float:
         """The moment when the attempt went on, as far as that is known."""
-        if self.marks is not None:
-            return max(self.start, self.marks.started)
-        return self.start if self.resume is None else max(self.start, self.resume.resumed)
+        return _first_token(self.start, self.resume, self.marks)
 
     @property
     def has_guessed_end(self) -> bool:
@@ -83,17 +78,21 @@ def attempts_of(
         outcome = last if is_newest else "lost"
         if outcome == "lost" and record.timeline is not None and record.timeline.is_released:
             outcome = "released"
+        marks = None if record.timeline is None else Marks.of(record.timeline)
+        first_token = _first_token(record.claimed, record.resume, marks)
+        is_over = marks is not None and outcome != "running"  # then its own files say when
+        end = marks.last if marks is not None and is_over else last_end if is_newest else followers[index]
         attempt = Attempt(
             number=record.attempt,
             worker_id=intern(record.worker_id),
             driver=max(1, bisect_right(driver_starts, record.claimed)),
             start=record.claimed,
-            end=last_end if is_newest else followers[index],
+            end=max(first_token, end),
             outcome=outcome,
             resume=record.resume,
-            marks=None if record.timeline is None else Marks.of(record.timeline),
+            marks=marks,
         )
-        attempts.append(replace(attempt, end=_end(attempt)))
+        attempts.append(attempt)
     return tuple(attempts)
 
 
@@ -104,7 +103,7 @@ def without_guesses(attempts: Iterable[Attempt]) -> tuple[Attempt, ...]:
     claim is known of its end.
     """
     return tuple(
-        replace(attempt, end=attempt.first_token) if attempt.has_guessed_end else attempt for attempt in attempts
+        attempt._replace(end=attempt.first_token) if attempt.has_guessed_end else attempt for attempt in attempts
     )
 
 
@@ -116,8 +115,7 @@ def parsed_history(attempts: Any) -> list[AttemptRecord]:
         return []
 
 
-def _end(attempt: Attempt) -> float:
-    """The end of the attempt by its own files, if they say something and it is over."""
-    if attempt.marks is None or attempt.outcome == "running":
-        return max(attempt.first_token, attempt.end)
-    return max(attempt.first_token, attempt.marks.last)
+def _first_token(start: float, resume: ResumeRecord | None, marks: Marks | None) -> float:
+    if marks is not None:
+        return max(start, marks.started)
+    return start if resume is None else max(start, resume.resumed)

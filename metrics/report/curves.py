@@ -85,8 +85,19 @@ def throughput(found: Stretches, begin: float, end: float) -> Throughput:
     num_bins = int(np.clip((end - begin) / MIN_BIN_SECONDS, 1, MAX_TIME_BINS))
     edges = np.linspace(begin, max(end, begin + MIN_BIN_SECONDS), num_bins + 1)
     seconds = np.maximum(found.end - found.start, 1e-9)
-    generated = [float((found.num_tokens * np.clip((edge - found.start) / seconds, 0, 1)).sum()) for edge in edges]
-    return Throughput(edges - begin, np.diff(generated) / np.diff(edges))
+    rates = found.num_tokens / seconds
+    starts = found.start - begin
+    generated = _drawn_by(edges - begin, starts, rates) - _drawn_by(edges - begin, starts + seconds, rates)
+    return Throughput(edges - begin, np.maximum(0.0, np.diff(generated)) / np.diff(edges))
+
+
+def _drawn_by(moments: Column, starts: Column, rates: Column) -> Column:
+    """The tokens up to each of some moments if all began at their starts and none ever ended."""
+    firsts = np.searchsorted(moments, starts)  # the first moment behind each start
+    rate, before = (
+        np.bincount(firsts, weights, len(moments) + 1)[: len(moments)].cumsum() for weights in (rates, rates * starts)
+    )
+    return rate * moments - before  # type: ignore[no-any-return]
 
 
 def acceptance_by_length(found: Stretches) -> ByLength | None:

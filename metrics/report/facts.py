@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Container, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from itertools import chain
+from typing import Any
+
+import numpy as np
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import AttemptRecord, CheckpointStore
 from swiftbatch.jobs.checkpoints.packed_logs import PackedLogs
 from swiftbatch.jobs.input.reader import Reject
 from swiftbatch.jobs.job import Job, JobRecord
 from swiftbatch.jobs.run.checked_reading import NUM_READERS
+from swiftbatch.jobs.run.job_index import JobEntry, JobIndex
 from swiftbatch.jobs.run.run import Progress, Run
 from swiftbatch.jobs.run.run_records import DriverClaim, RunManifest
-from swiftbatch.metrics.report.attempts import Attempt, Outcome, attempts_of, parsed_history, without_guesses
+from swiftbatch.metrics.report.attempts import Outcome, attempts_of, parsed_history, without_guesses
+from swiftbatch.metrics.report.job_facts import DRAFTS, JobFacts, State
+from swiftbatch.metrics.report.tally import Tally
 
 EXCERPT_CHARACTERS = 280
 MAX_JOBS = 5000  # on a page
-DRAFTS = ("chain", "tree", "none")  # the ways in which tokens come
+URGENCY = {"failed": 0, "finished": 2}  # of states, for a place on the page
 
-State = Literal["finished", "failed", "cancelled", "running", "pending"]
+Logged = tuple[list[AttemptRecord], int]
 OUTCOMES: dict[State, Outcome] = {  # of the newest attempt at a job
     "finished": "finished",
     "cancelled": "cancelled",
@@ -31,99 +36,88 @@ OUTCOMES: dict[State, Outcome] = {  # of the newest attempt at a job
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobFacts:
-    """One job, in few bytes, for there may be a million. `error` is (code, message).
-
-    `prompt` and `excerpt`, of its answer, are empty where so many others have them that no page shows this job's.
-    """
-
-    name: str
-    num_prompt_tokens: int
-    max_tokens: int
-    state: State
-    num_tokens: int
-    prompt: str
-    excerpt: str = ""
-    finish_reason: str = ""
-    error: tuple[str, str] | None = None
-    num_drafts: int = 0
-    num_accepted_tokens: int = 0
-    num_tokens_by_draft: tuple[int, ...] | None = None  # in the order of `DRAFTS`
-    attempts: tuple[Attempt, ...] = ()
-    file: str | None = None  # of the run, that has its result or its error
-    is_cut_thought: bool = False  # it ended before its thought did, for want of room
-
-
 @dataclass(frozen=True)
 class RunFacts:
-    """All that a report shows; `place` is the run's folder without credentials."""
+    """All that a report shows; `place` is the run's folder without credentials.
+
+    `jobs` are those that a page lists, in input order, and `tally` is of all.
+    """
 
     place: str
     manifest: RunManifest
     progress: Progress
     num_drivers: int
     jobs: tuple[JobFacts, ...]
+    tally: Tally
     rejects: tuple[Reject, ...]
-
-    @property
-    def num_cut_thoughts(self) -> int:
-        return sum(job.is_cut_thought for job in self.jobs)
 
     @property
     def enough_for_thoughts(self) -> int:
         """Twice the most tokens that a job may have whose thought was cut: a limit to try next."""
-        return 2 * max((job.max_tokens for job in self.jobs if job.is_cut_thought), default=0)
-
-    @property
-    def attempts(self) -> Iterator[tuple[JobFacts, Attempt]]:
-        return ((job, attempt) for job in self.jobs for attempt in job.attempts)
+        return 2 * self.tally.most_cut_tokens
 
 
 def gather(run: Run, progress: Progress, drivers: Sequence[DriverClaim]) -> RunFacts:
-    """Read a run; `progress` is how it stands, `drivers` who held it, oldest first. Raises RunError, StoreError."""
-    reader = _Reader(run, progress, sorted(claim.started for claim in drivers))
-    jobs: list[JobFacts] = []  # in input order
-    unfinished: dict[str, int] = {}  # the places of jobs in that
-    for record, line in run.output_lines():
-        if line is not None and line["error"] is None:
-            jobs.append(reader.finished(record, line["response"]["body"]))
+    """Read a run; `progress` is how it stands, `drivers` who held it, oldest first. Raises RunError, StoreError.
+
+    No more of a job is kept than its part of the tally, unless the page lists it.
+    """
+    index = run.job_index().without("prompt_keys")
+    reader = _Reader(run, progress, sorted(claim.started for claim in drivers), index)
+    tally, doubtful = Tally(len(index)), list[JobFacts]()
+    listed: dict[State, list[JobFacts]] = {state: [] for state in OUTCOMES}
+
+    def take_in(job: JobFacts) -> None:
+        tally.add(job)
+        if len(listed[job.state]) < MAX_JOBS:
+            listed[job.state].append(job)
+
+    for job in reader.jobs():
+        if any(attempt.has_guessed_end for attempt in job.attempts) or _may_close_loops(job):
+            doubtful.append(job)
         else:
-            unfinished[record.job_id] = len(jobs)
-            jobs.append(reader.unfinished(record, line))
-    for job_id, history, num_tokens in _checkpoints(run, unfinished):
-        place = unfinished[job_id]
-        jobs[place] = reader.with_checkpoint(jobs[place], history, num_tokens)
+            take_in(job)
+    has_timelines = tally.has_timelines or any(attempt.marks for job in doubtful for attempt in job.attempts)
+    for job in reader.with_known_cuts(doubtful):
+        take_in(replace(job, attempts=without_guesses(job.attempts)) if has_timelines else job)
     return RunFacts(
         place=run.store.shown_uri,
         manifest=run.manifest,
         progress=progress,
         num_drivers=len(drivers),
-        jobs=_with_known_ends(jobs),
+        jobs=reader.with_prompts(_most_urgent(listed)),
+        tally=tally,
         rejects=tuple(run.rejects()),
     )
+
+
+def _most_urgent(listed: dict[State, list[JobFacts]]) -> list[JobFacts]:
+    """The jobs that a page lists, in input order: of too many, dead-letters go first, then others without a result."""
+    jobs = sorted(chain.from_iterable(listed.values()), key=lambda job: (URGENCY.get(job.state, 1), job.number))
+    return sorted(jobs[:MAX_JOBS], key=lambda job: job.number)
 
 
 def excerpt(text: str) -> str:
     return text if len(text) <= EXCERPT_CHARACTERS else f"{text[:EXCERPT_CHARACTERS]}…"
 
 
-def _checkpoints(run: Run, job_ids: Container[str]) -> list[tuple[str, list[AttemptRecord], int]]:
-    """The attempts, and the number of logged tokens, of those of some jobs that have left any."""
+def _checkpoints(run: Run, finished: Container[str]) -> dict[str, Logged]:
+    """The attempts, and the number of logged tokens, of the jobs without a result that have left any."""
     checkpoints, started = CheckpointStore.of(run), set(run.store.list("checkpoints"))
     packed = PackedLogs.of(run).read()
 
-    def read(job_id: str) -> tuple[str, list[AttemptRecord], int]:
+    def read(job_id: str) -> Logged:
         running = packed.get(job_id)
         is_there = job_id in started
         history = checkpoints.history(job_id) if is_there else []
         num_tokens = len(checkpoints.read_tokens(job_id)) if is_there else 0
         if running is None:
-            return job_id, history, num_tokens
-        return job_id, _with_running(history, running.record), max(num_tokens, len(running.log.token_ids))
+            return history, num_tokens
+        return _with_running(history, running.record), max(num_tokens, len(running.log.token_ids))
 
+    job_ids = [job_id for job_id in started.union(packed) if job_id not in finished]
     with ThreadPoolExecutor(NUM_READERS) as pool:
-        return list(pool.map(read, [job_id for job_id in started.union(packed) if job_id in job_ids]))
+        return dict(zip(job_ids, pool.map(read, job_ids), strict=True))
 
 
 def _with_running(history: list[AttemptRecord], running: AttemptRecord) -> list[AttemptRecord]:
@@ -134,28 +128,20 @@ def _with_running(history: list[AttemptRecord], running: AttemptRecord) -> list[
     return [known[number] for number in sorted(known)]
 
 
-def _with_known_ends(jobs: list[JobFacts]) -> tuple[JobFacts, ...]:
-    if not any(attempt.marks for job in jobs for attempt in job.attempts):
-        return tuple(jobs)
-    return tuple(
-        replace(job, attempts=without_guesses(job.attempts))
-        if any(attempt.has_guessed_end for attempt in job.attempts)
-        else job
-        for job in jobs
-    )
+def _may_be_cut(message: dict[str, Any], finish_reason: str) -> bool:
+    """Return whether a chat may have ended within its thought, for want of room."""
+    is_thought_alone = bool(message.get("reasoning_content")) and not message["content"]
+    return is_thought_alone and finish_reason in ("length", "repetition")
 
 
-def _is_cut(record: JobRecord, finish_reason: str) -> bool:
-    """Return whether a thought without an answer ended for want of room: a loop that closes thoughts does it else."""
-    loops = record.job.sampling.repetition_detection
-    closes = loops is not None and loops.action == "close"
-    return finish_reason == "length" or (finish_reason == "repetition" and closes)
+def _may_close_loops(job: JobFacts) -> bool:
+    return job.is_cut_thought and job.finish_reason == "repetition"
 
 
-def _named(record: JobRecord) -> dict[str, Any]:
-    """The facts about a job that were known before it ran."""
-    max_tokens = record.job.sampling.max_tokens
-    return {"name": record.job.name, "num_prompt_tokens": record.num_prompt_tokens, "max_tokens": max_tokens}
+def _closes_loops(job: Job) -> bool:
+    """Return whether a job whose loops end it closes its thought before, so that only want of room leaves it open."""
+    loops = job.sampling.repetition_detection
+    return loops is not None and loops.action == "close"
 
 
 def _prompt(job: Job) -> str:
@@ -168,61 +154,80 @@ def _prompt(job: Job) -> str:
 class _Reader:
     """Makes facts of result lines and checkpoints."""
 
-    def __init__(self, run: Run, progress: Progress, driver_starts: list[float]) -> None:
-        self._run = run
-        self._progress = progress
+    def __init__(self, run: Run, progress: Progress, driver_starts: list[float], index: JobIndex) -> None:
+        self._run, self._progress, self._index = run, progress, index
         self._driver_starts = driver_starts
         self._held = {custom_id for worker in progress.workers for custom_id in worker.jobs}
-        self._num_met: Counter[State] = Counter()
 
-    def finished(self, record: JobRecord, body: dict[str, Any]) -> JobFacts:
+    def jobs(self) -> Iterator[JobFacts]:
+        """The facts about all jobs, without their prompts, in input order."""
+        lines = self._run.lines_of(self._index)
+        logged = _checkpoints(self._run, self._run.finished_ids())
+        for number, (entry, line) in enumerate(zip(self._index.entries(), lines, strict=True), start=1):
+            if line is not None and line["error"] is None:
+                yield self._finished(number, entry, line["response"]["body"])
+            else:
+                yield self._unfinished(number, entry, line, *logged.get(entry.job_id, ([], 0)))
+
+    def with_known_cuts(self, jobs: Sequence[JobFacts]) -> list[JobFacts]:
+        """Some jobs, of which those that loops have ended were cut if theirs close thoughts, as only they know."""
+        records = self._records([job.number for job in jobs if _may_close_loops(job)])
+        other = {number for number, record in records if not _closes_loops(record.job)}
+        return [replace(job, is_cut_thought=False) if job.number in other else job for job in jobs]
+
+    def with_prompts(self, jobs: Sequence[JobFacts]) -> tuple[JobFacts, ...]:
+        """Some jobs, in input order, with the beginnings of their prompts."""
+        prompts = {number: _prompt(record.job) for number, record in self._records([job.number for job in jobs])}
+        return tuple(replace(job, prompt=prompts[job.number]) for job in jobs)
+
+    def _records(self, numbers: Sequence[int]) -> Iterator[tuple[int, JobRecord]]:
+        """Some jobs with their numbers."""
+        by_place = sorted(numbers, key=lambda number: self._index.places[number - 1])
+        places = self._index.places[np.array(by_place, np.int64) - 1]
+        return zip(by_place, self._run.records_at(places), strict=True)
+
+    def _finished(self, number: int, entry: JobEntry, body: dict[str, Any]) -> JobFacts:
         choice, metrics = body["choices"][0], body["metrics"]
-        message = choice.get("message", {})
-        text = message["content"] if message else choice["text"]
-        is_thought_alone = bool(message.get("reasoning_content")) and not text
+        message, reason = choice.get("message", {}), choice["finish_reason"]
         history, ended = parsed_history(metrics.get("attempts")), float(body.get("created", 0))
         by_draft = metrics.get("num_tokens_by_draft")
-        is_shown = self._may_be_shown("finished")
         return JobFacts(
-            **_named(record),
+            number=number,
+            name=entry.name,
+            num_prompt_tokens=entry.num_prompt_tokens,
+            max_tokens=entry.max_tokens,
             state="finished",
             num_tokens=body["usage"]["completion_tokens"],
-            prompt=_prompt(record.job) if is_shown else "",
-            excerpt=excerpt(text) if is_shown else "",
-            finish_reason=choice["finish_reason"],
+            excerpt=excerpt(message["content"] if message else choice["text"]),
+            finish_reason=reason,
             num_drafts=int(metrics.get("num_drafts") or 0),
             num_accepted_tokens=int(metrics.get("num_accepted_tokens") or 0),
             num_tokens_by_draft=tuple(by_draft.get(kind, 0) for kind in DRAFTS) if by_draft else None,
             attempts=attempts_of(history, OUTCOMES["finished"], ended, self._driver_starts),
-            file=self._run.result_file(record.job_id),
-            is_cut_thought=is_thought_alone and _is_cut(record, choice["finish_reason"]),
+            file=self._run.result_file(entry.job_id),
+            is_cut_thought=_may_be_cut(message, reason),
         )
 
-    def unfinished(self, record: JobRecord, line: dict[str, Any] | None) -> JobFacts:
-        """A job without a result: what its error says, if it has one."""
+    def _unfinished(
+        self, number: int, entry: JobEntry, line: dict[str, Any] | None, history: list[AttemptRecord], num_logged: int
+    ) -> JobFacts:
+        """A job without a result: what its error says, if it has one, and its checkpoints."""
         error = None if line is None else (str(line["error"]["code"]), str(line["error"]["message"]))
-        state = self._state(record, error)
+        state = self._state(entry, error)
+        last_end = self._progress.updated if state == "running" else 0.0
         return JobFacts(
-            **_named(record),
+            number=number,
+            name=entry.name,
+            num_prompt_tokens=entry.num_prompt_tokens,
+            max_tokens=entry.max_tokens,
             state=state,
-            num_tokens=self._progress.running.get(record.job.name, 0),
-            prompt=_prompt(record.job) if self._may_be_shown(state) else "",
+            num_tokens=max(num_logged, self._progress.running.get(entry.name, 0)),
             error=error,
-            file=None if error is None else f"errors/{record.job_id}.json",
+            attempts=attempts_of(history, OUTCOMES[state], last_end, self._driver_starts),
+            file=None if error is None else f"errors/{entry.job_id}.json",
         )
 
-    def with_checkpoint(self, job: JobFacts, history: list[AttemptRecord], num_logged_tokens: int) -> JobFacts:
-        """The facts about a job without a result, with what its checkpoints say."""
-        last_end = self._progress.updated if job.state == "running" else 0.0
-        attempts = attempts_of(history, OUTCOMES[job.state], last_end, self._driver_starts)
-        return replace(job, num_tokens=max(num_logged_tokens, job.num_tokens), attempts=attempts)
-
-    def _may_be_shown(self, state: State) -> bool:
-        """Count a job of a state; tells whether a page that shows the first ones of each may show it."""
-        self._num_met[state] += 1
-        return self._num_met[state] <= MAX_JOBS
-
-    def _state(self, record: JobRecord, error: tuple[str, str] | None) -> State:
+    def _state(self, entry: JobEntry, error: tuple[str, str] | None) -> State:
         if error is not None:
             return "cancelled" if error[0] == "cancelled" else "failed"
-        return "running" if record.job.name in self._held else "pending"
+        return "running" if entry.name in self._held else "pending"

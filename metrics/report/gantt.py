@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from heapq import nlargest
 
 from swiftbatch.metrics.report.attempts import Attempt
-from swiftbatch.metrics.report.facts import JobFacts, RunFacts
+from swiftbatch.metrics.report.facts import RunFacts
 from swiftbatch.metrics.report.page_text import clock
+from swiftbatch.metrics.report.tally import LongAttempt
 
-MAX_BARS = 4000
 NUM_TONES = 6
 MIN_PERCENT = 0.08  # of the width: shorter bars could not be seen
 TINY_PERCENT = 1.2  # a shorter bar has no room for a sign
@@ -60,16 +59,14 @@ class Gantt:
 
 def gantt(facts: RunFacts, begin: float, end: float) -> Gantt:
     """The attempts of a run between two times, in seconds since the epoch; of too many the longest."""
-    num_attempts = sum(len(job.attempts) for job in facts.jobs)
-    entries = ((attempt, job, number) for number, job in enumerate(facts.jobs, 1) for attempt in job.attempts)
-    longest = nlargest(MAX_BARS, entries, key=lambda entry: entry[0].end - entry[0].start)
+    longest = facts.tally.longest
     workers: dict[tuple[int, str], list[tuple[Attempt, Bar]]] = {}
-    for attempt, job, number in sorted(longest, key=lambda entry: (entry[0].start, entry[2])):
-        bar = _bar(job, number, attempt, begin, end)
+    for entry in sorted(longest, key=lambda entry: (entry.attempt.start, entry.job_number)):
+        attempt, bar = entry.attempt, _bar(entry, begin, end)
         workers.setdefault((attempt.driver, attempt.worker_id), []).append((attempt, bar))
     by_age = sorted(workers, key=lambda key: (key[0], len(key[1]), key[1]))  # w2 before w10
     rows = tuple(WorkerRow(_name(key, facts.num_drivers), _lanes(workers[key])) for key in by_age)
-    return Gantt(rows, num_attempts - len(longest))
+    return Gantt(rows, len(facts.tally.starts) - len(longest))
 
 
 def attempt_line(attempt: Attempt, begin: float) -> str:
@@ -83,19 +80,20 @@ def attempt_line(attempt: Attempt, begin: float) -> str:
     return words + ENDS[attempt.outcome]
 
 
-def _bar(job: JobFacts, number: int, attempt: Attempt, begin: float, end: float) -> Bar:
+def _bar(entry: LongAttempt, begin: float, end: float) -> Bar:
+    attempt = entry.attempt
     span = max(end - begin, 1e-9)
     seconds = max(attempt.end - attempt.start, 1e-9)
     return Bar(
         left=round(100 * (attempt.start - begin) / span, 3),
         width=round(max(100 * seconds / span, MIN_PERCENT), 3),
         wait=round(100 * min(1.0, max(0.0, (attempt.first_token - attempt.start) / seconds)), 1),
-        tone=number % NUM_TONES,
+        tone=entry.job_number % NUM_TONES,
         outcome=attempt.outcome,
         is_resume=attempt.resume is not None,
-        job_number=number,
-        label=job.name,
-        text=f"{job.name}: {attempt_line(attempt, begin)}",
+        job_number=entry.job_number,
+        label=entry.job_name,
+        text=f"{entry.job_name}: {attempt_line(attempt, begin)}",
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from heapq import nsmallest
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -19,17 +18,17 @@ from swiftbatch.metrics.report.curves import (
     throughput,
     throughput_chart,
 )
-from swiftbatch.metrics.report.facts import MAX_JOBS, JobFacts, RunFacts
+from swiftbatch.metrics.report.facts import RunFacts
 from swiftbatch.metrics.report.gantt import attempt_line, gantt
+from swiftbatch.metrics.report.job_facts import JobFacts
 from swiftbatch.metrics.report.page_text import clock, date, in_html, ticks
-from swiftbatch.metrics.report.stretches import Stretches, job_pace, stretches
+from swiftbatch.metrics.report.stretches import Stretches, job_pace
 from swiftbatch.metrics.report.summary import summary
 
 FOLDER = Path(__file__).parent
 MAX_REJECTS = 1000
 NUM_GANTT_TICKS = 6
 MAX_TICK_PERCENT = 94
-URGENCY = {"failed": 0, "finished": 2}
 PATH_CHARACTERS = b"/"  # characters that stay as they are in a link
 
 
@@ -38,9 +37,9 @@ def render(facts: RunFacts, store: Store, folder: str | None) -> str:
 
     None is for a page without links.
     """
-    found = stretches(facts)
+    found = facts.tally.stretches()
     begin, end = _span(facts, found)
-    rows = [_row(job, number, begin, store, folder) for number, job in _shown(facts)]
+    rows = [_row(job, begin, store, folder) for job in facts.jobs]
     template = Environment(
         loader=FileSystemLoader(FOLDER),
         autoescape=True,
@@ -60,7 +59,7 @@ def render(facts: RunFacts, store: Store, folder: str | None) -> str:
         rows=rows,
         problems=[row for row in rows if row["job"].state == "failed"],
         rejects=facts.rejects[:MAX_REJECTS],
-        num_jobs=len(facts.jobs),
+        num_jobs=facts.tally.num_jobs,
         is_measured=found.is_measured or len(found.start) == 0,
         **_charts(facts, found, begin, end),
     )
@@ -68,7 +67,7 @@ def render(facts: RunFacts, store: Store, folder: str | None) -> str:
 
 def _charts(facts: RunFacts, found: Stretches, begin: float, end: float) -> dict[str, Any]:
     """The three curves as SVG, None where there is nothing to draw."""
-    losses = sorted(attempt.end - begin for _, attempt in facts.attempts if attempt.outcome == "lost")
+    losses = sorted(end - begin for end in facts.tally.losses)
     acceptance, pace = acceptance_by_length(found), ms_per_token_by_length(found)
     return {
         "throughput": throughput_chart(throughput(found, begin, end), losses) if len(found.start) else None,
@@ -79,11 +78,11 @@ def _charts(facts: RunFacts, found: Stretches, begin: float, end: float) -> dict
 
 def _span(facts: RunFacts, found: Stretches) -> tuple[float, float]:
     """The start of the first attempt and the end of the last, in seconds since the epoch."""
-    starts = [attempt.start for _, attempt in facts.attempts]
-    if not starts:
+    tally = facts.tally
+    if not tally.starts:
         return facts.progress.started, facts.progress.started
-    ends = [attempt.end for _, attempt in facts.attempts]
-    return min(starts), max([*ends, *found.end.tolist()])
+    last = max(tally.ends)
+    return min(tally.starts), float(found.end.max(initial=last))
 
 
 def _gantt_ticks(seconds: float) -> list[tuple[float, str]]:
@@ -92,17 +91,11 @@ def _gantt_ticks(seconds: float) -> list[tuple[float, str]]:
     return [(place, label) for place, label in places if place <= MAX_TICK_PERCENT]
 
 
-def _shown(facts: RunFacts) -> list[tuple[int, JobFacts]]:
-    """Jobs with their numbers from 1; of too many the dead-letters go first, then others without a result."""
-    urgent = nsmallest(MAX_JOBS, enumerate(facts.jobs, 1), key=lambda entry: URGENCY.get(entry[1].state, 1))
-    return sorted(urgent, key=lambda entry: entry[0])
-
-
-def _row(job: JobFacts, number: int, begin: float, store: Store, folder: str | None) -> dict[str, Any]:
+def _row(job: JobFacts, begin: float, store: Store, folder: str | None) -> dict[str, Any]:
     resumes = Counter(attempt.resume.kind for attempt in job.attempts if attempt.resume is not None)
     acceptance, pace = job_pace(job)
     return {
-        "number": number,
+        "number": job.number,
         "job": job,
         "prompt": job.prompt,
         "resumes": ", ".join(f"{count} {kind}" for kind, count in sorted(resumes.items())),

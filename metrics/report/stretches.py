@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -9,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swiftbatch.metrics.report.attempts import Marks
-from swiftbatch.metrics.report.facts import JobFacts, RunFacts
+from swiftbatch.metrics.report.job_facts import JobFacts
 
 Row = tuple[float, float, float, float, float, float]
 
@@ -29,38 +30,39 @@ class Stretches:
     is_measured: bool
 
 
-def stretches(facts: RunFacts) -> Stretches:
-    """The stretches of all attempts that drew tokens."""
-    is_measured = any(attempt.marks for _, attempt in facts.attempts)
-    numbers = np.fromiter((number for job in facts.jobs for row in _rows(job) for number in row), np.float64)
-    start, end, num_tokens, length, num_drafts, num_accepted = numbers.reshape(-1, 6).T
-    return Stretches(start, end, num_tokens, length, num_drafts, num_accepted, is_measured)
-
-
 def job_pace(job: JobFacts) -> tuple[float | None, float | None]:
     """A job's mean acceptance length and milliseconds per token over all its attempts; None where there are none."""
     seconds, num_tokens, num_drafts, num_accepted = 0.0, 0.0, 0.0, 0.0
-    for start, end, tokens, _, drafts, accepted in _rows(job):
+    for start, end, tokens, _, drafts, accepted in rows_of(job):
         seconds, num_tokens = seconds + end - start, num_tokens + tokens
         num_drafts, num_accepted = num_drafts + drafts, num_accepted + accepted
     acceptance = 1 + num_accepted / num_drafts if num_drafts else None
     return acceptance, 1000 * seconds / num_tokens if num_tokens else None
 
 
-def _rows(job: JobFacts) -> list[Row]:
+def rows_of(job: JobFacts, most: int | None = None) -> list[Row]:
+    """The stretches of a job, at most so many of each attempt."""
     rows: list[Row] = []
     for index, attempt in enumerate(job.attempts):
-        rows += _whole_attempt(job, index) if attempt.marks is None else _between_marks(job, attempt.marks)
+        rows += _whole_attempt(job, index) if attempt.marks is None else _between_marks(job, attempt.marks, most)
     return rows
 
 
-def _between_marks(job: JobFacts, marks: Marks) -> list[Row]:
-    prompt = job.num_prompt_tokens
+def _between_marks(job: JobFacts, marks: Marks, most: int | None) -> list[Row]:
+    prompt, rows = job.num_prompt_tokens, list(marks.rows())
     return [
         (start, end, after - before, prompt + (before + after) / 2, drafts - old_drafts, accepted - old_accepted)
-        for (start, before, old_drafts, old_accepted), (end, after, drafts, accepted) in pairwise(marks.rows())
+        for (start, before, old_drafts, old_accepted), (end, after, drafts, accepted) in pairwise(_some(rows, most))
         if end > start
     ]
+
+
+def _some(marks: Sequence[tuple[float, ...]], most: int | None) -> Sequence[tuple[float, ...]]:
+    """The marks between which there are at most so many stretches, the first and the last among them."""
+    num_stretches = len(marks) - 1
+    if most is None or num_stretches <= most:
+        return marks
+    return [marks[number * num_stretches // most] for number in range(most + 1)]
 
 
 def _whole_attempt(job: JobFacts, index: int) -> list[Row]:

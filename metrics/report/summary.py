@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 
 from swiftbatch.metrics.driver_counters import OUTGROWN
@@ -35,20 +34,22 @@ def summary(facts: RunFacts, found: Stretches, begin: float, end: float) -> list
 
 
 def _jobs(facts: RunFacts) -> Figure:
-    states = Counter(job.state for job in facts.jobs)
+    states = facts.tally.states
     others = ", ".join(f"{count} {state}" for state, count in states.items() if state != "finished")
-    return Figure("jobs finished", f"{states['finished']:,} of {len(facts.jobs):,}", others or "all of them", "#jobs")
+    return Figure(
+        "jobs finished", f"{states['finished']:,} of {facts.tally.num_jobs:,}", others or "all of them", "#jobs"
+    )
 
 
 def _tokens(facts: RunFacts) -> Figure:
-    prompts = sum(job.num_prompt_tokens for job in facts.jobs)
-    return Figure("tokens generated", f"{sum(job.num_tokens for job in facts.jobs):,}", f"{prompts:,} of prompts")
+    tally = facts.tally
+    return Figure("tokens generated", f"{tally.num_tokens:,}", f"{tally.num_prompt_tokens:,} of prompts")
 
 
 def _speed(facts: RunFacts, found: Stretches, begin: float, end: float) -> Figure:
-    active = _covered([(attempt.start, attempt.end) for _, attempt in facts.attempts])
+    active = facts.tally.covered_seconds()
     speed = f"{found.num_tokens.sum() / active:,.0f} tokens/s" if active > 0 else "none yet"
-    details = [_counted(len({(attempt.driver, attempt.worker_id) for _, attempt in facts.attempts}), "worker")]
+    details = [_counted(len(facts.tally.workers), "worker")]
     if facts.num_drivers > 1:
         details.append(_counted(facts.num_drivers, "driver"))
     if (idle := end - begin - active) > 1:
@@ -68,16 +69,13 @@ def _acceptance(facts: RunFacts, found: Stretches) -> Figure:
 def _shares_of_drafts(facts: RunFacts) -> list[str]:
     """The shares of the jobs' last attempts' tokens that came by chains, trees or plain steps; none if no job says."""
     words = ("chains", "trees", "plain steps")  # in the order of `DRAFTS`
-    known = [job.num_tokens_by_draft for job in facts.jobs if job.num_tokens_by_draft is not None]
-    counts = [sum(counts) for counts in zip(*known, strict=True)]
-    return [f"{count / sum(counts):.0%} by {word}" for word, count in zip(words, counts, strict=False) if count]
+    counts = facts.tally.num_tokens_by_draft.values()
+    return [f"{count / sum(counts):.0%} by {word}" for word, count in zip(words, counts, strict=True) if count]
 
 
 def _preemptions(facts: RunFacts) -> Figure:
-    outcomes = Counter(attempt.outcome for _, attempt in facts.attempts)
-    resumes = [attempt.resume for _, attempt in facts.attempts if attempt.resume is not None]
-    drawn = sum(resume.num_recomputed_tokens for resume in resumes)
-    kept = sum(resume.num_recovered_tokens for resume in resumes)
+    outcomes = facts.tally.outcomes
+    kept, drawn = facts.tally.num_recovered_tokens, facts.tally.num_recomputed_tokens
     detail = f"{outcomes['lost']} lost, {outcomes['released']} handed back; "
     detail += f"{kept:,} tokens recovered, {drawn:,} drawn again"
     if num_outgrown := facts.progress.num_preemptions.get(OUTGROWN, 0):
@@ -87,19 +85,10 @@ def _preemptions(facts: RunFacts) -> Figure:
 
 
 def _problems(facts: RunFacts) -> Figure:
-    failed = sum(job.state == "failed" for job in facts.jobs)
+    failed = facts.tally.states["failed"]
     rejected = f"{_counted(len(facts.rejects), 'line')} of the job file rejected"
     return Figure("dead-letters", f"{failed:,}", rejected, "#problems", "bad" if failed or facts.rejects else "good")
 
 
 def _counted(count: int, what: str) -> str:
     return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
-
-
-def _covered(intervals: list[tuple[float, float]]) -> float:
-    """Seconds in which at least one attempt was under way."""
-    covered, last = 0.0, float("-inf")
-    for start, end in sorted(intervals):
-        covered += max(0.0, end - max(start, last))
-        last = max(last, end)
-    return covered

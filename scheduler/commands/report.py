@@ -35,6 +35,6 @@ def report(run_uri: str, output: str) -> None:
         Path(output).write_bytes(page)
     except OSError as error:
         raise click.FileError(output, error.strerror) from None
-    click.echo(f"report of {len(facts.jobs):,} jobs: {printable(output)} ({len(page) / 1000:,.0f} kB)")
+    click.echo(f"report of {facts.tally.num_jobs:,} jobs: {printable(output)} ({len(page) / 1000:,.0f} kB)")
     for line in damage_lines(run):
         click.echo(line, err=True)

@@ -90,13 +90,24 @@ class Balance:
         None where there is nobody else, or no speed yet.
         """
         ready = [worker for worker in self._fleet.workers if worker.state == "ready"]
-        if len(ready) < 2:
+        if len(ready) < 2 or self._is_far_from_end(ready, now):
             return None
         worker = max(ready, key=lambda worker: self._seconds_of(self._lefts(worker)))
         if not self._queue.num_held_by(worker.id):
             return None
         others = sum(other.speed.tokens_per_second(now) for other in ready if other is not worker)
         return Last(worker, others) if others > 0 and self._fleet.pace.seconds_per_token(1) > 0 else None
+
+    def _is_far_from_end(self, ready: list[Worker], now: float) -> bool:
+        """Tell whether no job can be the last: the longest that there may be ends long before all others have.
+
+        To look at each worker's jobs is dear where there are a thousand workers.
+        """
+        num_jobs = 1 + max(self._queue.num_held_by(worker.id) for worker in ready)
+        longest = self._queue.most_tokens
+        seconds = longest * self._fleet.pace.seconds_per_token(num_jobs)
+        speed = sum(worker.speed.tokens_per_second(now) for worker in ready)
+        return seconds > 0 and seconds * speed <= self._queue.num_expected_left - num_jobs * longest
 
     def may_have_more(self, last: Last) -> bool:
         """Tell whether the worker whose longest job ends last may get one more job beside it.

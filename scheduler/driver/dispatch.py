@@ -14,11 +14,9 @@ from swiftbatch.scheduler.display.job_events import JobStarted
 from swiftbatch.scheduler.driver.balance import Balance, EndPlan, Last
 from swiftbatch.scheduler.driver.context import DriverContext
 from swiftbatch.scheduler.driver.slots import Slots
-from swiftbatch.scheduler.driver.worker_fleet import Worker
+from swiftbatch.scheduler.driver.worker_fleet import Worker, slice_seconds
 from swiftbatch.worker.session.work import Assignment
 
-SLICE_SECONDS = 0.5  # the work of a worker between two reports
-SECONDS_PER_WORKER = 0.002  # of a slice: from so many workers on, each reports the more seldom the more there are
 RESERVE_SLICES = 1.5  # that a reserve lasts for: a worker begins no more jobs before its next orders
 MIN_MOVE_SECONDS = 10.0  # a job that ends sooner stays where it is
 MIN_SHARE_LEFT = 0.25  # of the tokens so far: to load or replay them costs, and the rest has to make up for it
@@ -50,17 +48,13 @@ class Dispatcher:
 
     def spread(self, now: float) -> None:
         """Have jobs leave workers where others could end them sooner. Looks at all workers, once a slice."""
-        if now - self._spread < self._slice_seconds():
+        if now - self._spread < slice_seconds(len(self._fleet.workers)):
             return
         self._spread, self._last = now, self._balance.of_last(now)
         self._plan = self._balance.plan(self._slots.most_anywhere())
         self._order_relief()
         if not self._queue.num_waiting and self._queue.counts()["running"]:
             self._order_move(now)
-
-    def _slice_seconds(self) -> float:
-        """The work of a worker between two reports: among many workers more, so that the driver keeps up with them."""
-        return max(SLICE_SECONDS, SECONDS_PER_WORKER * len(self._fleet.workers))
 
     def _order_relief(self) -> None:
         """Let the worker with the job that ends last hand others back, where the run ends much sooner then."""
@@ -149,7 +143,7 @@ class Dispatcher:
         if not queue.num_waiting or self._is_spared(worker):
             return entries
         held = queue.growths(worker.id)
-        seconds = RESERVE_SLICES * self._slice_seconds()
+        seconds = RESERVE_SLICES * slice_seconds(len(self._fleet.workers))
         num_wanted = self._slots.num_to_reserve(held, queue.mean_length(worker.id), seconds)
         num_held, num_left = len(held), queue.num_left(worker.id)
         while (num_reserved := queue.num_reserved_by(worker.id)) < num_wanted:
@@ -179,7 +173,7 @@ class Dispatcher:
                 num_slots=self._slots.most_jobs(worker),
                 seals=not queue.num_waiting or not has_jobs,
             )
-            self._fleet.work(worker, orders, self._slice_seconds(), has_reserve=has_reserve)
+            self._fleet.work(worker, orders, slice_seconds(len(self._fleet.workers)), has_reserve=has_reserve)
 
     def _reserved(self, entry: JobEntry) -> Assignment:
         """The next attempt at a job, which counts once the worker says that it has begun."""

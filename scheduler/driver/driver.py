@@ -15,7 +15,7 @@ from swiftbatch.jobs.run.run import Run, RunError
 from swiftbatch.jobs.run.run_records import RunState
 from swiftbatch.jobs.storage.store import Store, StoreError
 from swiftbatch.scheduler.cluster.cluster_watch import ClusterLostError
-from swiftbatch.scheduler.cluster.remote import NO_MEMORY, OTHER_CODE, OTHER_MODEL
+from swiftbatch.scheduler.cluster.worker_calls import NO_MEMORY, OTHER_CODE, OTHER_MODEL
 from swiftbatch.scheduler.display.events import DriverStarted, LimitReached, RunStopping, WorkerStopping
 from swiftbatch.scheduler.driver.backlog import put_logs_in_place
 from swiftbatch.scheduler.driver.context import DriverContext
@@ -24,7 +24,7 @@ from swiftbatch.scheduler.driver.hold import Hold
 from swiftbatch.scheduler.driver.run_progress import Census
 from swiftbatch.scheduler.driver.settlement import Intake, Settlement
 from swiftbatch.scheduler.driver.sharding import Sharding
-from swiftbatch.scheduler.driver.worker_fleet import Event, Lost
+from swiftbatch.scheduler.driver.worker_fleet import Event, Lost, slice_seconds
 
 WAIT_SECONDS = 0.2
 DRAIN_SLACK_SECONDS = 1.0  # for a drained worker's report to arrive
@@ -102,7 +102,8 @@ class Driver:
 
     def _step(self) -> None:
         now = self._clock()
-        if self._hold.is_due(now):  # first of all: it fails where the run is no longer ours
+        # first of all: it fails where the run is no longer ours
+        if self._hold.is_due(now, slice_seconds(len(self._fleet.workers))):
             self._beat("running")
             self._context.attempts.keep()
             with self._hold.beating():  # there may be a hundred thousand of them

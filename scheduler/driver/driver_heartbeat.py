@@ -14,6 +14,7 @@ from swiftbatch.scheduler.process.process_id import is_gone
 
 BEAT_SECONDS = 1.0
 BEAT_SECONDS_OBJECT_STORE = 5.0  # a store where each beat costs money and time
+LONGEST_BEAT_SECONDS = 5.0  # however many workers there are: others take a driver for dead after three times as long
 STALE_SECONDS = 15.0  # a running driver whose newest beat is older than this may be dead
 STALE_SECONDS_OBJECT_STORE = 30.0
 

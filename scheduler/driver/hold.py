@@ -17,7 +17,7 @@ from swiftbatch.jobs.run.run import Run, RunError
 from swiftbatch.jobs.run.run_records import Progress, RunState
 from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.scheduler.driver.backlog import count_jobs
-from swiftbatch.scheduler.driver.driver_heartbeat import AT_REST, beat_seconds, stopped
+from swiftbatch.scheduler.driver.driver_heartbeat import AT_REST, LONGEST_BEAT_SECONDS, beat_seconds, stopped
 from swiftbatch.scheduler.driver.speed import monotonic
 from swiftbatch.scheduler.driver.takeover import Epoch
 
@@ -62,14 +62,18 @@ class Hold:
         """Take another way to the run's store from now on."""
         self.epoch = self.epoch.through(run)
 
-    def is_due(self, now: float) -> bool:
-        """Return whether a beat's time has passed since the last one (`now` on the hold's clock)."""
-        return now >= self._next_beat
+    def is_due(self, now: float, news_seconds: float = 0.0) -> bool:
+        """Return whether a beat's time has passed since the last one (`now` on the hold's clock).
+
+        Where there is news every `news_seconds` alone, beats come no more often, but for those that others wait for.
+        """
+        seconds = max(beat_seconds(self.epoch.run.store), min(news_seconds, LONGEST_BEAT_SECONDS))
+        return now >= self._last_beat + seconds
 
     def beat(self, **figures: Any) -> Progress:
         """Write a beat with these figures, by the names of `Progress`, and return it. Raises StoreError."""
         claim, run = self.epoch.claim, self.epoch.run
-        self._next_beat = self._clock() + beat_seconds(run.store)
+        self._last_beat = self._clock()
         beat = Progress(
             updated=time.time(),
             started=claim.started,

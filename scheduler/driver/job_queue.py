@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from swiftbatch.jobs.backoff import Backoff
 from swiftbatch.jobs.run.job_index import JobEntry
 from swiftbatch.jobs.shared_prompts import NOT_SHARED, SharedPrompt
-from swiftbatch.scheduler.driver.lengths import Forecast, Lengths, Living, Place, place_of
+from swiftbatch.scheduler.driver.lengths import Forecast, Lengths, Living, place_of
 from swiftbatch.scheduler.driver.unfinished_job import Strikes, UnfinishedJob
 from swiftbatch.scheduler.driver.untouched_jobs import UntouchedJobs
 from swiftbatch.scheduler.driver.waiting_jobs import WaitingJobs
@@ -68,6 +68,7 @@ class JobQueue:
         self.num_generated_tokens = 0  # of all jobs so far, the finished ones included
         self._num_unsealed = 0
         self._num_tokens_left = 0  # of the jobs in `_touched`, if each runs to its max_tokens
+        self.most_tokens = self._untouched.most_tokens  # that any job may have
         self._touched: dict[str, UnfinishedJob] = {}  # unfinished jobs that are not among the untouched
         self._running: dict[str, UnfinishedJob] = {}
         self._reserved: dict[str, UnfinishedJob] = {}  # not begun, in the reserve of a worker
@@ -361,8 +362,9 @@ class JobQueue:
 
     def _count_living(self, job: UnfinishedJob, *, is_there: bool) -> None:
         """Count a job of a worker where it is now, or no longer."""
-        entry = job.entry
-        place = _place(job) if is_there else None
+        entry, place = job.entry, None
+        if is_there:
+            place = place_of(entry.num_prompt_tokens, job.num_generated_tokens, entry.max_tokens)
         if place == job.lives_at:
             return
         if job.lives_at is not None:
@@ -386,6 +388,7 @@ class JobQueue:
         """Take a job in that waits."""
         self._touched[job.entry.job_id] = job
         self._num_tokens_left += job.num_left
+        self.most_tokens = max(self.most_tokens, job.entry.max_tokens)
         self._waiting.put(job)
 
     def _forecast(self) -> Forecast:
@@ -424,6 +427,8 @@ class JobQueue:
         return job.num_generated_tokens >= job.num_tokens_at_last_loss + needed
 
     def _set_tokens(self, job: UnfinishedJob, num_generated_tokens: int) -> None:
+        if num_generated_tokens == job.num_generated_tokens:
+            return
         self._num_moves += 1
         num_left = job.num_left
         self.num_generated_tokens += num_generated_tokens - job.num_generated_tokens
@@ -472,20 +477,15 @@ class JobQueue:
         self._count_living(job, is_there=False)
 
 
-def _place(job: UnfinishedJob) -> Place:
-    entry = job.entry
-    return place_of(entry.num_prompt_tokens, job.num_generated_tokens, entry.max_tokens)
-
-
 def _left(job: Growth) -> int:
     return job.left
 
 
 def _growth(job: UnfinishedJob, forecast: Forecast) -> Growth:
     """The positions of a job: its prompt's, and those of the tokens that it has and is expected to have."""
-    num_prompt_tokens = job.entry.num_prompt_tokens
-    num_final_tokens = job.num_generated_tokens + _num_expected(job, forecast)
-    now, end = (num_prompt_tokens + number for number in (job.num_generated_tokens, num_final_tokens))
+    entry, num_tokens = job.entry, job.num_generated_tokens
+    num_final_tokens = forecast.final_tokens(entry.num_prompt_tokens, num_tokens, entry.max_tokens)
+    now, end = entry.num_prompt_tokens + num_tokens, entry.num_prompt_tokens + num_final_tokens
     return Growth(now, end, job.prompt.num_tokens)
 
 

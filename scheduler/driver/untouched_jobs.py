@@ -10,12 +10,14 @@ from collections.abc import Callable, Container, Iterable, Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from swiftbatch.jobs.run.job_index import JobIndex
+from swiftbatch.jobs.run.job_index import JobEntry, JobIndex
 from swiftbatch.jobs.shared_prompts import SharedPrompt
 from swiftbatch.scheduler.driver.lengths import Forecast
 from swiftbatch.scheduler.driver.unfinished_job import JobPlace, UnfinishedJob, length_class
 
 NO_GROUP = -1
+ROWS_AT_ONCE = 256
+MOST_ENTRIES = 16 * ROWS_AT_ONCE
 
 
 class UntouchedJobs:
@@ -28,8 +30,10 @@ class UntouchedJobs:
         self._index = index
         self._priorities, self._groups, self._shared = priorities, groups, shared
         self._is_out = np.zeros(len(index), bool)
+        self._entries: dict[int, JobEntry] = {}  # of rows whose turn may come soon
         self.num_left = len(index)
         self.num_tokens_left = int(index.columns["max_tokens"].sum(dtype=np.int64))
+        self.most_tokens = int(index.columns["max_tokens"].max(initial=0))
         self._put_in_order(index.columns["max_tokens"].astype(np.int64))
 
     @classmethod
@@ -104,7 +108,7 @@ class UntouchedJobs:
     def take_all(self, job_ids: Iterable[str]) -> list[UnfinishedJob]:
         """Take out the jobs of these ids that are still in; what is no id of theirs is passed over."""
         rows = [int(row) for row in self._index.rows_of("job_id", job_ids) if not self._is_out[row]]
-        jobs = [self._job(row) for row in rows]
+        jobs = [self._job(row, self._index.entry(row)) for row in rows]
         for row in rows:
             self.take(row - len(self._index))
         return jobs
@@ -133,16 +137,27 @@ class UntouchedJobs:
             return None
         row = int(order[start])
         if row not in self._known:
-            job = self._job(row)
+            if row not in self._entries and order is self._order:
+                self._read_ahead(start)
+            entry = self._entries.pop(row) if row in self._entries else self._index.entry(row)
+            job = self._job(row, entry)
             number, ticket = job.entry.line_number, row - len(self._index)
             self._known[row] = JobPlace(job.priority, -job.length, number, ticket, job)
         return self._known[row]
 
-    def _job(self, row: int) -> UnfinishedJob:
+    def _read_ahead(self, start: int) -> None:
+        """Read the jobs from a place of the order on: many at once cost a fraction for each."""
+        rows = self._order[start : start + ROWS_AT_ONCE].astype(np.int64)
+        rows = rows[~self._is_out[rows]]
+        if len(self._entries) > MOST_ENTRIES:  # of jobs that were taken out of their turn
+            self._entries.clear()
+        self._entries.update(zip(rows.tolist(), self._index.some(rows).entries(), strict=True))
+
+    def _job(self, row: int, entry: JobEntry) -> UnfinishedJob:
         group, num_tokens = int(self._groups[row]), int(self._shared[row])
         prompt = SharedPrompt(None if group == NO_GROUP else group, num_tokens)
         return UnfinishedJob(
-            self._index.entry(row),
+            entry,
             priority=int(self._priorities[row]),
             prompt=prompt,
             length=int(self._lengths[row]),

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from swiftbatch.jobs.backoff import Backoff
-from swiftbatch.scheduler.cluster import remote
+from swiftbatch.scheduler.cluster import worker_calls
 from swiftbatch.scheduler.cluster.actors import WorkerInfo, WorkerSpec
 from swiftbatch.scheduler.cluster.bootstrap import Code, own_code
-from swiftbatch.scheduler.cluster.remote import last_words
+from swiftbatch.scheduler.cluster.worker_calls import last_words
 from swiftbatch.scheduler.driver.speed import Speed, StepPace, monotonic
 from swiftbatch.scheduler.process.awake_clock import AwakeClock
 from swiftbatch.worker.session.work import Orders, WorkReport
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 RESTARTS = Backoff(first=1.0, longest=30.0)
 DIED = ("worker_died", "worker_unreachable")  # for a reason of its own, or with its node
 LOOK_SECONDS = 1.0  # between two looks for workers that are silent: each goes through all of them
+SLICE_SECONDS = 0.5  # the work of a worker between two reports
+SECONDS_PER_WORKER = 0.002  # of a slice: from so many workers on, each reports the more seldom the more there are
 LONGER = 10  # times the patience, where a worker reads a prompt or gigabytes of checkpoints before it reports
 
 
@@ -85,6 +87,11 @@ class Lost:
 Event = Started | Reported | Lost
 
 
+def slice_seconds(num_workers: int) -> float:
+    """The work of a worker between two reports: among many workers more, so that the driver keeps up with them."""
+    return max(SLICE_SECONDS, SECONDS_PER_WORKER * num_workers)
+
+
 class Calls(Protocol):
     """The way to workers: `scheduler.cluster.remote`, or what stands for it where there are none."""
 
@@ -109,7 +116,7 @@ class Fleet:
         spec: WorkerSpec,
         cluster: Cluster,
         timeout: float,
-        calls: Calls = remote,
+        calls: Calls = worker_calls,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self._spec, self._calls, self._now = spec, calls, clock
@@ -227,7 +234,7 @@ class Fleet:
         call, worker.call = worker.call, None
         try:
             answer = self._calls.answer(call)
-        except remote.WorkerLostError as error:
+        except worker_calls.WorkerLostError as error:
             return self._lose(worker, error, now)
         self.idle[worker] = None
         if isinstance(answer, WorkerInfo):
@@ -242,7 +249,7 @@ class Fleet:
             speed.add(answer.num_generated_tokens, self._now())
         return Reported(worker, answer)
 
-    def _lose(self, worker: Worker, error: remote.WorkerLostError, now: float) -> Lost:
+    def _lose(self, worker: Worker, error: worker_calls.WorkerLostError, now: float) -> Lost:
         self.retire(worker)
         message = str(error)
         if worker.info is None:
@@ -257,6 +264,6 @@ class Fleet:
         A node that goes says nothing of that. It takes all its workers along, and Ray may not know yet why they died:
         of those that were started together, only the first counts.
         """
-        if reason in (remote.NODE_LOST, remote.NODE_DRAINED):
+        if reason in (worker_calls.NODE_LOST, worker_calls.NODE_DRAINED):
             return False
         return reason not in DIED or worker.num_failed_before == self.num_failed_starts

@@ -69,7 +69,8 @@ def make_records(
             continue
         if line.priority:
             notes.priorities[line.custom_id] = line.priority
-        notes.without_effect.update(_without_effect(line, codec))
+        if without_effect := _without_effect(line, codec):
+            notes.without_effect.update(without_effect)
         for job in line.jobs([prompt.limit for prompt in prompts], loop_guard, thinking_end):
             prompt = prompts[job.choice_index // line.num_choices]
             job_id = job.job_id(files.fingerprint)
@@ -150,14 +151,15 @@ def _refuse_unfit_sampling(line: JobLine, limit: int, codec: TextCodec, vocab_si
         raise ValueError(
             f"field 'min_tokens': found {sampling['min_tokens']}, expected at most the {limit} that may come"
         )
-    codec.bad_word_ids(sampling["bad_words"])
+    if sampling["bad_words"]:
+        codec.bad_word_ids(sampling["bad_words"])
     try:
         if any(sampling.get(name) is not None for name in RULED):
             codec.rules(SamplingParams(**sampling, max_tokens=limit))
     except StructureError as error:
         raise (ValueError(f"field '{line.format_field}': {error.reason}") if line.format_field else error) from None
-    named = {"logit_bias": [token for token, _ in sampling["logit_bias"]], "stop_token_ids": sampling["stop_token_ids"]}
-    for field_name, token_ids in named.items():
+    biased = [token for token, _ in sampling["logit_bias"]]
+    for field_name, token_ids in (("logit_bias", biased), ("stop_token_ids", sampling["stop_token_ids"])):
         if token_ids and token_ids[-1] >= vocab_size:
             raise ValueError(
                 f"field '{field_name}': found token {token_ids[-1]}, the model's are 0 to {vocab_size - 1}"

@@ -19,11 +19,11 @@ from swiftbatch.jobs.run.run import Run, WorkerStatus
 from swiftbatch.jobs.run.run_records import DriverClaim
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.metrics.report.curves import acceptance_by_length, ms_per_token_by_length, throughput
-from swiftbatch.metrics.report.facts import EXCERPT_CHARACTERS, gather
+from swiftbatch.metrics.report.facts import EXCERPT_CHARACTERS, MAX_JOBS, gather
 from swiftbatch.metrics.report.gantt import gantt
-from swiftbatch.metrics.report.page import MAX_JOBS, render
+from swiftbatch.metrics.report.page import render
 from swiftbatch.metrics.report.page_text import clock, ticks
-from swiftbatch.metrics.report.stretches import job_pace, stretches
+from swiftbatch.metrics.report.stretches import job_pace, rows_of
 from swiftbatch.metrics.report.summary import summary
 from tests.jobs.checkpoints.checkpoint_parts import claim
 from tests.jobs.run.run_parts import PROGRESS, write_result
@@ -45,7 +45,7 @@ pytestmark = pytest.mark.long
 
 
 def test_the_curves_say_what_the_timelines_say(tmp_path: Path) -> None:
-    found = stretches(facts_of(preempted_run(str(tmp_path))))
+    found = facts_of(preempted_run(str(tmp_path))).tally.stretches()
     speed = throughput(found, BEGIN, BEGIN + 100)
     assert (speed.tokens_per_second * np.diff(speed.edges)).sum() == pytest.approx(400 + 640 + 500 + 500)
     middle = speed.tokens_per_second[(speed.edges[:-1] > 4) & (speed.edges[1:] < 40)]
@@ -66,7 +66,7 @@ def test_a_long_jobs_pace_is_told_length_by_length(tmp_path: Path) -> None:
     kept = timeline(BEGIN, 300.0, 0, 10_000, num_marks=61)
     slower = kept.model_copy(update={"seconds": tuple(300 * (i / 60) ** 2 for i in range(61))})
     finish(run, job, [attempt(1, "w1", BEGIN, slower)], BEGIN + 300)
-    pace = ms_per_token_by_length(stretches(facts_of(run)))
+    pace = ms_per_token_by_length(facts_of(run).tally.stretches())
     assert pace is not None
     assert (np.diff(pace.mean) > 0).all()
     assert pace.mean[-1] > 5 * pace.mean[0]
@@ -79,7 +79,7 @@ def test_a_long_jobs_pace_is_told_length_by_length(tmp_path: Path) -> None:
 
 def test_a_run_without_timelines_shows_what_its_attempts_say(tmp_path: Path) -> None:
     run = preempted_run(str(tmp_path), has_timelines=False)
-    found = stretches(facts_of(run))
+    found = facts_of(run).tally.stretches()
     assert not found.is_measured
     assert found.num_tokens.sum() == pytest.approx(400 + 640 + 500 + 500)
     curve = acceptance_by_length(found)
@@ -173,7 +173,7 @@ def test_the_summary_counts_the_whole_run(tmp_path: Path) -> None:
     run = preempted_run(str(tmp_path))
     run.write_rejects([Reject(3, "odd", "unknown field"), Reject(9, None, "not JSON")])
     facts = facts_of(run)
-    figures = {figure.name: figure for figure in summary(facts, stretches(facts), BEGIN, BEGIN + 100)}
+    figures = {figure.name: figure for figure in summary(facts, facts.tally.stretches(), BEGIN, BEGIN + 100)}
     assert figures["jobs finished"].value == "2 of 2"
     assert figures["tokens generated"].value == "2,000"
     assert figures["on average, in 1:40"].value == "20 tokens/s"
@@ -193,7 +193,9 @@ def test_hours_in_which_nothing_ran_do_not_count_for_the_speed(tmp_path: Path) -
         finish(run, job, [attempt(1, "w1", start, timeline(start, 100.0, 0, 1000))], start + 100)
     facts = facts_of(run)
     [speed] = [
-        figure for figure in summary(facts, stretches(facts), BEGIN, BEGIN + 8 * 3600 + 100) if figure.link == "#speed"
+        figure
+        for figure in summary(facts, facts.tally.stretches(), BEGIN, BEGIN + 8 * 3600 + 100)
+        if figure.link == "#speed"
     ]
     assert speed.value == "10 tokens/s"
     assert speed.detail == "1 worker, 7:58:20 without a job not counted"
@@ -304,9 +306,12 @@ def test_500_jobs_take_less_than_two_megabytes(tmp_path: Path) -> None:
     assert [page.count('class="bar ') for page in (tenth, fifth)] == [67, 134]
 
 
-def test_a_job_among_many_holds_few_bytes_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_no_page_lists_leaves_its_numbers_alone_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its prompt, its answer and its settings are as long as its user likes, and a run may have a million jobs."""
     monkeypatch.setattr("swiftbatch.metrics.report.facts.MAX_JOBS", 5)
+    monkeypatch.setattr("swiftbatch.metrics.report.tally.MAX_BARS", 5)
     run = run_of_many(tmp_path, 200, num_marks=7)
     facts_of(run)  # what is loaded once
     tracemalloc.start()
@@ -315,8 +320,24 @@ def test_a_job_among_many_holds_few_bytes_of_memory(tmp_path: Path, monkeypatch:
         num_bytes, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert num_bytes < 1500 * len(facts.jobs)
-    assert [bool(job.prompt and job.excerpt) for job in facts.jobs] == [True] * 5 + [False] * 195
+    assert num_bytes < 800 * facts.tally.num_jobs
+    assert [bool(job.prompt and job.excerpt) for job in facts.jobs] == [True] * 5
+
+
+def test_among_very_many_jobs_each_attempt_has_fewer_stretches_of_the_same_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of_many(tmp_path, 3)
+    whole = facts_of(run).tally.stretches()
+    monkeypatch.setattr("swiftbatch.metrics.report.tally.MAX_STRETCHES", 30)
+    facts = facts_of(run)
+    few = facts.tally.stretches()
+    num_attempts = len(facts.tally.starts)
+    assert (len(whole.start), len(few.start)) == (63 * num_attempts, 10 * num_attempts)
+    for name in ("num_tokens", "num_drafts", "num_accepted_tokens"):
+        assert getattr(few, name).sum() == getattr(whole, name).sum()
+    assert few.end.max() == whole.end.max()
+    assert rows_of(facts.jobs[0], 1)[0][:2] == (whole.start[0], facts.jobs[0].attempts[0].end)
 
 
 def test_of_too_many_jobs_those_without_a_result_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,8 +348,8 @@ def test_of_too_many_jobs_those_without_a_result_are_listed(tmp_path: Path, monk
         finish(run, job, [attempt(1, "w1", BEGIN, timeline(BEGIN, 10.0, 0, 1000))], BEGIN + 10)
     run.write_error(jobs[8].job_id, error_line(jobs[8], "attempts_failed", "given up"))
     assert MAX_JOBS >= 500
-    monkeypatch.setattr("swiftbatch.metrics.report.page.MAX_JOBS", 3)
-    monkeypatch.setattr("swiftbatch.metrics.report.gantt.MAX_BARS", 5)
+    monkeypatch.setattr("swiftbatch.metrics.report.facts.MAX_JOBS", 3)
+    monkeypatch.setattr("swiftbatch.metrics.report.tally.MAX_BARS", 5)
     page = page_of(run)
     assert [f'id="job-{number}"' in page for number in (1, 2, 3, 9)] == [True, True, False, True]
     assert "3 of 9 are listed" in page

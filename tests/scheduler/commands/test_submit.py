@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 
 from swiftbatch.jobs.input.reader import Reject
+from swiftbatch.jobs.run.output_line import error_line
 from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.run_records import FORM, RUN_FORM
+from swiftbatch.scheduler.driver.attempts import Attempts
+from swiftbatch.scheduler.driver.hold import Hold
+from swiftbatch.scheduler.driver.unfinished_job import Strikes
+from swiftbatch.scheduler.runs.launch import Outcome
 from swiftbatch.worker.config import Computation
 from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.exactness.doctor import diagnose
@@ -249,3 +255,29 @@ def test_resume_finishes_a_run_with_rejected_lines_with_the_exit_code_of_submit(
     assert invoke("resume", run.store.uri).exit_code == 0
     run.write_rejects([Reject(4, None, "not JSON")])
     assert invoke("resume", run.store.uri).exit_code == 1
+
+
+def test_a_new_run_says_of_which_form_its_folder_is(tmp_path: Path, tiny_model: Path, jobs_file: str) -> None:
+    """An older version that finds an unknown field there can then tell that the folder is newer."""
+    submission = submit_file(jobs_file, str(tmp_path / "run"), model=str(tiny_model))
+    assert submission.run.manifest.versions[FORM] == str(RUN_FORM)
+
+
+def test_resume_with_retry_failed_gives_jobs_all_their_attempts_where_a_killed_driver_did_not(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed, [failed, *_] = Attempts(run.store, 1, {}), run.jobs()
+    killed.begin(failed.job_id)
+    killed.note_strikes(failed.job_id, Strikes(4, 10))
+    killed.end()
+    run.write_error(failed.job_id, error_line(failed, "attempts_failed", "given up"))
+    found: list[Strikes | None] = []
+
+    def launched(hold: Hold, *_: object) -> Outcome:
+        found.append(Attempts.read(run.store, hold.epoch.number).strikes(failed.job_id))
+        return Outcome("finished", {"finished": 3}, 0)
+
+    monkeypatch.setattr("swiftbatch.scheduler.commands.resume.launch_shown", launched)
+    for options, strikes in (((), Strikes(4, 10)), (("--retry-failed",), None)):
+        assert invoke("resume", run.store.uri, *options).exit_code == 0
+        assert found.pop() == strikes

@@ -95,6 +95,18 @@ def test_an_object_store_gets_fewer_beats(tmp_path: Path, monkeypatch: pytest.Mo
             assert hold.is_due(clock.now + seconds)
 
 
+def test_a_driver_of_many_workers_beats_as_often_as_they_report_and_long_before_it_seems_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, clock = make_run(tmp_path / "run", {"a": 300}), SimulatedClock()
+    clock.rule(monkeypatch)
+    with Hold(run) as hold:
+        for news_seconds, seconds in ((0.5, BEAT_SECONDS), (2.0, 2.0), (20.0, STALE_SECONDS / 3)):
+            hold.beat(state="running", jobs={}, num_generated_tokens=0, **AT_REST)
+            assert not hold.is_due(clock.now + 0.9 * seconds, news_seconds)
+            assert hold.is_due(clock.now + seconds, news_seconds)
+
+
 def test_a_stale_heartbeat_is_shown_as_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, now = make_run(tmp_path / "run", {"a": 300, "b": 300}), time.time()
     monkeypatch.setattr(time, "time", lambda: now)

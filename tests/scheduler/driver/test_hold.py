@@ -20,6 +20,8 @@ from swiftbatch.scheduler.driver.takeover import Epoch, RunTakenError
 from swiftbatch.scheduler.runs import submission
 from swiftbatch.scheduler.runs.cancellation import cancel_jobs
 from swiftbatch.scheduler.runs.settings import Settings
+from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.model.text import TextCodec
 from tests.jobs.run.run_parts import MANIFEST, PROGRESS, failed_line, make_record
 from tests.jobs.storage.fault_proxy import FaultProxy
 
@@ -83,6 +85,7 @@ def test_a_bid_for_a_run_that_a_killed_command_left_is_passed_over(s3_uri: str) 
 def test_of_two_submits_to_a_new_run_at_once_one_is_taken_in_whole_and_the_other_changes_nothing(
     uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    TextCodec(locate_model("embedded"))  # the first import of its library is not for two threads at once
     both_ready, both_done = threading.Barrier(2, timeout=60), threading.Barrier(2, timeout=60)
     make_records = submission.make_records
 
