@@ -210,6 +210,10 @@ class Run:
             self.damaged[REJECTS] = "found no list of rejected lines"
             return []
 
+    def lacks_its_jobs(self) -> bool:
+        """Return whether its only submission ended before its jobs were here: rejects are written behind them."""
+        return not self.store.exists(REJECTS) and not self.job_ids()
+
     def write_segment(self, name: str, results: Sequence[SealedResult]) -> None:
         """Keep the results of finished jobs, all or none, under a name that nobody else gives a segment."""
         self._results.write_segment(name, results)

@@ -27,8 +27,9 @@ def resume(run_uri: str, retry_failed: bool, may_take_over: bool, **options: Any
     Example:
       swiftbatch resume my-run --workers 2
     """
-    from swiftbatch.jobs.run.run import Run
+    from swiftbatch.jobs.run.run import Run, RunError
     from swiftbatch.scheduler.display.events import ErrorsCleared
+    from swiftbatch.scheduler.display.summary import SUBMIT_AGAIN
     from swiftbatch.scheduler.driver.attempts import forget_strikes
     from swiftbatch.scheduler.driver.hold import Hold
     from swiftbatch.scheduler.driver.takeover import refuse_if_taken
@@ -37,6 +38,8 @@ def resume(run_uri: str, retry_failed: bool, may_take_over: bool, **options: Any
     showing, settings = shown(options), make_settings(**options)
     run = Run.open(run_uri, settings.start_retries)
     refuse_if_taken(run, may_take_over)  # before a look at the model; the hold looks again
+    if run.lacks_its_jobs():
+        raise RunError(f"the run at {run.store.shown_uri} has no jobs, its submit was cut short; {SUBMIT_AGAIN}")
     refuse_changed_model(run)
     with showing as display, Hold(run, may_take_over, forgets_cancel=retry_failed) as hold:
         if retry_failed:

@@ -77,7 +77,7 @@ def _show_status(run: Run, progress: Progress) -> None:
 
 
 def _show_what_next(run: Run, progress: Progress) -> None:
-    from swiftbatch.scheduler.display.summary import duration, printable
+    from swiftbatch.scheduler.display.summary import SUBMIT_AGAIN, duration, printable
     from swiftbatch.scheduler.runs.run_watch import silent_driver
 
     place = printable(run.store.shown_uri)
@@ -85,6 +85,8 @@ def _show_what_next(run: Run, progress: Progress) -> None:
         click.echo(f"stopped at {printable(progress.reached_limit)}")
     if progress.state == "interrupted" and (silence := silent_driver(run)) is not None:
         click.echo(f"{silence}; if it is surely dead: swiftbatch resume {place} --takeover")
+    elif progress.state == "interrupted" and run.lacks_its_jobs():
+        click.echo(f"no driver runs it, and its submit was cut short; {SUBMIT_AGAIN}")
     elif progress.state == "interrupted":
         click.echo(f"no driver runs it; go on with: swiftbatch resume {place}")
     elif progress.state != "running" and progress.driver_host:

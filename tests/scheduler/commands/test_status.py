@@ -6,11 +6,13 @@ import json
 import os
 import socket
 import time
+from pathlib import Path
 
 from swiftbatch.jobs.run.run import Run, WorkerStatus
 from swiftbatch.scheduler.driver.backlog import count_jobs
 from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
 from tests.scheduler.commands.command_parts import finish, invoke
+from tests.scheduler.commands.submit_parts import submit_file
 
 
 def test_a_clock_that_went_back_makes_no_negative_time(run: Run) -> None:
@@ -32,6 +34,21 @@ def test_a_run_whose_progress_is_damaged_is_finished_when_all_results_are_there(
     assert "took" not in result.stdout
     told = f"progress.json in {run.store.uri} is damaged, found no heartbeat of a driver: it is written anew with: "
     assert result.stderr == f"{told}swiftbatch resume {run.store.uri}\n"
+
+
+def test_a_run_whose_submit_ended_before_its_jobs_were_there_is_not_resumed_as_if_it_had_none(
+    tmp_path: Path, tiny_model: Path, run: Run
+) -> None:
+    for name in ("jobs.parquet", "rejects.jsonl"):
+        run.store.delete(name)
+    told = f"the run at {run.store.uri} has no jobs, its submit was cut short; submit the job file again"
+    result = invoke("resume", run.store.uri)
+    assert (result.exit_code, result.stderr) == (2, f"swiftbatch: {told}\n")
+    status = invoke("status", run.store.uri).stdout
+    assert "no driver runs it, and its submit was cut short; submit the job file again" in status
+    file = tmp_path / "bad.jsonl"
+    file.write_text("no job\n")
+    assert not submit_file(str(file), str(tmp_path / "rejects"), model=str(tiny_model)).run.lacks_its_jobs()
 
 
 def test_status_json_has_the_promised_fields(run: Run) -> None:
