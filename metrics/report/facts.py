@@ -67,9 +67,9 @@ def gather(run: Run, progress: Progress, drivers: Sequence[DriverClaim]) -> RunF
     tally, doubtful = Tally(len(index)), list[JobFacts]()
     listed: dict[State, list[JobFacts]] = {state: [] for state in OUTCOMES}
 
-    def take_in(job: JobFacts) -> None:
+    def take_in(job: JobFacts, is_late: bool = False) -> None:
         tally.add(job)
-        if len(listed[job.state]) < MAX_JOBS:
+        if is_late or len(listed[job.state]) < MAX_JOBS:  # one that is late may come before all that are listed
             listed[job.state].append(job)
 
     for job in reader.jobs():
@@ -79,7 +79,7 @@ def gather(run: Run, progress: Progress, drivers: Sequence[DriverClaim]) -> RunF
             take_in(job)
     has_timelines = tally.has_timelines or any(attempt.marks for job in doubtful for attempt in job.attempts)
     for job in reader.with_known_cuts(doubtful):
-        take_in(replace(job, attempts=without_guesses(job.attempts)) if has_timelines else job)
+        take_in(replace(job, attempts=without_guesses(job.attempts)) if has_timelines else job, is_late=True)
     return RunFacts(
         place=run.store.shown_uri,
         manifest=run.manifest,

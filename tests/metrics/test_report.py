@@ -356,6 +356,18 @@ def test_of_too_many_jobs_those_without_a_result_are_listed(tmp_path: Path, monk
     assert "The 3 shortest attempts are left out." in page
 
 
+def test_the_first_jobs_are_listed_also_those_whose_lost_attempt_left_no_timeline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, jobs = new_run(str(tmp_path)), [record(f"job-{number}") for number in range(4)]
+    run.add_jobs(jobs)
+    for job in jobs:
+        lost = [attempt(1, "w1", BEGIN)] if job is jobs[0] else []
+        finish(run, job, [*lost, attempt(2, "w2", BEGIN + 5, timeline(BEGIN + 5, 5.0, 0, 1000))], BEGIN + 10)
+    monkeypatch.setattr("swiftbatch.metrics.report.facts.MAX_JOBS", 2)
+    assert [job.number for job in facts_of(run).jobs] == [1, 2]
+
+
 @pytest.mark.parametrize(
     ("seconds", "labels"),
     [
