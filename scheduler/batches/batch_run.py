@@ -14,9 +14,9 @@ from typing import Any
 
 from pydantic import Field, ValidationError, field_validator
 
+from swiftbatch.jobs.child_processes import environment_of_code, module_command
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.frozen import Frozen
-from swiftbatch.jobs.processes import environment_of_code, module_command
 from swiftbatch.jobs.run.option_values import Dtype
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.metrics.report.attempts import Attempt, attempts_of, parsed_history

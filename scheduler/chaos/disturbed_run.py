@@ -15,7 +15,7 @@ from pathlib import Path
 from random import Random
 from typing import Protocol
 
-from swiftbatch.jobs.processes import module_command
+from swiftbatch.jobs.child_processes import module_command
 from swiftbatch.jobs.run.run import Run, RunError
 from swiftbatch.jobs.run.run_records import Progress
 from swiftbatch.scheduler.chaos.chaos_options import STORE_RETRIES, ChaosError

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from swiftbatch.jobs.processes import environment_of_code
+from swiftbatch.jobs.child_processes import environment_of_code
 from swiftbatch.scheduler.chaos.chaos_options import ChaosError
 from swiftbatch.scheduler.chaos.hosts import Host, Hosts, OneHost
 from swiftbatch.scheduler.cluster.cluster import OBJECT_STORE_BYTES

@@ -326,8 +326,7 @@ def gpu(is_everything: bool, minutes: int, output: Path | None, **options: Any) 
         _everything_on_a_gpu(output, minutes)
         return
     from swiftbatch.worker.bench.gpu.gpu import run_gpu_bench
-    from swiftbatch.worker.bench.gpu.gpu_figures import render
-    from swiftbatch.worker.bench.gpu.gpu_options import GPUBenchOptions
+    from swiftbatch.worker.bench.gpu.gpu_figures import GPUBenchOptions, render
 
     show(render(run_gpu_bench(checked(GPUBenchOptions, options), say)))
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import click
 
-from swiftbatch.jobs.processes import environment_of_code, module_command
+from swiftbatch.jobs.child_processes import environment_of_code, module_command
 from swiftbatch.jobs.run.run import Run, RunError, WorkerStatus
 from swiftbatch.scheduler.demo.prompts import PROMPTS
 from swiftbatch.scheduler.display.summary import duration

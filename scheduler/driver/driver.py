@@ -15,7 +15,7 @@ from swiftbatch.jobs.run.run import Run, RunError
 from swiftbatch.jobs.run.run_records import RunState
 from swiftbatch.jobs.storage.store import Store, StoreError
 from swiftbatch.scheduler.cluster.cluster_watch import ClusterLostError
-from swiftbatch.scheduler.cluster.remote import NO_MEMORY, OTHER_CODE, OTHER_MODEL
+from swiftbatch.scheduler.cluster.worker_calls import NO_MEMORY, OTHER_CODE, OTHER_MODEL
 from swiftbatch.scheduler.display.events import DriverStarted, LimitReached, RunStopping, WorkerStopping
 from swiftbatch.scheduler.driver.backlog import put_logs_in_place
 from swiftbatch.scheduler.driver.context import DriverContext

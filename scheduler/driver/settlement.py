@@ -17,7 +17,7 @@ from swiftbatch.jobs.run.line_parts import num_completion_tokens
 from swiftbatch.jobs.run.output_line import error_line
 from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.metrics.driver_counters import OUTGROWN
-from swiftbatch.scheduler.cluster.remote import STORE_FAILED
+from swiftbatch.scheduler.cluster.worker_calls import STORE_FAILED
 from swiftbatch.scheduler.display.events import WorkerLost, WorkerReady, WorkerStopping
 from swiftbatch.scheduler.display.job_events import JobCancelled, JobFinished, JobGivenUp, JobPutBack, JobStarted
 from swiftbatch.scheduler.driver.backlog import CANCELLED, with_results, write_cancelled

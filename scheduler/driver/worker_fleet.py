@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from swiftbatch.jobs.backoff import Backoff
-from swiftbatch.scheduler.cluster import remote
+from swiftbatch.scheduler.cluster import worker_calls
 from swiftbatch.scheduler.cluster.actors import WorkerInfo, WorkerSpec
 from swiftbatch.scheduler.cluster.bootstrap import Code, own_code
-from swiftbatch.scheduler.cluster.remote import last_words
+from swiftbatch.scheduler.cluster.worker_calls import last_words
 from swiftbatch.scheduler.driver.speed import Speed, StepPace, monotonic
 from swiftbatch.scheduler.process.awake_clock import AwakeClock
 from swiftbatch.worker.session.work import Orders, WorkReport
@@ -116,7 +116,7 @@ class Fleet:
         spec: WorkerSpec,
         cluster: Cluster,
         timeout: float,
-        calls: Calls = remote,
+        calls: Calls = worker_calls,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self._spec, self._calls, self._now = spec, calls, clock
@@ -234,7 +234,7 @@ class Fleet:
         call, worker.call = worker.call, None
         try:
             answer = self._calls.answer(call)
-        except remote.WorkerLostError as error:
+        except worker_calls.WorkerLostError as error:
             return self._lose(worker, error, now)
         self.idle[worker] = None
         if isinstance(answer, WorkerInfo):
@@ -249,7 +249,7 @@ class Fleet:
             speed.add(answer.num_generated_tokens, self._now())
         return Reported(worker, answer)
 
-    def _lose(self, worker: Worker, error: remote.WorkerLostError, now: float) -> Lost:
+    def _lose(self, worker: Worker, error: worker_calls.WorkerLostError, now: float) -> Lost:
         self.retire(worker)
         message = str(error)
         if worker.info is None:
@@ -264,6 +264,6 @@ class Fleet:
         A node that goes says nothing of that. It takes all its workers along, and Ray may not know yet why they died:
         of those that were started together, only the first counts.
         """
-        if reason in (remote.NODE_LOST, remote.NODE_DRAINED):
+        if reason in (worker_calls.NODE_LOST, worker_calls.NODE_DRAINED):
             return False
         return reason not in DIED or worker.num_failed_before == self.num_failed_starts

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from swiftbatch.jobs.processes import environment_of_code
+from swiftbatch.jobs.child_processes import environment_of_code
 from swiftbatch.jobs.run.run import Run, RunError
 from swiftbatch.jobs.run.run_records import Progress
 from swiftbatch.scheduler.demo.__main__ import SAMPLING, prepare

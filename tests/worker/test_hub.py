@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from swiftbatch.jobs.processes import environment_of_code, module_command
+from swiftbatch.jobs.child_processes import environment_of_code, module_command
 from tests.worker.hub import Hub, hub_of
 
 pytestmark = pytest.mark.long

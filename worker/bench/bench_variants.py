@@ -12,11 +12,11 @@ from swiftbatch.worker.drafters.catalogue import CHECKPOINT_ENGINES, ENGINES, Dr
 from swiftbatch.worker.target.step_costs import Costs
 from swiftbatch.worker.target.target import TargetModel
 
-PAPERS = ("token_recycling", "tokenswift", "triforce", "griffin")  # each has a dictionary of its own
+PAPERS = ("static_recycling", "tokenswift.variants", "triforce.variants", "griffin.variants")  # each has a dictionary
 
 
 def _variants(paper: str) -> dict[str, DrafterFactory]:
-    module = importlib.import_module(f"{__package__.rpartition('.')[0]}.papers.{paper}.variants")
+    module = importlib.import_module(f"{__package__.rpartition('.')[0]}.papers.{paper}")
     return module.VARIANTS  # type: ignore[no-any-return]
 
 

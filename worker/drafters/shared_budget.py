@@ -14,7 +14,7 @@ import numpy as np
 
 from swiftbatch.worker.drafters.base import Drafter, DraftRequest, WantedTree
 from swiftbatch.worker.drafters.step_clock import StepClock, together
-from swiftbatch.worker.drafters.tree_budget import NODE_CHOICES, PRIOR_ACCEPTANCE, NodeAcceptance
+from swiftbatch.worker.drafters.tree_budget import LOOK_CHOICE, NODE_CHOICES, PRIOR_ACCEPTANCE, NodeAcceptance
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.drawing.verification import Verification
@@ -26,9 +26,11 @@ STEPS_PER_PLAN = 320  # at most, without anything learned: texts grow, and steps
 DOUBT_EVERY = 16  # steps between plans for nothing; where looks come one behind the other, what they find is new
 DOUBT_EVERY_TOGETHER = 128  # of several sequences: to try again costs all of them, and there are more looks to tell
 WORTH_DRAFTING = 1.05  # times the rate without drafts, for a start
+WORTH_TRYING = 0.9  # such rates, in a trial: what is near it shows in the end
 WORTH_STAYING = 1.02  # such rates, where drafts are made: less than for a start, since looks tell less than drafts do
 MOST_RESTING = 127  # steps in a row that nothing is asked about: where none drafts, to ask takes a tenth of a step
 MUCH_LONGER = 1.5  # times the text of other sequences: a plan for these says nothing of it
+NUM_TRIED = 8  # trees of a trial: of fewer little is known
 NUM_PASSES = 2  # over the shares, each by the rate that the last ones promise: more passes change nothing
 
 
@@ -44,11 +46,12 @@ def best_shares(
 
     `tokens [num_sequences, num_choices]` are those that trees of these sizes bring in a step, `lengths [num_sequences]`
     those of the caches. A step takes `overhead` beside its forward, and `proposing` where anything is proposed, in
-    seconds. Nothing is drafted where drafts bring less than `worth` times the rate without.
+    seconds. Nothing is drafted where drafts bring less than `worth` times the rate without, which may be less than 1.
     """
     own = costs.own_seconds(NUM_ROWS, lengths)  # [num_sequences, num_choices]
     rates = _rates_alike(costs, tokens, own, overhead, proposing)
-    none, best = np.zeros(len(lengths), dtype=int), np.full(len(lengths), int(np.argmax(rates)))
+    first = int(worth < 1)
+    none, best = np.zeros(len(lengths), dtype=int), np.full(len(lengths), first + int(np.argmax(rates[first:])))
     best_rate = rates[best[0]]
     for _ in range(NUM_PASSES if len(lengths) > 1 else 0):  # one sequence alone has no other shares than those
         prices = costs.row_prices(int(NUM_ROWS[best].sum()))
@@ -105,14 +108,28 @@ class SharedBudget:
         self._vacant: list[int] = []  # what those of them had that have left
         self._forward_seconds: dict[tuple[int, ...], float] = {}  # by numbers of nodes, since the last plan
         self.are_drafts_allowed = True
+        self._is_trial = False  # else drafts are made only where they pay
+        self._num_to_try = 0  # steps with trees that are made whatever they promise
         self.measured_rate: float | None = None  # tokens per second of steps without drafts, where that is known
 
-    def allow_drafts(self, are_allowed: bool) -> None:
-        """Plan anew: with drafts where they promise more, or with none, and no look at one."""
+    def allow_drafts(self, are_allowed: bool, is_trial: bool = False) -> None:
+        """Plan anew: with drafts where they promise more, or with none, and no look at one.
+
+        A trial begins with some in any case, and what was accepted long before counts little beside them.
+        """
         self.are_drafts_allowed = are_allowed
+        self._is_trial = are_allowed and is_trial
+        self._num_to_try = NUM_TRIED if self._is_trial else 0
+        for own in self._own.values() if self._is_trial else ():
+            own.num_steps = 0
         self._plan.clear()
         self._vacant.clear()
         self._num_resting, self._is_resting = 0, False
+
+    @property
+    def promises_drafts(self) -> bool:
+        """Whether there are trees beside looks in the coming steps."""
+        return self.are_drafts_allowed and (self._num_to_try > 0 or self._is_drafting)
 
     def rests(self, requests: list[DraftRequest]) -> bool:
         """Return whether the coming step drafts nothing, known from those before it; if not, ask for `num_nodes`."""
@@ -127,10 +144,11 @@ class SharedBudget:
     def rest(self, most: int) -> int:
         """Take up to `most` of the steps behind one that drafts nothing, and return how many: none asks `rests`.
 
-        `rested` has to be called when they have passed.
+        `rested` has to be called when they have passed. Where no drafts are allowed, a plan may wait for their end.
         """
-        num_steps = max(0, min(most, self._num_resting)) if self._is_resting else 0
-        self._num_resting -= num_steps
+        left = self._num_resting if self.are_drafts_allowed else most
+        num_steps = max(0, min(most, left)) if self._is_resting else 0
+        self._num_resting = max(0, self._num_resting - num_steps)
         return num_steps
 
     def rested(self, sequences: list[Sequence], num_steps: int, num_left: int, seconds: list[float]) -> None:
@@ -152,13 +170,16 @@ class SharedBudget:
         names = names_of(requests)
         self._keep_planned(names, requests)
         planned = [self._plan[name] for name in names]
-        if self.clock.is_plain_due or not self.are_drafts_allowed:
+        is_plain_due = self.clock.is_plain_due and not self._are_plain_steps_cheap  # else they have turns of their own
+        if is_plain_due or not self.are_drafts_allowed:
             choices = [0] * len(names)
         else:
+            least = LOOK_CHOICE if self._num_to_try else 0
             choices = [
-                self._of(r.sequence).looked_at(choice, len(NODE_CHOICES))
+                self._of(r.sequence).looked_at(max(choice, least), len(NODE_CHOICES))
                 for r, choice in zip(requests, planned, strict=True)
             ]
+            self._num_to_try = max(0, self._num_to_try - 1)
         sizes = [min(r.max_nodes, NODE_CHOICES[choice]) for r, choice in zip(requests, choices, strict=True)]
         expected = self._expected_seconds(requests, tuple(sizes))
         self.clock.begin(expected, "tree" if any(sizes) else "plain")
@@ -188,10 +209,15 @@ class SharedBudget:
         `has_trees`: whether to propose them takes as long as trees do; else it takes nothing.
         """
         lengths, overhead = lengths_of(requests), self._overhead(requests)
-        proposing = self.clock.drafting_seconds if has_trees else 0.0
+        proposing = self.clock.drafting_seconds if has_trees or self._are_plain_steps_cheap else 0.0
         shares = best_shares(self._costs, tokens, lengths, overhead, proposing)
         own = self._costs.own_seconds(NUM_ROWS, lengths)
         return shares, rate_of(self._costs, tokens, own, shares, overhead, proposing)
+
+    @property
+    def _are_plain_steps_cheap(self) -> bool:
+        """Whether several of them pass in a call: no step with drafts takes as little beside its forward."""
+        return self.measured_rate is not None
 
     def leave_out_step(self) -> None:
         """Learn nothing from the coming step, which has other drafts than trees."""
@@ -263,7 +289,7 @@ class SharedBudget:
         self._costs = self._probed.as_routed()
         tokens, lengths, overhead = self.tokens(requests), lengths_of(requests), self._overhead(requests)
         proposing = self.clock.drafting_seconds
-        worth = WORTH_STAYING if self._is_drafting else WORTH_DRAFTING
+        worth = WORTH_TRYING if self._is_trial else WORTH_STAYING if self._is_drafting else WORTH_DRAFTING
         shares = best_shares(self._costs, tokens, lengths, overhead, proposing, worth)
         if not self.are_drafts_allowed:
             shares[:] = 0
@@ -287,7 +313,7 @@ class SharedBudget:
             return self.clock.num_plain_due
         to_plan = STEPS_PER_PLAN - self._num_observed // len(requests)
         if not self.are_drafts_allowed:
-            return max(0, min(MOST_RESTING, to_plan - 1))
+            return max(1, min(MOST_RESTING, to_plan - 1))
         to_look = min(self._of(request.sequence).num_steps_to_look for request in requests)
         return max(0, min(MOST_RESTING, to_plan - 1, to_look - 1))
 
@@ -320,6 +346,11 @@ def names_of(requests: list[DraftRequest]) -> list[str]:
 
 class RestingDrafter(Drafter):
     """Knows of coming steps that draft nothing."""
+
+    @property
+    @abstractmethod
+    def promises_drafts(self) -> bool:
+        """Whether the coming steps have drafts that promise more than steps without; a look promises nothing."""
 
     @abstractmethod
     def rest(self, most: int) -> int:
@@ -358,6 +389,10 @@ class BudgetedDrafter(RestingDrafter):
         wanted = [WantedTree(request.sequence, size, request.max_depth) for request, size in given if size]
         trees = iter(self.trees(wanted) if wanted else ())
         return [next(trees) if size else DraftTree() for size in sizes]
+
+    @property
+    def promises_drafts(self) -> bool:
+        return self.budget is None or self.budget.promises_drafts
 
     def rest(self, most: int) -> int:
         return 0 if self.budget is None else self.budget.rest(most)

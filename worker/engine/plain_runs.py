@@ -7,7 +7,7 @@ from swiftbatch.worker.drawing.verification import Walk
 from swiftbatch.worker.engine.slot import Slot
 from swiftbatch.worker.engine.stopping import ending_tokens
 from swiftbatch.worker.target.target import TargetModel
-from swiftbatch.worker.target.tiles import max_tree_depth, row_ahead
+from swiftbatch.worker.target.tiles import row_ahead
 
 MOST_STEPS = 8  # in a call: what lies between two calls is little beside them then
 MOST_SECONDS = 0.1  # of a call: whoever wants something of a worker waits for its end
@@ -26,7 +26,7 @@ class PlainRuns:
         """The steps that sequences can take at once, the coming one included; 1 where each needs a look."""
         if self._draw_chains is None or not self._counters.num_steps or any(_needs_a_look(slot) for slot in slots):
             return 1
-        room = min(_num_ahead(slot) for slot in slots)
+        room = min(slot.sequence.num_remaining_tokens for slot in slots)
         step_seconds = self._counters.step_seconds["verify"] / self._counters.num_steps
         return max(1, min(MOST_STEPS, room, int(MOST_SECONDS / max(step_seconds, MOST_SECONDS / MOST_STEPS))))
 
@@ -42,8 +42,3 @@ class PlainRuns:
 def _needs_a_look(slot: Slot) -> bool:
     """Return whether each step's logits are looked at, or each step's tokens decide on those to come."""
     return slot.sequence.logprobs is not None or bool(slot.sequence.rules)
-
-
-def _num_ahead(slot: Slot) -> int:
-    """The steps of a sequence that see the same prefix."""
-    return min(slot.sequence.num_remaining_tokens, 1 + max_tree_depth(slot.cache.length))

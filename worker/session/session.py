@@ -35,9 +35,8 @@ from swiftbatch.worker.drafters.gpu_room import slots_wanted
 from swiftbatch.worker.drawing.rules import CONSTRAINT_REFUSED, ConstraintError
 from swiftbatch.worker.drawing.sampling import NOT_FINITE
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.engine.closing import closed, may_be_extended
 from swiftbatch.worker.engine.engine import Engine
-from swiftbatch.worker.engine.stopping import may_rewind, rewind_distance, rewound, text_of
+from swiftbatch.worker.engine.stopping import closed, may_be_extended, may_rewind, rewind_distance, rewound, text_of
 from swiftbatch.worker.exactness.verdicts import exactness_of
 from swiftbatch.worker.model.files import ModelFiles
 from swiftbatch.worker.model.text import TextCodec

@@ -20,7 +20,7 @@ from swiftbatch.worker.kernels.native import NativeDecoder
 from swiftbatch.worker.kernels.row_tables import Rows, RowTable
 from swiftbatch.worker.kernels.sizes import BLOCK
 
-MOST_ROUNDS = BLOCK - 1  # the first row and those drawn behind it are each other's tail
+MOST_ROUNDS = BLOCK - 1  # behind a partial cache the first row and those drawn behind it are each other's tail
 
 
 class CTokenSet(ctypes.Structure):
@@ -34,7 +34,7 @@ class CChainCall(ctypes.Structure):
 
     _fields_ = (
         ("forward", CForwardCall),
-        *((name, ctypes.c_void_p) for name in ("groups", "token_ids", "positions", "tail_lengths")),
+        *((name, ctypes.c_void_p) for name in ("groups", "token_ids", "positions", "tail_lengths", "tail_slots")),
         *((name, ctypes.c_void_p) for name in ("walks", "texts")),
         ("num_rounds", ctypes.c_int32),
         ("vocab", ctypes.c_int32),
@@ -59,10 +59,10 @@ def draw_chains(
 ) -> list[Drawn]:
     """Draw `num_rounds` tokens for each sequence, from 1 to `MOST_ROUNDS`, by forwards of one row behind its entries.
 
-    `groups` are of one row, each sequence's newest token, with tail entries for those to come; samplers have the
-    sequences that it ends. The tokens stand behind the sequences' own in their buffers, which the caller extends by
-    them, and in as many entries. Where nothing can be drawn for one sequence, all end; so they do behind one of the
-    tokens that `ends` names for it. Raises ValueError.
+    `groups` are of one row, each sequence's newest token, with tail entries for those to come up to the block's end,
+    behind which a partial cache has no more; samplers have the sequences that it ends. The tokens stand behind the
+    sequences' own in their buffers, which the caller extends by them, and in as many entries. Where nothing can be
+    drawn for one sequence, all end; so they do behind one of the tokens that `ends` names for it. Raises ValueError.
     """
     room = min(sampler.sequence.num_remaining_tokens for sampler in samplers)
     if not 1 <= num_rounds <= min(MOST_ROUNDS, room):
@@ -101,6 +101,7 @@ def _run(
             token_ids=address_of(table.token_ids),
             positions=address_of(table.positions),
             tail_lengths=address_of(table.arrays[1]),
+            tail_slots=address_of(table.arrays[0]),
             walks=ctypes.addressof(walks),
             texts=ctypes.addressof(texts),
             ends=ctypes.addressof(sets) if endings else None,
@@ -114,9 +115,10 @@ def _run(
 
 def _check_room(table: RowTable, groups: Many[Rows], num_rounds: int) -> None:
     for entry, group in zip(table.groups, groups, strict=True):
-        expected = np.arange(group.first_entry, group.first_entry + num_rounds)
         own = group.tail_lengths[0] - 1  # place of the first row in its tail
-        found = group.tail_entries[0, own : own + num_rounds]
+        num_named = num_rounds if group.is_partial else min(num_rounds, BLOCK - own)  # a new block follows by itself
+        expected = np.arange(group.first_entry, group.first_entry + num_named)
+        found = group.tail_entries[0, own : own + num_named]
         if entry.capacity < group.first_entry + num_rounds or not np.array_equal(found, expected):
             raise ValueError(f"found no room for {num_rounds} rows from entry {group.first_entry} on")
 

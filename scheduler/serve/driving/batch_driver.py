@@ -20,7 +20,7 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import IO
 
-from swiftbatch.jobs.processes import environment_of_code, module_command
+from swiftbatch.jobs.child_processes import environment_of_code, module_command
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.process.interruption import BAD_INPUT
 from swiftbatch.scheduler.serve.batch_status import is_submitted

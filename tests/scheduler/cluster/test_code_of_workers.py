@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from swiftbatch.jobs.processes import environment_of_code, module_command
+from swiftbatch.jobs.child_processes import environment_of_code, module_command
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.cluster import bootstrap
 from swiftbatch.scheduler.cluster.bootstrap import PACKAGE, ROOMS, OtherCodeError, own_code
-from swiftbatch.scheduler.cluster.remote import last_words
+from swiftbatch.scheduler.cluster.worker_calls import last_words
 from tests import ROOT
 
 pytestmark = pytest.mark.ray

@@ -21,7 +21,7 @@ from swiftbatch.worker.bench.auto_bench import AutoBenchOptions
 from swiftbatch.worker.bench.checkpoints import CheckpointBenchOptions
 from swiftbatch.worker.bench.decode import DecodeBenchOptions
 from swiftbatch.worker.bench.fields import FieldBenchOptions
-from swiftbatch.worker.bench.gpu.gpu_options import GPUBenchOptions
+from swiftbatch.worker.bench.gpu.gpu_figures import GPUBenchOptions
 from swiftbatch.worker.bench.kernels.kernels import KernelBenchOptions
 from swiftbatch.worker.bench.long.long import LongBenchOptions
 from swiftbatch.worker.bench.suite.suite import SuiteOptions

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from swiftbatch.jobs.processes import environment_of_code, module_command
+from swiftbatch.jobs.child_processes import environment_of_code, module_command
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.chaos.local_cluster import local_cluster
 from tests.scheduler.driving import DEADLINE_SECONDS

@@ -22,7 +22,7 @@ from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.run.output_line import success_line
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.cli import main
-from swiftbatch.scheduler.cluster import remote
+from swiftbatch.scheduler.cluster import worker_calls
 from swiftbatch.scheduler.cluster.actors import WorkerInfo, WorkerSpec
 from swiftbatch.scheduler.driver.driver import Driver
 from swiftbatch.scheduler.runs import launch
@@ -134,10 +134,10 @@ def idle_workers() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "connect", lambda address, num_workers: nullcontext(cluster))
-        patch.setattr(remote, "create_actor", create_actor)
-        patch.setattr(remote, "wait", lambda calls, seconds: calls)
-        patch.setattr(remote, "answer", lambda call: call.value)
-        patch.setattr(remote, "kill", lambda actor: None)
+        patch.setattr(worker_calls, "create_actor", create_actor)
+        patch.setattr(worker_calls, "wait", lambda calls, seconds: calls)
+        patch.setattr(worker_calls, "answer", lambda call: call.value)
+        patch.setattr(worker_calls, "kill", lambda actor: None)
         yield
 
 
@@ -151,10 +151,10 @@ def ask_status(run: Run) -> tuple[int, dict[str, Any]]:
 def with_driver(folder: Path, num_jobs: int, patch: pytest.MonkeyPatch) -> tuple[Dispatched, Driver]:
     """A run and the driver for it, which has read the run folder already."""
     dispatched = Dispatched(make_run(folder, {f"job-{i}": 8 + i % 50 for i in range(num_jobs)}), num_jobs)
-    patch.setattr(remote, "create_actor", lambda *_, **__: NoOpWorker(dispatched))
-    patch.setattr(remote, "wait", lambda calls, seconds: calls)
-    patch.setattr(remote, "answer", lambda call: call.value)
-    patch.setattr(remote, "kill", lambda actor: None)
+    patch.setattr(worker_calls, "create_actor", lambda *_, **__: NoOpWorker(dispatched))
+    patch.setattr(worker_calls, "wait", lambda calls, seconds: calls)
+    patch.setattr(worker_calls, "answer", lambda call: call.value)
+    patch.setattr(worker_calls, "kill", lambda actor: None)
     patch.setattr(os, "fsync", lambda descriptor: None)  # the disk's time, not the driver's
     cluster: Any = SimpleNamespace(
         is_embedded=True, num_cpus_per_worker=lambda: 1, num_gpus_per_worker=lambda device: 0, watch=None

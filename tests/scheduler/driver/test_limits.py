@@ -10,7 +10,7 @@ import pytest
 
 from swiftbatch.jobs.run.output_line import tokens_sha256
 from swiftbatch.jobs.run.run import Progress, Run
-from swiftbatch.scheduler.cluster import remote
+from swiftbatch.scheduler.cluster import worker_calls
 from swiftbatch.scheduler.cluster.cluster import Cluster
 from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
 from swiftbatch.scheduler.limits import Limits
@@ -64,7 +64,7 @@ def test_a_deadline_that_has_passed_starts_no_worker(
     tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, display = make_run(tmp_path / "run", {"a": 10}), RecordingDisplay()
-    monkeypatch.setattr(remote, "create_actor", None)
+    monkeypatch.setattr(worker_calls, "create_actor", None)
     assert make_driver(run, cluster, display, limits=Limits(deadline=time.time() - 1)).run() == "interrupted"
     assert last_beat(run).num_total_tokens == 0
     assert current_progress(run).jobs["pending"] == 1

@@ -22,7 +22,7 @@ from swiftbatch.worker.drawing.sampling import TokenSampler
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 from swiftbatch.worker.drawing.verification import TOP_K, Verification
-from swiftbatch.worker.papers.token_recycling.variants import static_tree
+from swiftbatch.worker.papers.static_recycling import static_tree
 from tests.work_counts import num_lines
 from tests.worker.drafters.drafter_parts import free_rows, proposed
 

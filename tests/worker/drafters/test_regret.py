@@ -14,7 +14,7 @@ import pytest
 
 from swiftbatch.worker.drafters import step_clock
 from swiftbatch.worker.drafters.base import DraftRequest
-from swiftbatch.worker.drafters.shared_budget import SharedBudget
+from swiftbatch.worker.drafters.shared_budget import NUM_TRIED, SharedBudget
 from swiftbatch.worker.drafters.tree_budget import NODE_CHOICES
 
 STEP_SECONDS, ROW_SECONDS, PROPOSING_SECONDS = 0.5e-3, 0.035e-3, 0.05e-3
@@ -101,3 +101,21 @@ def test_where_drafts_pay_at_most_5_percent_of_the_best_rate_are_lost(
     gain: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert min(_rate(gain, seed, monkeypatch) for seed in range(5)) >= 0.95 * gain
+
+
+def test_a_trial_makes_trees_whatever_they_promise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_clock, "seconds_now", lambda: 0.0)
+    budget, text = SharedBudget(cast(Any, _Costs())), cast(Any, _Text("job"))
+    request = [DraftRequest(text, MAX_ROWS, MAX_ROWS)]
+    for _ in range(100):  # nothing is accepted
+        budget.observe(text, 3, [])
+    assert budget.num_nodes(request) == [0]
+    budget.allow_drafts(False)
+    assert not budget.promises_drafts
+    budget.measured_rate = 1.0
+    budget.allow_drafts(True, is_trial=True)
+    for _ in range(NUM_TRIED):
+        assert budget.promises_drafts
+        [num_nodes] = budget.num_nodes(request)
+        assert num_nodes > 0
+        budget.observe(text, num_nodes, [])

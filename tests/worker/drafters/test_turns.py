@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
 import pytest
 
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.drafters.base import DraftRequest
+from swiftbatch.worker.drafters.base import DraftRequest, Verified
 from swiftbatch.worker.drafters.two_level.turns import (
     DRAFTS_TRIAL,
-    FIRST_TURN,
-    SETTLING,
-    SHORTEST_TURN,
-    TRIAL,
+    DRAFTS_TURNS,
+    MOST_TRIED,
+    PLAIN_CALLS,
+    PLAIN_TURNS,
     DraftTurns,
 )
 from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.drawing.verification import Verification
+
+AT_ONCE = 8  # plain steps
+FIRST = (PLAIN_CALLS + 1) * AT_ONCE  # steps: of the first call nothing is learned
 
 
 class Clock:
@@ -30,79 +39,124 @@ def sequence_of(name: str, length: int = 10) -> Sequence:
     return Sequence(name, [1] * length, SamplingParams(max_tokens=100_000, seed=1), 50)
 
 
-def ways(
-    tree_seconds: float, num_steps: int, tokens: int = 2, rested: int = 8, names: tuple[str, ...] = ("a",)
-) -> list[bool]:
-    """Return the way of each step, where plain steps pass by `rested` and take a second each, trees `tree_seconds`."""
-    turns, clock, went = DraftTurns(clock := Clock()), clock, list[bool]()
-    requests = [DraftRequest(sequence_of(name), 31, 31, 0.0) for name in names]
-    while len(went) < num_steps:
-        turns.begin(requests)
-        passed = 1 if turns.has_drafts else rested
-        went += [turns.has_drafts] * passed
-        clock.now += tree_seconds if turns.has_drafts else passed
-        turns.hear(len(names) * (tokens if turns.has_drafts else passed), passed)
-    return went
+def verified(num_tokens: int, num_steps: int, num_draft_tokens: int) -> list[Verified]:
+    tree = DraftTree.chain([1] * num_draft_tokens)
+    return [(sequence_of("a"), Verification(tree, [], [1] * num_tokens, [1], None, None, num_steps=num_steps))]
+
+
+@dataclass
+class Machine:
+    """A simulated one: plain steps pass by eight and take a second each, steps with drafts bring two tokens."""
+
+    tree_seconds: float
+    slowed: Callable[[], float] = lambda: 1.0  # a factor of each call's time
+    clock: Clock = field(default_factory=Clock)
+    went: list[bool] = field(default_factory=list)  # the way of each step
+
+    def __post_init__(self) -> None:
+        self.turns = DraftTurns(self.clock)
+
+    def run(self, num_steps: int, *sequences: Sequence, are_promised: bool = True) -> list[bool]:
+        """Return the ways of so many steps."""
+        requests = [DraftRequest(each, 31, 31, 0.0) for each in sequences or (sequence_of("a"),)]
+        before = len(self.went)
+        while len(self.went) < before + num_steps:
+            self.turns.begin(requests, are_promised)
+            has_drafts = self.turns.has_drafts
+            passed, seconds = (1, self.tree_seconds) if has_drafts else (AT_ONCE, AT_ONCE)
+            self.clock.now += seconds * self.slowed()
+            self.turns.hear(verified(2 if has_drafts else passed, passed, 3 * has_drafts))
+            self.went += [has_drafts] * passed
+        return self.went[before:]
 
 
 def test_the_first_steps_have_no_trees_and_a_trial_follows() -> None:
-    went = ways(1.5, FIRST_TURN + TRIAL)
-    assert not any(went[:FIRST_TURN])
-    assert all(went[FIRST_TURN:])
+    went = Machine(1.9).run(FIRST + DRAFTS_TRIAL)
+    assert went == [False] * FIRST + [True] * DRAFTS_TRIAL
 
 
 def test_trees_that_bring_more_stay_but_for_trials_without() -> None:
-    went = ways(1.5, 4 * SHORTEST_TURN)  # 2 tokens in 1.5 seconds
+    went = Machine(1.5).run(sum(DRAFTS_TURNS))
     assert sum(went) > 0.95 * len(went)
-    assert not all(went[FIRST_TURN:])
+    assert not all(went[2 * FIRST + MOST_TRIED :])
 
 
 def test_trees_that_bring_less_are_tried_ever_more_seldom() -> None:
-    went = ways(3.0, 8 * SHORTEST_TURN)  # 2 tokens in 3 seconds
-    assert sum(went) == 4 * TRIAL  # behind the first turn, and behind 1, 2 and 4 intervals
+    went = Machine(3.0).run(FIRST + sum(PLAIN_TURNS))
+    assert sum(went) == DRAFTS_TRIAL * len(PLAIN_TURNS)
+
+
+def test_trees_that_promise_nothing_in_a_trial_end_it() -> None:
+    went = Machine(3.0).run(FIRST + PLAIN_TURNS[1], are_promised=False)
+    assert sum(went) == 1  # the step behind which nothing was promised
 
 
 def test_a_trial_of_trees_that_come_near_lasts_longer() -> None:
-    went = ways(2.05, FIRST_TURN + SHORTEST_TURN)
-    assert sum(went) == DRAFTS_TRIAL
+    went = Machine(2.05).run(FIRST + PLAIN_TURNS[0])
+    assert sum(went) == MOST_TRIED
+
+
+def test_trees_that_seem_to_win_are_held_against_plain_steps_at_once() -> None:
+    went = Machine(1.5).run(FIRST + MOST_TRIED + FIRST + DRAFTS_TURNS[1])
+    assert went == [False] * FIRST + [True] * MOST_TRIED + [False] * FIRST + [True] * DRAFTS_TURNS[1]
+
+
+def test_a_machine_that_was_slow_in_the_first_steps_alone_leads_to_no_drafts() -> None:
+    machine = Machine(3.0)
+    machine.slowed = lambda: 2.5 if len(machine.went) < FIRST else 1.0
+    went = machine.run(FIRST + MOST_TRIED + 2 * FIRST)
+    assert sum(went) == MOST_TRIED
+    assert not any(went[-FIRST:])
+
+
+def test_a_way_that_was_wrong_is_left_soon() -> None:
+    machine = Machine(3.0)
+    machine.slowed = lambda: 1.0 if machine.turns.has_drafts or len(machine.went) > 2 * FIRST + MOST_TRIED else 3.0
+    went = machine.run(sum(PLAIN_TURNS[:2]))
+    assert sum(went) <= MOST_TRIED + DRAFTS_TURNS[1] + 2 * DRAFTS_TRIAL
+
+
+@pytest.mark.parametrize(("tree_seconds", "has_drafts"), [(3.0, False), (1.3, True)])
+def test_calls_that_are_held_up_now_and_then_turn_no_way(tree_seconds: float, has_drafts: bool) -> None:
+    for seed in range(20):
+        generator = np.random.default_rng(seed)
+        machine = Machine(tree_seconds, lambda g=generator: g.uniform(2, 10) if g.random() < 0.05 else 1.0)
+        went = machine.run(4096)
+        assert sum(way != has_drafts for way in went) < 0.1 * len(went)
 
 
 def test_what_passes_between_steps_or_in_a_third_way_counts_for_none() -> None:
     turns, requests = DraftTurns(clock := Clock()), [DraftRequest(sequence_of("a"), 31, 31, 0.0)]
-    for _ in range(FIRST_TURN // 8):
+    for _ in range(PLAIN_CALLS + 1):
         turns.begin(requests)
-        clock.now += 8
-        turns.hear(8, 8)
+        clock.now += AT_ONCE
+        turns.hear(verified(AT_ONCE, AT_ONCE, 0))
         clock.now += 1000
+    assert turns.plain_rate == 1
     turns.begin(requests)
     clock.now += 1000
-    turns.hear(1, 1, is_turns=False)
+    turns.hear(verified(1, 1, 1), is_turns=False)
     assert turns.plain_rate == 1
 
 
 @pytest.mark.parametrize("lengths", [(10, 4000), (4000, 10)])
 def test_texts_much_longer_or_shorter_are_tried_soon(lengths: tuple[int, int]) -> None:
-    clock = Clock()
-    turns, went = DraftTurns(clock), list[list[bool]]()
-    for name, length in zip("ab", lengths, strict=True):
-        requests, of_text = [DraftRequest(sequence_of(name, length), 31, 31, 0.0)], list[bool]()
-        for _ in range(6 * SHORTEST_TURN):
-            turns.begin(requests)
-            of_text.append(turns.has_drafts)
-            clock.now += 3 if turns.has_drafts else 1
-            turns.hear(2 if turns.has_drafts else 1, 1)
-        went.append(of_text)
-    assert any(went[1][: FIRST_TURN + 2])
+    machine = Machine(3.0)
+    machine.run(2 * PLAIN_TURNS[1], sequence_of("a", lengths[0]))
+    assert any(machine.run(FIRST + DRAFTS_TRIAL, sequence_of("b", lengths[1])))
 
 
-def test_a_trial_that_many_other_sequences_come_into_decides_nothing() -> None:
-    turns, few = DraftTurns(clock := Clock()), [DraftRequest(sequence_of("a"), 31, 31, 0.0)]
-    many = [DraftRequest(sequence_of(name), 31, 31, 0.0) for name in "abcd"]
-    went = list[bool]()
-    for step in range(2 * FIRST_TURN + SHORTEST_TURN):
-        turns.begin(few if step < FIRST_TURN + SETTLING else many)
-        clock.now += 3 if turns.has_drafts else 1
-        turns.hear(2 if turns.has_drafts else 1, 1)
-        went.append(turns.has_drafts)
-    assert sum(went) <= FIRST_TURN + SETTLING + 2 * TRIAL
-    assert not went[-1]
+@pytest.mark.parametrize(("tree_seconds", "has_drafts"), [(3.0, False), (0.9, True)])
+def test_jobs_like_others_before_go_on_where_those_were(tree_seconds: float, has_drafts: bool) -> None:
+    machine = Machine(tree_seconds)
+    for length in (10, 4000):
+        machine.run(FIRST + DRAFTS_TRIAL, sequence_of(str(length), length))
+    for name, length in (("c", 10), ("d", 4000), ("e", 11)):
+        assert set(machine.run(AT_ONCE, sequence_of(name, length))) == {has_drafts}
+
+
+def test_a_trial_that_many_other_sequences_come_into_decides_nothing_for_them() -> None:
+    machine = Machine(3.0)
+    machine.run(FIRST + DRAFTS_TRIAL // 2)
+    went = machine.run(FIRST + DRAFTS_TRIAL, *(sequence_of(name) for name in "abcd"))
+    assert went == [False] * FIRST + [True] * DRAFTS_TRIAL

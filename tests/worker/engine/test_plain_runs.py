@@ -20,7 +20,7 @@ from tests.worker.kernels.kernel_parts import needs_kernels
 from tests.worker.model.kind_parts import native_target
 
 pytestmark = needs_kernels
-LENGTHS = (60, 30)  # of prompts: runs end in front of a block's end, each sequence's own
+LENGTHS = (60, 30)  # of prompts: runs go over the end of a block, each sequence's own
 NUM_TOKENS = 40
 SAMPLERS: dict[str, dict[str, object]] = {
     "T=0": {"temperature": 0.0},
@@ -92,13 +92,13 @@ def test_layers_with_windows_see_the_same_in_a_run(tmp_path: Path, one_by_one: p
 def test_a_step_brings_as_many_tokens_as_a_run_has_and_none_behind_an_end(target: TargetModel) -> None:
     engine = begun(target, {"temperature": 1.0})
     sizes = [[len(verification.committed_ids) for _, verification in engine.step()] for _ in range(3)]
-    assert sizes == [[1, 1], [4, 4], [MOST_STEPS, MOST_STEPS]]  # the first is timed; the next ends with a block
+    assert sizes == [[1, 1], [MOST_STEPS, MOST_STEPS], [MOST_STEPS, MOST_STEPS]]  # the first is timed
     engine = begun(target, {"temperature": 1.0})
     ends = {first.sequence.output_ids[2] for first in [engine._slots["0"]] if engine.step() and engine.step()}
     again = begun(target, {"temperature": 1.0, "stop_token_ids": [int(end) for end in ends]})
     again.step()
     brought = again.step()
-    assert len(brought[0][1].committed_ids) == len(brought[1][1].committed_ids) < 4
+    assert len(brought[0][1].committed_ids) == len(brought[1][1].committed_ids) < MOST_STEPS
     assert again.sequences[0].finish_reason == "stop"
 
 
@@ -128,3 +128,11 @@ def test_auto_lets_plain_steps_pass_at_once_and_is_told_how_many(
     one_by_one.undo()
     engine = begun(target, {"temperature": 1.0}, Engine(target, auto(target, free_rows, None)))
     assert outcome(engine) == expected
+
+
+def test_auto_cuts_no_run_short_in_a_turn_without_drafts(target: TargetModel) -> None:
+    drafter = auto(target, free_rows, None)
+    runs = begun(target, {"temperature": 1.0}, Engine(target, drafter)), begun(target, {"temperature": 1.0})
+    sizes = [[len(engine.step()[0][1].committed_ids) for _ in range(5)] for engine in runs]
+    assert sizes[0] == sizes[1]
+    assert sizes[0].count(MOST_STEPS) > 3

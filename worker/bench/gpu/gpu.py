@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from swiftbatch.worker.bench.bench_engine import BenchError
-from swiftbatch.worker.bench.gpu.gpu_options import GPUBenchOptions
+from swiftbatch.worker.bench.gpu.gpu_figures import GPUBenchOptions
 from swiftbatch.worker.kernels.choice import CudaKernels
 from swiftbatch.worker.model.files import locate_model
 

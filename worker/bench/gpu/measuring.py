@@ -13,8 +13,7 @@ from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.bench.bench_engine import BenchError
 from swiftbatch.worker.bench.decode import NUM_WARMUP_TOKENS, DecodeBenchOptions, decode_records
 from swiftbatch.worker.bench.decode_figures import DecodeRecord
-from swiftbatch.worker.bench.gpu.gpu_figures import GPUBenchResult
-from swiftbatch.worker.bench.gpu.gpu_options import GPUBenchOptions
+from swiftbatch.worker.bench.gpu.gpu_figures import GPUBenchOptions, GPUBenchResult
 from swiftbatch.worker.bench.gpu.gpu_steps import read_records, resume_record, step_records
 from swiftbatch.worker.bench.options import machine
 from swiftbatch.worker.bench.peak_memory import peak_bytes, reset_peak

@@ -1,4 +1,4 @@
-"""The plan of a GPU's memory where caches take pages as they grow: a pool for all jobs, and slots for what drafts keep.
+"""Plans of a GPU's memory: where caches take pages as they grow, or lie in the host's memory.
 
 The pool holds the longest job at least. Beyond that more jobs are taken than it may hold at their longest: the youngest
 leaves when pages run out. Where layers with a window forget, these have a second pool.
@@ -16,13 +16,14 @@ from swiftbatch.worker.caches.memory.memory_plan import (
     MemoryPlan,
     none_fits,
     one_slot,
+    plan_memory,
     slot_capacity,
     too_many_slots,
 )
 from swiftbatch.worker.caches.memory.model_sizes import ModelSizes
 from swiftbatch.worker.caches.memory.page_counts import GPU_PAGE, WindowPages, pages_of
-from swiftbatch.worker.caches.room import MAX_TREE_NODES
-from swiftbatch.worker.kernels.sizes import most_slots
+from swiftbatch.worker.caches.room import GB, MAX_TREE_NODES, MEMORY, KVRoomError
+from swiftbatch.worker.kernels.sizes import RING_LAYERS, most_slots
 
 DRAFT_SHARE = 0.25  # of what is left beside the weights, for what drafts keep, where few jobs fit at their longest
 
@@ -94,3 +95,38 @@ def _slots_that_pay(pool: MemoryPlan, most: int) -> int:
     by_share = int(DRAFT_SHARE * beside_weights) // pool.bytes_per_slot
     beside_longest = (beside_weights - num_longest * longest) // pool.bytes_per_slot
     return min(most, pool.num_fitting, max(by_share, beside_longest))
+
+
+HOST_SHARE = 0.8  # share of the free memory for caches; checkpoints on their way and other programs need some, too
+
+
+def plan_offload(
+    sizes: ModelSizes,
+    gpu: GPUMemory,
+    longest_job: int,
+    host_bytes: int,
+    num_slots: int | None = None,
+    drafts: DraftMemory = NO_DRAFTS,
+) -> MemoryPlan:
+    """Plan as `plan_memory` does, for caches in `host_bytes` of free memory; `slot_bytes` are those on the GPU.
+
+    Raises KVRoomError where the longest job has no room here or there.
+    """
+    num_in_host = int(HOST_SHARE * host_bytes) // (slot_capacity(longest_job) * sizes.kept_bytes_per_position)
+    if num_in_host < 1:
+        raise KVRoomError(_no_room(sizes, longest_job, MEMORY, HOST_SHARE * host_bytes))
+    layer_bytes = sizes.num_parts * sizes.num_kv_heads * sizes.head_dim * sizes.item_size
+    ring = replace(sizes, bytes_per_position=min(sizes.bytes_per_position, RING_LAYERS * layer_bytes))
+    if one_slot(ring, gpu, longest_job, drafts).num_fitting < 1:
+        raise KVRoomError(_no_room(ring, longest_job, "the GPU, beside weights and work space", gpu.free_bytes))
+    plan = plan_memory(ring, gpu, longest_job, num_slots, drafts)
+    return replace(plan, num_slots=min(plan.num_slots, num_in_host))
+
+
+def _no_room(sizes: ModelSizes, longest_job: int, place: str, num_free: float) -> str:
+    needed = slot_capacity(longest_job) * sizes.kept_bytes_per_position
+    return (
+        f"the longest job, {longest_job:,} positions, has no room with --kv-offload: its keys and values need "
+        f"{needed / GB:,.2f} GB of {place}, which has {num_free / GB:,.2f} GB for them; use fewer max_tokens, or a "
+        "machine with more memory"
+    )

@@ -163,7 +163,13 @@ class AutoDrafter(RestingDrafter):
         self._budget.clock.expect(sum(drawing))
         return trees
 
+    @property
+    def promises_drafts(self) -> bool:
+        return self._rounds is not None or self._budget.promises_drafts
+
     def rest(self, most: int) -> int:
+        if not self._budget.are_drafts_allowed:
+            return self._budget.rest(most)
         if self._rounds is not None or self._num_steps + 1 >= self._steps_per_plan:
             return 0
         num_steps = self._budget.rest(most)  # a plan may wait for the end of a rest

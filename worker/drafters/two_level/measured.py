@@ -14,7 +14,7 @@ import torch
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.drafters.base import DraftCounters, Drafter, DraftRequest, ReadRows, Verified
 from swiftbatch.worker.drafters.two_level.repeating import RepeatingDrafter
-from swiftbatch.worker.drafters.two_level.turns import TokenRate
+from swiftbatch.worker.drafters.two_level.turns import Passed, TokenRate, passed_in
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.drawing.verification import Verification
@@ -43,7 +43,7 @@ class MeasuredDrafter(Drafter):
         self._rates = {False: TokenRate(), True: TokenRate()}
         self._names: list[str] = []  # of the newest step's sequences
         self._begun = 0.0
-        self._num_tokens = 0  # that the newest step brought
+        self._passed = Passed()  # what the newest step brought
 
     @property
     def draft_kind(self) -> str:
@@ -79,7 +79,7 @@ class MeasuredDrafter(Drafter):
         self.update_all([(sequence, verification)])
 
     def update_all(self, verified: Many[Verified]) -> None:
-        self._num_tokens += sum(len(verification.committed_ids) for _, verification in verified)
+        self._passed = passed_in(verified)
         if self.is_predicting:
             self.predicting.update_all(verified)
             for each in verified:
@@ -106,11 +106,11 @@ class MeasuredDrafter(Drafter):
         """Take in the step that ended, unless others share the coming one: who came was read meanwhile."""
         now = self._clock()
         if names == self._names and self._num_steps > SETTLING:
-            self._rates[self.is_predicting].observe(self._num_tokens, now - self._begun)
+            self._rates[self.is_predicting].observe(self._passed, now - self._begun)
         if len(names) != len(self._names):  # shared steps cost otherwise
             self._interval = SHORTEST_TURN
             self._turn = min(self._turn, self._num_steps + SHORTEST_TURN)
-        self._names, self._begun, self._num_tokens = names, now, 0
+        self._names, self._begun, self._passed = names, now, Passed()
 
     def _take_turns(self) -> None:
         """Count the coming step, and begin another turn where this one is over."""

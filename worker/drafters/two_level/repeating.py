@@ -14,7 +14,7 @@ from swiftbatch.worker.drafters.lookup.repeated_text import RepeatedText, Repeat
 from swiftbatch.worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
 from swiftbatch.worker.drafters.shared_budget import RestingDrafter, SharedBudget, names_of
 from swiftbatch.worker.drafters.tree_budget import NODE_CHOICES
-from swiftbatch.worker.drafters.two_level.turns import DraftTurns
+from swiftbatch.worker.drafters.two_level.turns import DraftTurns, num_steps_of
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.drawing.verification import Verification
@@ -82,10 +82,12 @@ class RepeatingDrafter(Drafter):
     def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
         if self._turns is None:
             return self._propose(requests)
-        if self._turns.begin(requests):
+        if self._num_rests and [request.sequence for request in requests] == self._resting and self._turns.go_on():
+            self._begun = seconds_now()
+            return [DraftTree()] * len(requests)
+        if self._turns.begin(requests, self.otherwise.promises_drafts):
             self._wake()
-            self._budget.allow_drafts(self._turns.has_drafts)
-        self._budget.measured_rate = self._turns.plain_rate
+            self._budget.allow_drafts(self._turns.has_drafts, self._turns.is_trial)
         return self._propose(requests)
 
     def _propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
@@ -94,6 +96,8 @@ class RepeatingDrafter(Drafter):
             return [DraftTree()] * len(requests)
         self._begun = None
         self._wake()
+        if self._turns is not None:
+            self._budget.measured_rate = self._turns.plain_rate
         promised = {
             r.sequence.sequence_id: tokens for r in requests if (tokens := self._promised(r.sequence)) > PROMISING
         }
@@ -130,10 +134,9 @@ class RepeatingDrafter(Drafter):
 
     def update_all(self, verified: Many[Verified]) -> None:
         if self._turns is not None and verified:
-            num_tokens = sum(len(verification.committed_ids) for _, verification in verified)
-            self._turns.hear(num_tokens, _num_steps_of(verified), not self._is_repeating)
+            self._turns.hear(verified, not self._is_repeating)
         if self._begun is not None:
-            self._pass_by(self._begun, _num_steps_of(verified))
+            self._pass_by(self._begun, num_steps_of(verified))
             return
         for sequence, _ in verified:
             self._text(sequence).catch_up(sequence)
@@ -157,8 +160,8 @@ class RepeatingDrafter(Drafter):
             self._recycling.take([(sequence, verification)])
 
     def stop(self, sequence: Sequence) -> None:
-        self._wake()
         del self._texts[sequence.sequence_id]
+        self._wake()
         self.otherwise.stop(sequence)
 
     def state(self, sequence: Sequence) -> dict[str, np.ndarray]:
@@ -200,10 +203,11 @@ class RepeatingDrafter(Drafter):
         """
         promises = False
         if self._rested_at:
-            for sequence in self._resting:
+            staying = [sequence for sequence in self._resting if sequence.sequence_id in self._texts]
+            for sequence in staying:
                 self._text(sequence).catch_up(sequence)
             self._budget.rested(self._resting, sum(self._num_passed), self._num_rests, self._rested_seconds(*ended_at))
-            promises = any(self._promised(sequence) > PROMISING for sequence in self._resting)
+            promises = any(self._promised(sequence) > PROMISING for sequence in staying)
             self._rests_at_once = RESTS_AT_ONCE if promises else min(2 * self._rests_at_once + 2, MOST_AT_ONCE)
         self._resting, self._num_rests = [], 0
         self._rested_at.clear()
@@ -260,8 +264,3 @@ class RepeatingDrafter(Drafter):
                 chains[number] = DraftTree.chain(self._text(sequence).chain(sequence, length))
         trees = self._recycling.sized_trees(requests, most)
         return [chains.get(number, tree) for number, tree in enumerate(trees)]
-
-
-def _num_steps_of(verified: Many[Verified]) -> int:
-    """The steps that passed in one call; one where all sequences of it failed."""
-    return max((verification.num_steps for _, verification in verified), default=1)

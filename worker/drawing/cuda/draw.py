@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from swiftbatch.worker.drawing.cuda.best_tokens import best_of_blocks, best_of_rows
 from swiftbatch.worker.drawing.cuda.buffers import BLOCK, SlotBuffers, expect, expect_logits
+from swiftbatch.worker.drawing.cuda.candidates import best_of_blocks, best_of_rows
 from swiftbatch.worker.drawing.cuda.row_words import NUM_DRAFTED, NUM_WORDS
 from swiftbatch.worker.drawing.cuda.scores import penalise_blocks
 from swiftbatch.worker.drawing.filters.best_kernels import find_cuts_of_best, list_best

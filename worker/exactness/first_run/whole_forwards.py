@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from swiftbatch.jobs.child_processes import environment_of_code, module_command
 from swiftbatch.jobs.errors import UserError
-from swiftbatch.jobs.processes import environment_of_code, module_command
 from swiftbatch.worker.exactness.first_run.findings import Finding, Row, differing_bits
 from swiftbatch.worker.exactness.first_run.parts import ArenaTarget, Parts
 from swiftbatch.worker.exactness.probe import MAX_LENGTH, num_caches, probe_rows, random_tree

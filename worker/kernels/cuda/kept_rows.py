@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from swiftbatch.worker.kernels.cuda.code_numbers import e4m3, signed_byte
+from swiftbatch.worker.kernels.cuda.packed_linear import e4m3, signed_byte
 from swiftbatch.worker.kernels.cuda.rounding import in_one_place, narrowed
 from swiftbatch.worker.kernels.kv_codes import LARGEST
 

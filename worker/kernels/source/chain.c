@@ -1,6 +1,18 @@
 // Chains that a target draws, round by round, without a return to Python in between.
 #include "chain.h"
 
+// The next row of a sequence begins a block: all rows before it are its prefix. Slots without room are never looked at,
+// but a late helper may read them.
+static void begin_block(const chain_call *call, int number) {
+    row_group *group = call->groups + number;
+    group->boundary += TAIL;
+    for (int i = 0; i < TAIL; i++) {
+        int slot = group->boundary + i;
+        call->tail_slots[number * TAIL + i] = slot < group->capacity ? slot : group->capacity - 1;
+    }
+    call->tail_lengths[number] = 1;
+}
+
 // Append what a sequence has drawn: its next row. A late helper may still read these numbers, and nobody looks at what
 // it makes of them. False where nothing was drawn.
 static bool append_drawn(const chain_call *call, int number) {
@@ -10,7 +22,8 @@ static bool append_drawn(const chain_call *call, int number) {
     call->texts[number][walk->length++] = token_id;
     call->token_ids[number] = (int32_t)token_id;
     call->positions[number]++;
-    call->tail_lengths[number]++;
+    if (call->tail_lengths[number] < TAIL) call->tail_lengths[number]++;
+    else begin_block(call, number);
     call->groups[number].first_slot++;
     return true;
 }

@@ -27,9 +27,8 @@ from swiftbatch.worker.caches.memory.memory_plan import (
     splits_of,
 )
 from swiftbatch.worker.caches.memory.model_sizes import ModelSizes, read_sizes
-from swiftbatch.worker.caches.memory.offload import plan_offload
 from swiftbatch.worker.caches.memory.page_counts import PoolSize, held_in_windows
-from swiftbatch.worker.caches.memory.page_plan import most_of_a_job, plan_pages
+from swiftbatch.worker.caches.memory.page_plan import most_of_a_job, plan_offload, plan_pages
 from swiftbatch.worker.caches.offloaded_arena import OffloadedArena
 from swiftbatch.worker.caches.paged_arena import PagedArena
 from swiftbatch.worker.caches.room import HeldPositions

@@ -17,8 +17,13 @@ from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.bench.bench_engine import BenchError
 from swiftbatch.worker.bench.gpu import gpu_steps
 from swiftbatch.worker.bench.gpu.gpu import run_gpu_bench
-from swiftbatch.worker.bench.gpu.gpu_figures import GPUBenchResult, GPUResumeRecord, GPUStepRecord, render
-from swiftbatch.worker.bench.gpu.gpu_options import GPUBenchOptions
+from swiftbatch.worker.bench.gpu.gpu_figures import (
+    GPUBenchOptions,
+    GPUBenchResult,
+    GPUResumeRecord,
+    GPUStepRecord,
+    render,
+)
 from swiftbatch.worker.bench.gpu.gpu_steps import Stopwatch, read_records, resume_record, step_bytes, step_records
 from swiftbatch.worker.bench.gpu.measuring import fitting_lengths, measured
 from swiftbatch.worker.bench.gpu.sizing import MODELS

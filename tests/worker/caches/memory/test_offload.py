@@ -12,7 +12,7 @@ from swiftbatch.worker.caches.full import CacheShape
 from swiftbatch.worker.caches.host_copies import HostStream
 from swiftbatch.worker.caches.layer_ring import LayerRing, Streams
 from swiftbatch.worker.caches.memory.memory_plan import DraftMemory, slot_capacity
-from swiftbatch.worker.caches.memory.offload import HOST_SHARE, plan_offload
+from swiftbatch.worker.caches.memory.page_plan import HOST_SHARE, plan_offload
 from swiftbatch.worker.caches.room import KVRoomError
 from swiftbatch.worker.inspection import CONTEXT_BYTES, GPU_BYTES, GPUS
 from swiftbatch.worker.kernels.sizes import MOST_SLOTS

@@ -6,10 +6,8 @@ import sys
 
 from swiftbatch.worker.caches.memory.page_counts import GPU_PAGE
 from swiftbatch.worker.caches.summary import CHUNK_SIZE
-from swiftbatch.worker.drawing.cuda import (
-    best_tokens as choice,
-)
 from swiftbatch.worker.drawing.cuda import buffers, candidates, counts, draw, scores
+from swiftbatch.worker.drawing.cuda import candidates as choice
 from swiftbatch.worker.drawing.cuda import (
     ranked_tokens as ranking,
 )

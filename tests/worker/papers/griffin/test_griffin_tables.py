@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from swiftbatch.worker.bench.ablation_arms import PromptArms, num_plain_tokens
+from swiftbatch.worker.bench.ablation_prompts import Prompt, read_prompt
 from swiftbatch.worker.bench.bench_variants import create_bench_drafter
-from swiftbatch.worker.bench.comparisons.arms import PromptArms, num_plain_tokens
-from swiftbatch.worker.bench.comparisons.prompts import Prompt, read_prompt
 from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
 from swiftbatch.worker.drafters.base import Drafter, DraftRequest
 from swiftbatch.worker.drawing.sequence import Sequence

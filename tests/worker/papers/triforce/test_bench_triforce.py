@@ -13,11 +13,11 @@ import torch
 from click.testing import CliRunner, Result
 
 from swiftbatch.scheduler.cli import main
+from swiftbatch.worker.bench.ablation_arms import PromptFigures
+from swiftbatch.worker.bench.ablation_prompts import NEEDLE, make_prompts
 from swiftbatch.worker.bench.bench_engine import encode
 from swiftbatch.worker.bench.compared_caches import PARTIAL_CACHES, RetrievalKVCache
-from swiftbatch.worker.bench.comparisons.arms import PromptFigures
-from swiftbatch.worker.bench.comparisons.prompt_forms import Prompts
-from swiftbatch.worker.bench.comparisons.prompts import NEEDLE, make_prompts
+from swiftbatch.worker.bench.prompt_forms import Prompts
 from swiftbatch.worker.caches.summary import SummaryKVCache
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.papers.triforce.tables.ablation import (

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.bench.ablation_arms import PromptArms, PromptFigures
+from swiftbatch.worker.bench.ablation_prompts import Prompt, ReadPrompt, read_prompt
 from swiftbatch.worker.bench.bench_engine import BenchError
-from swiftbatch.worker.bench.comparisons.arms import PromptArms, PromptFigures
-from swiftbatch.worker.bench.comparisons.prompts import Prompt, ReadPrompt, read_prompt
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.caches.offloaded import OffloadedKVCache
 from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter

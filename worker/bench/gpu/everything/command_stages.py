@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import swiftbatch
-from swiftbatch.jobs.processes import environment_of_code, module_command
+from swiftbatch.jobs.child_processes import environment_of_code, module_command
 from swiftbatch.worker.bench.gpu.everything.exact_stages import untried
 from swiftbatch.worker.bench.gpu.everything.trial import Trial, Try
 from swiftbatch.worker.exactness.first_run.findings import Finding

@@ -6,8 +6,7 @@ import functools
 from collections.abc import Iterator
 
 from swiftbatch.worker.bench.gpu.everything.trial import Trial, Try
-from swiftbatch.worker.bench.gpu.gpu_figures import GPUBenchResult
-from swiftbatch.worker.bench.gpu.gpu_options import GPUBenchOptions
+from swiftbatch.worker.bench.gpu.gpu_figures import GPUBenchOptions, GPUBenchResult
 from swiftbatch.worker.bench.gpu.measuring import measured
 from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.exactness.first_run.findings import Finding, Row

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from swiftbatch.jobs.processes import environment_of_code, module_command
+from swiftbatch.jobs.child_processes import environment_of_code, module_command
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.worker.bench.bench_engine import BenchError
 from swiftbatch.worker.bench.gpu.everything.everything_page import PAGE, page_of

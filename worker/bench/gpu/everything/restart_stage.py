@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from swiftbatch.jobs.processes import environment_of_code, module_command
+from swiftbatch.jobs.child_processes import environment_of_code, module_command
 from swiftbatch.worker.bench.bench_engine import PROMPT, BenchError, digest
 from swiftbatch.worker.bench.bench_worker import BenchWorker, make_run
 from swiftbatch.worker.bench.gpu.everything.trial import Trial, Try

@@ -11,10 +11,10 @@ import torch
 from pydantic import Field, model_validator
 from rich.console import Group
 
+from swiftbatch.worker.bench.ablation_arms import PromptArms, num_plain_tokens
+from swiftbatch.worker.bench.ablation_prompts import Prompt, read_prompt
 from swiftbatch.worker.bench.bench_engine import BenchError, encode, read_text
 from swiftbatch.worker.bench.bench_variants import bench_slots
-from swiftbatch.worker.bench.comparisons.arms import PromptArms, num_plain_tokens
-from swiftbatch.worker.bench.comparisons.prompts import Prompt, read_prompt
 from swiftbatch.worker.bench.long.long import Report
 from swiftbatch.worker.bench.options import BenchOptions, check_length
 from swiftbatch.worker.model.files import ModelFiles, locate_model

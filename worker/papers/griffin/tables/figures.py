@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from swiftbatch.jobs.frozen import Frozen
+from swiftbatch.worker.bench.ablation_arms import PromptGeneration
 from swiftbatch.worker.bench.bench_engine import digest
-from swiftbatch.worker.bench.comparisons.arms import PromptGeneration
 
 DIGITS = 4
 

@@ -12,14 +12,14 @@ from typing import Any
 from pydantic import Field, model_validator
 from rich.console import Group
 
+from swiftbatch.worker.bench.ablation_arms import PromptArms, PromptFigures, num_plain_tokens
+from swiftbatch.worker.bench.ablation_prompts import NEEDLE, Prompt, make_prompts, num_text_tokens, read_prompt
 from swiftbatch.worker.bench.bench_engine import encode, text_tokens
 from swiftbatch.worker.bench.bench_variants import bench_slots
 from swiftbatch.worker.bench.compared_caches import StreamingKVCache, with_cache
-from swiftbatch.worker.bench.comparisons.arms import PromptArms, PromptFigures, num_plain_tokens
-from swiftbatch.worker.bench.comparisons.prompt_forms import Prompts, length_of
-from swiftbatch.worker.bench.comparisons.prompts import NEEDLE, Prompt, make_prompts, num_text_tokens, read_prompt
 from swiftbatch.worker.bench.long.long import Report
 from swiftbatch.worker.bench.options import BenchOptions, check_length
+from swiftbatch.worker.bench.prompt_forms import Prompts, length_of
 from swiftbatch.worker.caches.memory.memory_plan import SlotsWanted
 from swiftbatch.worker.caches.partial import NUM_PINNED
 from swiftbatch.worker.caches.room import check_folder

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from swiftbatch.worker.bench.comparisons.prompt_forms import Prompts, length_of
+from swiftbatch.worker.bench.prompt_forms import Prompts, length_of
 
 TOP_P = 0.9  # at every temperature above 0, as in the authors' scripts
 BUDGET = 4096

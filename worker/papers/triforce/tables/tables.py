@@ -14,8 +14,8 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 from rich.console import Group
 from rich.table import Table
 
+from swiftbatch.worker.bench.ablation_arms import PromptFigures
 from swiftbatch.worker.bench.bench_tables import new_table, number
-from swiftbatch.worker.bench.comparisons.arms import PromptFigures
 from swiftbatch.worker.papers.triforce.tables.catalogue import PromptTable
 
 Key = tuple[int, str]  # row number and name of an arm

@@ -10,8 +10,8 @@ import numpy as np
 
 from swiftbatch.jobs.frozen import Frozen
 from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.bench.ablation_prompts import ReadPrompt
 from swiftbatch.worker.bench.bench_engine import BenchEngine, BenchError, OwnPositions, digest
-from swiftbatch.worker.bench.comparisons.prompts import ReadPrompt
 from swiftbatch.worker.bench.long.long_figures import per_step
 from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
 from swiftbatch.worker.drafters.base import DraftCounters, Drafter
