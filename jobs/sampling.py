@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_serializer, field_validator, model_validator
 
-from swiftbatch.jobs.frozen import Strict
+from swiftbatch.jobs.frozen import Strict, of_checked
 from swiftbatch.jobs.input.reasons import FieldError, list_of, shown
 from swiftbatch.jobs.repetition import RepetitionDetection
 from swiftbatch.jobs.structure import Structure, structure_of
@@ -203,7 +203,7 @@ class SamplingParams(Strict):
 
     def with_own(self, max_tokens: int, seed: int) -> Self:
         """The same parameters for another job, with a limit and a seed that were checked."""
-        return self.model_copy(update={"max_tokens": max_tokens, "seed": seed})
+        return of_checked(type(self), {**self.__dict__, "max_tokens": max_tokens, "seed": seed})
 
     def identity(self) -> dict[str, Any]:
         """The parameters that tell a job from another, as JSON: the same as before later fields were known."""

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from swiftbatch.jobs.chat import Message, TemplateOptions
+from swiftbatch.jobs.frozen import of_checked
 from swiftbatch.jobs.input.forms import (
     MAX_PROMPTS,
     BatchLine,
@@ -88,17 +89,18 @@ class JobLine:
         return self.checked.setdefault(tuple(kept.values()), params)
 
     def _job(self, prompt: LinePrompt | None, sampling: SamplingParams, choice_index: int, num_choices: int) -> Job:
-        return Job(
-            custom_id=self.custom_id,
-            url=self.url,
-            prompt=prompt if isinstance(prompt, str) else None,
-            prompt_ids=prompt if isinstance(prompt, tuple) else None,
-            messages=self.messages,
-            template=self.template,
-            sampling=sampling,
-            choice_index=choice_index,
-            num_choices=num_choices,
-        )
+        values = {
+            "custom_id": self.custom_id,
+            "url": self.url,
+            "prompt": prompt if isinstance(prompt, str) else None,
+            "prompt_ids": prompt if isinstance(prompt, tuple) else None,
+            "messages": self.messages,
+            "template": self.template,
+            "sampling": sampling,
+            "choice_index": choice_index,
+            "num_choices": num_choices,
+        }
+        return of_checked(Job, values)
 
 
 def choice_seed(seed: int, choice_index: int) -> int:

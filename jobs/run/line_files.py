@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain, islice
-from typing import Any, NamedTuple
+from itertools import islice
+from typing import Any, NamedTuple, TypeVar
 
 from swiftbatch.jobs.json_lines import dump_line, sealed, unsealed
 from swiftbatch.jobs.run.checked_reading import NUM_READ_AHEAD, NUM_READERS
-from swiftbatch.jobs.run.line_parts import parse_line
+from swiftbatch.jobs.run.line_parts import is_plain_result, parse_line
 from swiftbatch.jobs.storage.store import Store
 
 DAMAGED = "damaged"
@@ -38,6 +38,7 @@ class LinePlace(NamedTuple):
 
 
 ReadPlace = Callable[[LinePlace], bytes | None]
+Found = TypeVar("Found")
 
 
 class LineFiles:
@@ -88,11 +89,14 @@ class LineFiles:
 
     def read(self, job_id: str) -> dict[str, Any] | None:
         """A job's line; None where it is absent or damaged."""
-        return parsed_line(self.place(job_id), self._data(self.place(job_id)), self._damaged, self._fingerprint)
+        return self._parsed(self.place(job_id), self._data(self.place(job_id)))
 
     def read_all(self, job_ids: Iterable[str]) -> Iterator[dict[str, Any] | None]:
         """The lines of jobs in that order, as `read` gives them."""
-        return read_lines(self._data, map(self.place, job_ids), self._damaged, self._fingerprint)
+        return read_lines(self._data, map(self.place, job_ids), self._parsed)
+
+    def _parsed(self, place: LinePlace, data: bytes | None) -> dict[str, Any] | None:
+        return parsed_line(place, data, self._damaged, self._fingerprint)
 
     def _data(self, place: LinePlace) -> bytes | None:
         return self._store.read(place.path)
@@ -133,23 +137,39 @@ def parsed_line(
         return None
 
 
+def written_line(
+    place: LinePlace, data: bytes | None, damaged: dict[str, str], fingerprint: str | None
+) -> bytes | None:
+    """The bytes of `parsed_line` as `dump_line` makes them: most results lie so, and are copied."""
+    try:
+        text = unsealed(data) if data else None
+    except ValueError:
+        text = None  # which `parsed_line` tells of
+    if text is not None and is_plain_result(text, place.job_id, fingerprint):
+        return text + b"\n"
+    line = parsed_line(place, data, damaged, fingerprint)
+    return None if line is None else dump_line(line)
+
+
 def read_lines(
     read: ReadPlace,
     places: Iterable[LinePlace | None],
-    damaged: dict[str, str],
-    fingerprint: str | None,
+    line_of_data: Callable[[LinePlace, bytes | None], Found | None],
     elsewhere: Callable[[LinePlace], Iterable[LinePlace]] = lambda place: (),
-) -> Iterator[dict[str, Any] | None]:
-    """`parsed_line` of many places in their order, None for a place that is None. Reads ahead, but not far.
+) -> Iterator[Found | None]:
+    """`line_of_data` of many places in their order, None for a place that is None. Reads ahead, but not far.
 
     Where a line is not whole, the first whole one of those `elsewhere` stands for it.
     """
 
-    def line_of(place: LinePlace) -> dict[str, Any] | None:
-        found = (parsed_line(each, read(each), damaged, fingerprint) for each in chain([place], elsewhere(place)))
+    def line_of(place: LinePlace) -> Found | None:
+        line = line_of_data(place, read(place))
+        if line is not None:
+            return line
+        found = (line_of_data(each, read(each)) for each in elsewhere(place))
         return next((line for line in found if line is not None), None)
 
-    def lines_of(some: list[LinePlace | None]) -> list[dict[str, Any] | None]:
+    def lines_of(some: list[LinePlace | None]) -> list[Found | None]:
         return [None if place is None else line_of(place) for place in some]
 
     remaining = iter(places)

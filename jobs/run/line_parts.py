@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from contextlib import suppress
 from typing import Any, Self
 
@@ -12,6 +13,7 @@ from pydantic_core import from_json
 
 from swiftbatch.jobs.file_owner import Identity
 from swiftbatch.jobs.input.reasons import reasons
+from swiftbatch.jobs.json_lines import NOT_TEXT
 
 LINE_ID = "batch_req_"  # and the job's id
 MAX_DIGITS = 18  # fits 64 bits, as the columns of a table do
@@ -118,6 +120,26 @@ def plain(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
+def is_plain_result(text: bytes, job_id: str, fingerprint: str | None) -> bool:
+    """Tell whether a line, whose checksum fits, is a result of this job and run as `dump_line` would write it again.
+
+    False says only that it must be parsed to know, which costs far more.
+    """
+    head = _RESULT_HEAD.match(text)
+    if head is None or fingerprint is None or not text.endswith(_RESULT_END):
+        return False
+    if head[1] != job_id.encode() or head[2] != fingerprint.encode():
+        return False
+    return b"\x7f" not in text if text.isascii() else _has_no_controls(text)
+
+
+def _has_no_controls(text: bytes) -> bool:
+    try:
+        return NOT_TEXT.search(text.decode()) is None
+    except UnicodeDecodeError:
+        return False
+
+
 def parse_line(data: bytes, job_id: str, fingerprint: str | None, *, is_sealed: bool = False) -> dict[str, Any]:
     """A job's output line as it was written. Raises ValueError, in one line, for anything else.
 
@@ -161,6 +183,16 @@ def _whole_number(text: str) -> int:
         raise ValueError(f"found a number of {len(text)} digits, expected at most {MAX_DIGITS}")
     return int(text)
 
+
+_TEXT = rb'"(?:[^"\\]|\\.)*"'
+_RESULT_HEAD = re.compile(
+    rb'\{"id": "batch_req_([^"\\]+)", "custom_id": ' + _TEXT + rb', "response": \{"status_code": 200, "request_id": '
+    rb'"[^"\\]*", "body": \{"id": "(?:chat)?cmpl-[^"\\]+", "object": "[a-z._]+", "created": \d+, "model": '
+    + _TEXT
+    + rb', "system_fingerprint": "([^"\\]+)", "choices": \[\{"index": 0, '
+    rb'"(?:text": "|message": \{"role": "assistant", )'
+)
+_RESULT_END = b'}}, "error": null}'
 
 # `loads` would make one for each line
 _DECODER = json.JSONDecoder(parse_constant=_number, parse_float=_number, parse_int=_whole_number)

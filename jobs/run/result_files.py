@@ -17,7 +17,7 @@ from typing import IO, Any
 from weakref import finalize
 
 from swiftbatch.jobs.run.checked_reading import NUM_READERS
-from swiftbatch.jobs.run.line_files import DAMAGED, NO_FILE, LineFiles, LinePlace, read_lines
+from swiftbatch.jobs.run.line_files import DAMAGED, NO_FILE, LineFiles, LinePlace, parsed_line, read_lines
 from swiftbatch.jobs.run.segment_format import (
     SEGMENTS,
     SUFFIX,
@@ -72,13 +72,13 @@ class ResultFiles:
         if job_id not in self._places:
             self._look()
         place = self.place(job_id)
-        [line] = read_lines(self._read, [place], self._damaged, self._fingerprint, self.elsewhere)
+        [line] = read_lines(self._read, [place], self._parsed, self.elsewhere)
         return line
 
     def read_all(self, job_ids: Iterable[str]) -> Iterator[dict[str, Any] | None]:
         """The lines of jobs in that order, as `read` gives them."""
         self._look()
-        return read_lines(self.data, map(self.place, job_ids), self._damaged, self._fingerprint, self.elsewhere)
+        return read_lines(self.data, map(self.place, job_ids), self._parsed, self.elsewhere)
 
     def place(self, job_id: str) -> LinePlace:
         """The place of a job's line as far as it was found; else where an older version would have it."""
@@ -86,8 +86,13 @@ class ResultFiles:
         index = None if number < 0 else self._segments.get(self._paths[number])
         if index is None:
             return self._older.place(job_id)
-        _, start, length, _ = index.entry(row)
-        return LinePlace(job_id, self._paths[number], start, length)
+        return LinePlace(job_id, self._paths[number], *index.place(row))
+
+    def path(self, job_id: str) -> str:
+        """The file that `place` names."""
+        number = self._places.get(job_id, -1) // ROWS
+        is_found = number >= 0 and self._paths[number] in self._segments
+        return self._paths[number] if is_found else self._older.path(job_id)
 
     def elsewhere(self, place: LinePlace) -> Iterator[LinePlace]:
         """The other places that may have a job's result, for the few whose line in a segment is damaged."""
@@ -95,8 +100,7 @@ class ResultFiles:
             return
         for path, index in list(self._segments.items()):
             if path != place.path and place.job_id in index.job_ids:
-                _, start, length, _ = index.entry(index.job_ids.index(place.job_id))
-                yield LinePlace(place.job_id, path, start, length)
+                yield LinePlace(place.job_id, path, *index.place(index.job_ids.index(place.job_id)))
         yield self._older.place(place.job_id)
 
     def data(self, place: LinePlace) -> bytes | None:
@@ -189,6 +193,9 @@ class ResultFiles:
         data = self._store.read(path) or b""
         is_as_said = all(is_whole(data, entry) for entry in self._segments[path].entries())
         return None if is_as_said else list(found_lines(data, self._fingerprint))
+
+    def _parsed(self, place: LinePlace, data: bytes | None) -> dict[str, Any] | None:
+        return parsed_line(place, data, self._damaged, self._fingerprint)
 
     def _read(self, place: LinePlace) -> bytes | None:
         if place.length is None:

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from itertools import tee
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
@@ -18,7 +19,7 @@ from swiftbatch.jobs.run import job_table
 from swiftbatch.jobs.run.checked_reading import RunError, pretty, read_model, read_parsed
 from swiftbatch.jobs.run.job_table import lineages, newest_with
 from swiftbatch.jobs.run.job_table_parts import longest_job, read_parts, read_records
-from swiftbatch.jobs.run.line_files import LineFiles, LinePlace, read_lines
+from swiftbatch.jobs.run.line_files import LineFiles, LinePlace, parsed_line, read_lines, written_line
 from swiftbatch.jobs.run.line_parts import num_completion_tokens
 from swiftbatch.jobs.run.output import joined, write_output
 from swiftbatch.jobs.run.result_files import ResultFiles
@@ -296,31 +297,52 @@ class Run:
 
         A job without a result that has superseded one with a result still has that one's line.
         """
+        return joined(self._lines(self._extended()))
+
+    def written_lines(self) -> Iterator[bytes]:
+        """The lines of `joined_lines` as `dump_line` makes them; where no line has several choices, no job is read."""
+        from swiftbatch.jobs.run.job_index import JobIndex
+
+        names = ("job_id", "supersedes", "num_choices")
+        index = JobIndex.of(read_parts(self.store, names, self._run_id), names)
+        if (index.columns["num_choices"] > 1).any():
+            return map(dump_line, self.joined_lines())
+        places = self._output_places(index.job_ids(), self._extended())
+        write = partial(written_line, damaged=self.damaged, fingerprint=self._fingerprint)
+        return filter(None, read_lines(self._results.data, places, write, self._results.elsewhere))
+
+    def _extended(self) -> dict[str, list[str]]:
+        """The lineages of jobs that have superseded others, by their newest forms."""
         supersedes = (part.column("supersedes") for part in read_parts(self.store, ["supersedes"], self._run_id))
         is_extended = any(column.null_count < len(column) for column in supersedes)
-        extended = (lineage for lineage in self.lineages() if len(lineage) > 1) if is_extended else ()
-        return joined(self._lines({lineage[-1]: lineage for lineage in extended}))
+        return {lineage[-1]: lineage for lineage in self.lineages() if len(lineage) > 1} if is_extended else {}
 
     def _lines(self, extended: Mapping[str, list[str]]) -> Iterator[tuple[JobRecord, dict[str, Any] | None]]:
         """Every job in input order with its line; one of the `extended` may have that of one that it has superseded."""
-        finished, failed = self.ended()
+        records, again = tee(self.records())
+        places = self._output_places((record.job_id for record in again), extended)
+        return zip(records, self._read_places(places), strict=True)
+
+    def _output_places(self, job_ids: Iterable[str], extended: Mapping[str, list[str]]) -> Iterator[LinePlace | None]:
+        """The place of the line that `_lines` has for each job; what has ended is looked up at once."""
+        finished, failed = self.finished_ids(), self._errors.job_ids()
 
         def place(job_id: str) -> LinePlace | None:
-            known = newest_with(extended.get(job_id, [job_id]), finished) or job_id
+            known = (newest_with(extended[job_id], finished) or job_id) if job_id in extended else job_id
             return self._place(known, finished) if known in finished or job_id in failed else None
 
-        records, again = tee(self.records())
-        return zip(records, self._read_places(place(record.job_id) for record in again), strict=True)
+        return map(place, job_ids)
 
     def _place(self, job_id: str, finished: Container[str]) -> LinePlace:
         return (self._results if job_id in finished else self._errors).place(job_id)
 
     def _read_places(self, places: Iterable[LinePlace | None]) -> Iterator[dict[str, Any] | None]:
-        return read_lines(self._results.data, places, self.damaged, self._fingerprint, self._results.elsewhere)
+        parse = partial(parsed_line, damaged=self.damaged, fingerprint=self._fingerprint)
+        return read_lines(self._results.data, places, parse, self._results.elsewhere)
 
     def result_file(self, job_id: str) -> str:
         """The path of the file that has a job's result, as far as results were read."""
-        return self._results.place(job_id).path
+        return self._results.path(job_id)
 
     def set_damaged_aside(self, job_ids: Sequence[str]) -> list[tuple[str, str, str]]:
         """Make room where results or errors of these jobs are damaged: old path, what is wrong, where it is now."""

@@ -72,6 +72,10 @@ class SegmentIndex:
     def entry(self, row: int) -> ResultEntry:
         return ResultEntry(self.job_ids[row], *self.numbers[3 * row : 3 * row + 3])
 
+    def place(self, row: int) -> tuple[int, int]:
+        """The start and the length of an entry, without the rest: a million are looked up."""
+        return self.numbers[3 * row], self.numbers[3 * row + 1]
+
     def entries(self) -> Iterator[ResultEntry]:
         return (self.entry(row) for row in range(len(self.job_ids)))
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from functools import partial
+from typing import IO
 
 import click
 
@@ -22,7 +25,6 @@ def results(run_uri: str, kind: str, output: str | None) -> None:
     Example:
       swiftbatch results my-run --format parquet --output answers.parquet
     """
-    from swiftbatch.jobs.json_lines import dump_line
     from swiftbatch.jobs.run.output import write_table
     from swiftbatch.jobs.run.run import Run
     from swiftbatch.scheduler.display.summary import damage_lines
@@ -30,14 +32,14 @@ def results(run_uri: str, kind: str, output: str | None) -> None:
     if kind == "parquet" and output is None and sys.stdout.isatty():
         raise click.UsageError("a Parquet table is not for a terminal; name a file with --output")
     run = Run.open(run_uri)
-    lines = run.joined_lines()
+    # a run that can't be read is told of before the file is made
+    if kind == "parquet":
+        write = partial(write_table, lines=run.joined_lines())
+    else:
+        write = partial(_write_all, lines=run.written_lines())
     try:
         with click.open_file(output or "-", "wb") as file:
-            if kind == "parquet":
-                write_table(file, lines)
-            else:
-                for line in lines:
-                    file.write(dump_line(line))
+            write(file)
     except OSError as error:
         if output is None:  # a reader that has seen enough, as in `| head`
             raise
@@ -47,3 +49,8 @@ def results(run_uri: str, kind: str, output: str | None) -> None:
         click.echo(problem, err=True)
     if damage:
         click.get_current_context().exit(SOME_FAILED)
+
+
+def _write_all(file: IO[bytes], lines: Iterator[bytes]) -> None:
+    for line in lines:
+        file.write(line)

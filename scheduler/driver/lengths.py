@@ -61,8 +61,9 @@ class Living:
     """
 
     def __init__(self) -> None:
-        self.num_jobs = np.zeros((NUM_CLASSES, NUM_SHARES + 1))
-        self._limits = np.zeros((NUM_CLASSES, NUM_SHARES + 1))  # the sums of their `max_tokens`
+        # lists: a number of an array costs several times as much to change
+        self._num_jobs = [[0] * (NUM_SHARES + 1) for _ in range(NUM_CLASSES)]
+        self._limits = [[0] * (NUM_SHARES + 1) for _ in range(NUM_CLASSES)]  # the sums of their `max_tokens`
 
     @classmethod
     def of(cls, jobs: Iterable[tuple[int, int, int]]) -> Self:
@@ -74,17 +75,24 @@ class Living:
 
     def add(self, place: Place, max_tokens: int) -> None:
         """Count a job."""
-        self.num_jobs[place] += 1
-        self._limits[place] += max_tokens
+        number, share = place
+        self._num_jobs[number][share] += 1
+        self._limits[number][share] += max_tokens
 
     def take(self, place: Place, max_tokens: int) -> None:
         """Count a job no longer."""
-        self.num_jobs[place] -= 1
-        self._limits[place] -= max_tokens
+        number, share = place
+        self._num_jobs[number][share] -= 1
+        self._limits[number][share] -= max_tokens
+
+    @property
+    def num_jobs(self) -> NDArray[np.float64]:
+        """The number of jobs at each place."""
+        return np.array(self._num_jobs, np.float64)
 
     def num_unexpected(self, unexpected: NDArray[np.float64]) -> int:
         """The sum of the shares `unexpected` of each place's jobs, in tokens."""
-        return int((self._limits * unexpected).sum() / NUM_SHARES)
+        return int((np.array(self._limits, np.float64) * unexpected).sum() / NUM_SHARES)
 
 
 class Forecast:
@@ -103,7 +111,8 @@ class Forecast:
     def final_tokens(self, num_prompt_tokens: int, num_tokens: int, max_tokens: int) -> int:
         """The tokens that a job with so many is expected to end with."""
         left = self._mean_left[_class(num_prompt_tokens)][_share(num_tokens, max_tokens)] * max_tokens / NUM_SHARES
-        return min(max_tokens, num_tokens + round(left))
+        num_final_tokens = num_tokens + round(left)
+        return num_final_tokens if num_final_tokens < max_tokens else max_tokens
 
     def num_unexpected(self, living: Living) -> int:
         """The tokens that jobs may draw yet and are not expected to."""
@@ -150,4 +159,4 @@ def _classes(num_prompt_tokens: Counts) -> NDArray[np.int64]:
 
 
 def _share(num_tokens: int, max_tokens: int) -> int:
-    return min(NUM_SHARES, num_tokens * NUM_SHARES // max_tokens)
+    return num_tokens * NUM_SHARES // max_tokens if num_tokens < max_tokens else NUM_SHARES

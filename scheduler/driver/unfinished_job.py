@@ -44,7 +44,8 @@ class UnfinishedJob:
 
     @property
     def num_left(self) -> int:
-        return 0 if self.has_ended else max(0, self.entry.max_tokens - self.num_generated_tokens)
+        num_left = self.entry.max_tokens - self.num_generated_tokens
+        return num_left if num_left > 0 and not self.has_ended else 0  # a driver asks some ten times for each job
 
     @property
     def length_class(self) -> int:
