@@ -71,11 +71,18 @@ PROBED_HEADS, PROBED_HEAD_DIM = 4, 64
 def flash_attention(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float, mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Torch's kernel for CPUs, `[batch, heads, rows, head_dim]`: output as `query`, log-sum-exp without the last."""
+    """Torch's kernel for CPUs, `[batch, heads, rows, head_dim]`: output as `query`, log-sum-exp without the last.
+
+    Torch shares out products of one head alone among threads, with other bits, and leaves each of several to one
+    thread: so one head comes twice.
+    """
+    batch, heads, *_ = query.shape
+    if batch * heads == 1 and torch.get_num_threads() > 1:
+        query, keys, values = (each.expand(2, -1, -1, -1) for each in (query, keys, values))
     output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, keys, values, 0.0, False, attn_mask=mask, scale=scaling
     )
-    return output, lse
+    return output[:batch], lse[:batch]
 
 
 @functools.cache

@@ -4,6 +4,7 @@ Rows behind a partial cache attend to it in one call, with the draft tree as a m
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,6 +38,7 @@ from swiftbatch.worker.target.hardware import hardware_of
 from swiftbatch.worker.target.partial_rows import PartialRows
 from swiftbatch.worker.target.recurrent_rows import runs_in_kernels, take_over_recurrent_layers
 from swiftbatch.worker.target.tiles import SequenceRows, Tile, chain_rows, needs_whole_tiles, pack_tiles, tree_rows
+from swiftbatch.worker.target.whole_vectors import WholeVectors, has_rests
 
 LONGEST_TEXT = 2**21  # positions; masks are not looked at beyond, where no job comes
 
@@ -76,6 +78,8 @@ class TransformersForwards:
         self._decoder, self._head = decoder_of(model), Head(model)
         self._pads_rows = needs_whole_tiles(self.device.type, self.dtype, _narrowest(self._decoder))
         self.rows_per_forward = 1 if self.device.type == "cpu" else TILE_ROWS
+        needs_vectors = self.device.type == "cpu" and has_rests(self._decoder, TILE_ROWS if self._pads_rows else 1)
+        self._vectors = WholeVectors() if needs_vectors else contextlib.nullcontext()  # it slows every call down
 
     def new_drawing(self) -> Drawing:
         return create_drawing(self.vocab_size, self.device)
@@ -113,7 +117,8 @@ class TransformersForwards:
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._head(hidden)
+        with self._vectors:
+            return self._head(hidden)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         embeddings: torch.Tensor = self.model.get_input_embeddings()(token_ids)
@@ -121,12 +126,9 @@ class TransformersForwards:
 
     def states(self, token_ids: list[int], positions: list[int], groups: Sequence[RowGroup]) -> torch.Tensor:
         """Final hidden states of all rows of one forward, whatever they attend to: `[num_rows, hidden]`."""
-        output = self._decoder(
-            input_ids=torch.tensor([token_ids], device=self.device),
-            position_ids=torch.tensor([positions], device=self.device),
-            use_cache=False,
-            row_groups=list(groups),
-        )
+        ids, places = (torch.tensor([each], device=self.device) for each in (token_ids, positions))
+        with self._vectors:
+            output = self._decoder(input_ids=ids, position_ids=places, use_cache=False, row_groups=list(groups))
         hidden: torch.Tensor = output.last_hidden_state[0]
         return hidden
 

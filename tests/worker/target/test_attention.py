@@ -9,8 +9,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.target import attention
-from swiftbatch.worker.target.attention import ExactRows, attend_in_groups, attention_by_definition
+from swiftbatch.worker.target.attention import Asked, ExactRows, attend_in_groups, attention_by_definition
 from swiftbatch.worker.target.tiles import Tile, tail_mask, tree_rows
+from swiftbatch.worker.target.torch_attention import Seen
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 6, 2, 16
 
@@ -65,3 +66,24 @@ def test_a_row_has_the_same_bits_in_a_batch_of_any_size_on_two_threads(num_kv_he
     for first, end in ((0, 1), (1, 2), (0, 5), (7, 16)):
         for alone, whole in zip(attended(slice(first, end)), together, strict=True):
             assert torch.equal(alone, whole[first:end])
+
+
+@pytest.mark.parametrize(("dtype", "group"), [(torch.float32, 5), (torch.bfloat16, 8)])
+def test_a_row_of_one_head_of_keys_has_the_bits_on_three_threads_that_it_has_among_others(
+    dtype: torch.dtype, group: int
+) -> None:
+    """A call of one head alone has its products shared out among threads, where torch is left to itself."""
+    torch.set_num_threads(3)
+    torch.manual_seed(0)
+    query, tail = torch.randn(16, 1, group, 40).to(dtype), torch.randn(16, 1, 64, 40).to(dtype)
+    prefix = torch.randn(1, 192, 40).to(dtype)
+    mask = tail_mask([64] * 16, [0] * 16, dtype, torch.device("cpu"))
+
+    def attended(rows: slice) -> list[torch.Tensor]:
+        own = attention._each_row(query[rows], tail[rows], tail[rows], 0.2, mask[rows])
+        return [*own, *attention._prefix(query[rows], prefix, prefix, Seen(0, mask[rows]), Asked(0.2))]
+
+    together = attended(slice(None))
+    for row in range(16):
+        for alone, whole in zip(attended(slice(row, row + 1)), together, strict=True):
+            assert torch.equal(alone[0], whole[row])
