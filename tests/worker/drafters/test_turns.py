@@ -155,6 +155,12 @@ def test_jobs_like_others_before_go_on_where_those_were(tree_seconds: float, has
         assert set(machine.run(AT_ONCE, sequence_of(name, length))) == {has_drafts}
 
 
+def test_jobs_whose_prompt_is_one_token_are_like_each_other() -> None:
+    machine = Machine(0.9)
+    machine.run(FIRST + DRAFTS_TRIAL, sequence_of("a", 1))
+    assert all(machine.run(AT_ONCE, sequence_of("b", 1)))
+
+
 def test_a_trial_that_many_other_sequences_come_into_decides_nothing_for_them() -> None:
     machine = Machine(3.0)
     machine.run(FIRST + DRAFTS_TRIAL // 2)

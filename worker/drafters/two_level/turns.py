@@ -18,7 +18,7 @@ from statistics import median_low
 from typing import NamedTuple
 
 from swiftbatch.worker.drafters.base import DraftRequest, Verified
-from swiftbatch.worker.drafters.shared_budget import MUCH_LONGER, lengths_of, names_of
+from swiftbatch.worker.drafters.shared_budget import MUCH_LONGER, names_of
 from swiftbatch.worker.target.clock import seconds_now
 
 NUM_TOLD = 256  # steps at a turn's end that tell of its rate
@@ -195,7 +195,7 @@ class DraftTurns:
         names = names_of(requests)
         if names != self._names:
             self._names = names
-            self._meet(len(names), int(lengths_of(requests).max()))
+            self._meet(len(names), max(len(request.sequence) for request in requests))
         now = self._now
         if now.is_over or (now.has_drafts and now.is_trial and not are_promised):
             now.end(are_promised)
