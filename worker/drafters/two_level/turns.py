@@ -109,6 +109,11 @@ class _Turns:
         return self.num_steps >= self.most_steps
 
     @property
+    def is_between_trials(self) -> bool:
+        """Whether it is over without one that waits for an answer: texts that have outgrown it may go on elsewhere."""
+        return self.is_over and not self.is_trial and self.most_steps is not None
+
+    @property
     def is_told(self) -> bool:
         """Whether the coming step tells of this turn's rate: each that does takes its time."""
         return self.num_steps > SETTLING and (self.most_steps is None or self.num_steps + NUM_TOLD >= self.most_steps)
@@ -193,7 +198,7 @@ class DraftTurns:
         """
         before = self.has_drafts, self.is_trial
         names = names_of(requests)
-        if names != self._names:
+        if names != self._names or self._now.is_between_trials:
             self._names = names
             self._meet(len(names), max(len(request.sequence) for request in requests))
         now = self._now
