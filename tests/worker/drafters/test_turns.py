@@ -155,6 +155,24 @@ def test_jobs_like_others_before_go_on_where_those_were(tree_seconds: float, has
         assert set(machine.run(AT_ONCE, sequence_of(name, length))) == {has_drafts}
 
 
+def test_what_a_text_shows_that_has_become_long_says_nothing_of_short_ones() -> None:
+    machine, growing = Machine(3.0), sequence_of("a")
+    machine.run(FIRST + DRAFTS_TRIAL, growing)
+    machine.tree_seconds = 0.9
+    for _ in range(20):
+        growing.extend([1] * 400)
+        machine.run(400, growing)
+    assert all(machine.run(AT_ONCE, sequence_of("b", 8000)))
+    machine.tree_seconds = 3.0
+    assert sum(machine.run(PLAIN_TURNS[0], sequence_of("c"))) <= DRAFTS_TRIAL
+
+
+def test_jobs_whose_prompt_is_one_token_are_like_each_other() -> None:
+    machine = Machine(0.9)
+    machine.run(FIRST + DRAFTS_TRIAL, sequence_of("a", 1))
+    assert all(machine.run(AT_ONCE, sequence_of("b", 1)))
+
+
 def test_a_trial_that_many_other_sequences_come_into_decides_nothing_for_them() -> None:
     machine = Machine(3.0)
     machine.run(FIRST + DRAFTS_TRIAL // 2)

@@ -18,7 +18,7 @@ from statistics import median_low
 from typing import NamedTuple
 
 from swiftbatch.worker.drafters.base import DraftRequest, Verified
-from swiftbatch.worker.drafters.shared_budget import MUCH_LONGER, lengths_of, names_of
+from swiftbatch.worker.drafters.shared_budget import MUCH_LONGER, names_of
 from swiftbatch.worker.target.clock import seconds_now
 
 NUM_TOLD = 256  # steps at a turn's end that tell of its rate
@@ -109,6 +109,11 @@ class _Turns:
         return self.num_steps >= self.most_steps
 
     @property
+    def is_between_trials(self) -> bool:
+        """Whether it is over without one that waits for an answer: texts that have outgrown it may go on elsewhere."""
+        return self.is_over and not self.is_trial and self.most_steps is not None
+
+    @property
     def is_told(self) -> bool:
         """Whether the coming step tells of this turn's rate: each that does takes its time."""
         return self.num_steps > SETTLING and (self.most_steps is None or self.num_steps + NUM_TOLD >= self.most_steps)
@@ -193,9 +198,9 @@ class DraftTurns:
         """
         before = self.has_drafts, self.is_trial
         names = names_of(requests)
-        if names != self._names:
+        if names != self._names or self._now.is_between_trials:
             self._names = names
-            self._meet(len(names), int(lengths_of(requests).max()))
+            self._meet(len(names), max(len(request.sequence) for request in requests))
         now = self._now
         if now.is_over or (now.has_drafts and now.is_trial and not are_promised):
             now.end(are_promised)
