@@ -80,6 +80,7 @@ def make_run(folder: Path, jobs: dict[str, int], seed: int = 7, prompts: Mapping
         job = Job(custom_id=custom_id, url="/v1/completions", prompt="count", sampling=sampling)
         records.append(JobRecord(job.job_id("f"), job, line_number, prompts.get(custom_id, 1)))
     run.add_jobs(records)
+    run.write_rejects([])  # as a submit does behind its jobs: without, a run that has none is one that was cut short
     return run
 
 

@@ -156,10 +156,13 @@ def put(files: Files, uri: str) -> None:
             store.write(path, data)
 
 
-def invoke(*args: str, is_no_run: bool = False) -> None:
-    """The command has to do its work, or to say that there is no run to work on."""
+def invoke(*args: str, is_no_run: bool = False, lacks_jobs: bool = False) -> None:
+    """The command has to do its work, or to say that there is no run to work on, or none of its jobs to resume."""
     done = CliRunner().invoke(main, list(args), catch_exceptions=False)
-    if is_no_run:
+    if lacks_jobs and args[0] == "resume":
+        assert done.exit_code == 2
+        assert done.output.endswith("has no jobs, its submit was cut short; submit the job file again\n")
+    elif is_no_run:
         assert done.exit_code == 2
         assert re.fullmatch(r"swiftbatch: no run at [^\n]*; `swiftbatch submit` makes one\n", done.output)
     else:
@@ -170,11 +173,13 @@ def check_commands(uri: str, path: str, known: set[str], command: str) -> None:
     is_no_run = not Store(uri).exists(MANIFEST)
     if not is_no_run:
         assert known <= custom_ids(uri)
+    lacks_jobs = not is_no_run and Run.open(uri).lacks_its_jobs()
     for reading in ("status", "results"):
         invoke(reading, uri, is_no_run=is_no_run)
-    invoke(command, uri, *(["--output", f"{path}.html"] if command == "report" else []), is_no_run=is_no_run)
+    more = ["--output", f"{path}.html"] if command == "report" else []
+    invoke(command, uri, *more, is_no_run=is_no_run, lacks_jobs=lacks_jobs)
     if command == "cancel" and not is_no_run:
-        invoke("resume", uri, "--retry-failed")
+        invoke("resume", uri, "--retry-failed", lacks_jobs=lacks_jobs)
     invoke("submit", path, "--run", uri)
     expected = known | set(Path(path).stem)
     assert custom_ids(uri) == expected
