@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from swiftbatch.worker.texts.output_text import OutputText
 
 Opening = Literal["anywhere", "first", "never"]
-"""Where an output may open a thought that its prompt has not: at any token, as its first words alone, or nowhere."""
+"""The places where an output may open a thought that its prompt has not: any token, its first words alone, or none."""
 
 MISSED = -1  # in place of matched tokens: what could have been opened with the first words was not
 

@@ -128,7 +128,7 @@ class SharedBudget:
 
     @property
     def promises_drafts(self) -> bool:
-        """Whether there are trees beside looks in the coming steps."""
+        """Return whether there are trees beside looks in the coming steps."""
         return self.are_drafts_allowed and (self._num_to_try > 0 or self._is_drafting)
 
     def rests(self, requests: list[DraftRequest]) -> bool:
@@ -216,7 +216,7 @@ class SharedBudget:
 
     @property
     def _are_plain_steps_cheap(self) -> bool:
-        """Whether several of them pass in a call: no step with drafts takes as little beside its forward."""
+        """Return whether several pass in a call: then no step with drafts takes as little beside its forward."""
         return self.measured_rate is not None
 
     def leave_out_step(self) -> None:
@@ -350,7 +350,7 @@ class RestingDrafter(Drafter):
     @property
     @abstractmethod
     def promises_drafts(self) -> bool:
-        """Whether the coming steps have drafts that promise more than steps without; a look promises nothing."""
+        """Return whether the coming steps have drafts that promise more than steps without; a look promises nothing."""
 
     @abstractmethod
     def rest(self, most: int) -> int:

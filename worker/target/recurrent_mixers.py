@@ -97,7 +97,7 @@ class DeltaAttention:
 def _by_delta_rule(
     walk: StateWalk, projected: Projected, convolution: Any, widths: tuple[int, int], dims: tuple[int, int]
 ) -> Tensor:
-    """What the rows of a delta net find; `widths` are those of all keys and of all values, `dims` of a head's."""
+    """Compute what the rows of a delta net find; `widths` are of all keys and of all values, `dims` of a head's."""
     dtype, (betas, decays), (key_dim, value_dim) = projected.inputs.dtype, projected.factors, dims
     convolved = walk.convolved(convolution, dtype, silu)
     queries, keys, values = convolved.split([widths[0], *widths], dim=-1)

@@ -1,4 +1,4 @@
-"""What copied output lines promise: the bytes of lines that are parsed and written anew, and the same refusals."""
+"""Tests that copied output lines have the bytes of lines that are parsed and written anew, and the same refusals."""
 
 from __future__ import annotations
 

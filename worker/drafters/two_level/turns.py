@@ -34,7 +34,7 @@ DRAFTS_TURNS = (64, 256, 1024, 4096, 8192)  # steps with drafts between trials o
 
 
 class Passed(NamedTuple):
-    """What one call of the target has brought to all sequences together."""
+    """The tokens, steps and drafts of one call of the target, of all sequences together."""
 
     num_tokens: int = 0
     num_steps: int = 1  # several where nothing was drafted
@@ -110,12 +110,12 @@ class _Turns:
 
     @property
     def is_between_trials(self) -> bool:
-        """Whether it is over without one that waits for an answer: texts that have outgrown it may go on elsewhere."""
+        """Return whether a turn between trials has ended: texts that have outgrown its length may go on elsewhere."""
         return self.is_over and not self.is_trial and self.most_steps is not None
 
     @property
     def is_told(self) -> bool:
-        """Whether the coming step tells of this turn's rate: each that does takes its time."""
+        """Return whether the coming step tells of this turn's rate: each that does takes its time."""
         return self.num_steps > SETTLING and (self.most_steps is None or self.num_steps + NUM_TOLD >= self.most_steps)
 
     @property
@@ -177,12 +177,12 @@ class DraftTurns:
 
     @property
     def has_drafts(self) -> bool:
-        """Whether this turn has."""
+        """Return whether steps of this turn may have drafts."""
         return self._now.has_drafts
 
     @property
     def is_trial(self) -> bool:
-        """Whether this turn goes the other way than those between trials."""
+        """Return whether this turn goes the other way than those between trials."""
         return self._now.is_trial
 
     @property

@@ -32,7 +32,7 @@ EXPERTS_ALONE = re.compile(r"\.experts\.(gate_up|down)_proj$")
 
 @dataclass(frozen=True)
 class PackedForm:
-    """How a family's weights are packed, and which of its tensors are."""
+    """The form in which a family's weights are packed, and the tensors that have it."""
 
     code: Code
     group: int
