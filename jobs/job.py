@@ -11,8 +11,8 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from swiftbatch.jobs.chat import Message, TemplateOptions
-from swiftbatch.jobs.frozen import Strict
-from swiftbatch.jobs.input.reasons import list_of
+from swiftbatch.jobs.frozen_records import Strict
+from swiftbatch.jobs.input.validation_errors import list_of
 from swiftbatch.jobs.sampling import SamplingParams
 
 MAX_CUSTOM_ID = 512

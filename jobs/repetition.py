@@ -7,8 +7,8 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from swiftbatch.jobs.frozen import Strict
-from swiftbatch.jobs.input.reasons import FieldError
+from swiftbatch.jobs.frozen_records import Strict
+from swiftbatch.jobs.input.validation_errors import FieldError
 
 MAX_PATTERN = 4096  # tokens
 MAX_REPETITIONS = 2**31 - 1

@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_serializer, field_validator, model_validator
 
-from swiftbatch.jobs.frozen import Strict, of_checked
-from swiftbatch.jobs.input.reasons import FieldError, list_of, shown
+from swiftbatch.jobs.frozen_records import Strict, of_checked
+from swiftbatch.jobs.input.validation_errors import FieldError, list_of, shown
 from swiftbatch.jobs.repetition import RepetitionDetection
-from swiftbatch.jobs.structure import Structure, structure_of
+from swiftbatch.jobs.structured_output import Structure, structure_of
 
 TOP_P = 1.0
 ETA = 0.0

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.jobs.frozen import Frozen
+from swiftbatch.jobs.frozen_records import Frozen
 from swiftbatch.worker.caches.memory.memory_plan import GPUMemory, splits_of
 from swiftbatch.worker.caches.memory.model_sizes import ModelSizes, sizes_of_stored
 from swiftbatch.worker.caches.memory.page_counts import held_in_windows

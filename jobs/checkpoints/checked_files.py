@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from swiftbatch.jobs.checkpoints.files import (
+from swiftbatch.jobs.checkpoints.checkpoint_records import (
     NUMBERS_PER_EPOCH,
     AttemptRecord,
     ClaimFile,

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 
 from swiftbatch.jobs.checkpoints.checked_files import CheckedFiles, Known, digest, read_attempt
-from swiftbatch.jobs.checkpoints.files import (
+from swiftbatch.jobs.checkpoints.checkpoint_records import (
     AttemptRecord,
     AttemptStart,
     ClaimFile,

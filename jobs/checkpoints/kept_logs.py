@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
-from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
-from swiftbatch.jobs.checkpoints.files import (
+from swiftbatch.jobs.checkpoints.checkpoint_records import (
     AttemptRecord,
     ClaimFile,
     DrafterEntry,
@@ -25,6 +24,7 @@ from swiftbatch.jobs.checkpoints.files import (
     TimelineFile,
     dump_file,
 )
+from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.checkpoints.logprob_files import decode_span, encode_span, span_name
 from swiftbatch.jobs.checkpoints.token_log import TokenLog, decode_log, encode_log
 from swiftbatch.jobs.file_owner import DamagedFileError, Identity

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Self
 from pydantic import Field, ValidationError
 
 from swiftbatch.jobs.checkpoints.checked_files import CheckedFiles
-from swiftbatch.jobs.checkpoints.files import (
+from swiftbatch.jobs.checkpoints.checkpoint_records import (
     AttemptRecord,
     AttemptStart,
     ClaimFile,
@@ -31,7 +31,7 @@ from swiftbatch.jobs.checkpoints.files import (
 from swiftbatch.jobs.checkpoints.timeline import Timeline
 from swiftbatch.jobs.checkpoints.token_log import TokenLog, decode_log, encode_log
 from swiftbatch.jobs.file_owner import Identity
-from swiftbatch.jobs.frozen import Strict
+from swiftbatch.jobs.frozen_records import Strict
 from swiftbatch.jobs.json_lines import sealed, unsealed
 from swiftbatch.jobs.storage.store import Store
 

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from swiftbatch.jobs.chat import Message
-from swiftbatch.jobs.input.lines import JobLine, line_from_object
+from swiftbatch.jobs.input.line_parsing import JobLine, line_from_object
 from swiftbatch.jobs.job import MAX_CUSTOM_ID, Messages
 from swiftbatch.jobs.sampling import MAX_COUNT, MAX_SEED, derive_seed
 

@@ -24,9 +24,9 @@ from swiftbatch.jobs.input.input_file import (
     shown_input,
 )
 from swiftbatch.jobs.input.line_kinds import LineKinds
-from swiftbatch.jobs.input.lines import JobLine, LineError, parse_object
+from swiftbatch.jobs.input.line_parsing import JobLine, LineError, parse_object
 from swiftbatch.jobs.input.parquet_rows import MAGIC, Columns, Row, parquet_rows
-from swiftbatch.jobs.input.reasons import shown
+from swiftbatch.jobs.input.validation_errors import shown
 from swiftbatch.jobs.job import MAX_CUSTOM_ID, JobUrl
 
 MAX_LINE_BYTES = 32 * 2**20

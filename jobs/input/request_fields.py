@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from swiftbatch.jobs.input.reasons import shown
+from swiftbatch.jobs.input.validation_errors import shown
 
 # they steer servers, caches, bills and streams: the text is the same with and without them
 WITHOUT_EFFECT = frozenset(

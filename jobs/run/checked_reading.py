@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from swiftbatch.jobs.errors import UserError
-from swiftbatch.jobs.input.reasons import reasons
+from swiftbatch.jobs.input.validation_errors import reasons
 from swiftbatch.jobs.run.run_records import FORM, RUN_FORM, RUN_VERSION
 from swiftbatch.jobs.storage.store import Store
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from swiftbatch.jobs.job import SentJob
 from swiftbatch.jobs.run.job_index import JobEntry
 from swiftbatch.jobs.run.job_table_parts import picked
-from swiftbatch.jobs.storage.spool import new_spool, told_of_room
+from swiftbatch.jobs.storage.temporary_files import new_spool, told_of_room
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -6,12 +6,12 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
-from swiftbatch.jobs.input.reasons import shown
+from swiftbatch.jobs.input.validation_errors import shown
 from swiftbatch.jobs.job import Job, JobRecord
 from swiftbatch.jobs.run.checked_reading import DamagedError
 from swiftbatch.jobs.run.job_table import LONGEST, RUN, paths, table_schema
-from swiftbatch.jobs.storage.spool import at_hand
 from swiftbatch.jobs.storage.store import Store
+from swiftbatch.jobs.storage.temporary_files import at_hand
 
 if TYPE_CHECKING:
     import numpy as np

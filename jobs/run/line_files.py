@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from swiftbatch.jobs.json_lines import dump_line, sealed, unsealed
 from swiftbatch.jobs.run.checked_reading import NUM_READ_AHEAD, NUM_READERS
-from swiftbatch.jobs.run.line_parts import is_plain_result, parse_line
+from swiftbatch.jobs.run.output_line_fields import is_plain_result, parse_line
 from swiftbatch.jobs.storage.store import Store
 
 DAMAGED = "damaged"

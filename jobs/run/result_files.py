@@ -29,8 +29,8 @@ from swiftbatch.jobs.run.segment_format import (
     is_whole,
     read_index,
 )
-from swiftbatch.jobs.storage.spool import told_of_room
 from swiftbatch.jobs.storage.store import Store
+from swiftbatch.jobs.storage.temporary_files import told_of_room
 
 ROWS = 2**40  # more than a segment has
 NOT_WHOLE = "found content that does not match its checksum, or its index"

@@ -20,14 +20,14 @@ from swiftbatch.jobs.run.checked_reading import RunError, pretty, read_model, re
 from swiftbatch.jobs.run.job_table import lineages, newest_with
 from swiftbatch.jobs.run.job_table_parts import longest_job, read_parts, read_records
 from swiftbatch.jobs.run.line_files import LineFiles, LinePlace, parsed_line, read_lines, written_line
-from swiftbatch.jobs.run.line_parts import num_completion_tokens
 from swiftbatch.jobs.run.output import joined, write_output
+from swiftbatch.jobs.run.output_line_fields import num_completion_tokens
 from swiftbatch.jobs.run.result_files import ResultFiles
 from swiftbatch.jobs.run.run_records import Progress, RunManifest, WorkerStatus
 from swiftbatch.jobs.run.segment_format import SEGMENTS, SealedResult
 from swiftbatch.jobs.storage.retries import Retries
-from swiftbatch.jobs.storage.spool import spool
 from swiftbatch.jobs.storage.store import Store
+from swiftbatch.jobs.storage.temporary_files import spool
 
 if TYPE_CHECKING:
     import numpy as np

@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import Field
 
 from swiftbatch.jobs.checkpoints.timeline import Moment
-from swiftbatch.jobs.frozen import Frozen
+from swiftbatch.jobs.frozen_records import Frozen
 from swiftbatch.jobs.repetition import LoopAction
 from swiftbatch.jobs.run.option_values import (
     AttentionName,

@@ -20,10 +20,10 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import Field, ValidationError
 
-from swiftbatch.jobs.frozen import Strict
-from swiftbatch.jobs.input.reasons import reasons
+from swiftbatch.jobs.frozen_records import Strict
+from swiftbatch.jobs.input.validation_errors import reasons
 from swiftbatch.jobs.json_lines import dump_line, sealed, unsealed
-from swiftbatch.jobs.run.line_parts import LINE_ID, line_id, num_completion_tokens, parse_line
+from swiftbatch.jobs.run.output_line_fields import LINE_ID, line_id, num_completion_tokens, parse_line
 
 SEGMENTS = "results/segments"
 SUFFIX = ".seg"

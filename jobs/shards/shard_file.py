@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.json_lines import dump_line
-from swiftbatch.jobs.run.line_parts import texts_of
 from swiftbatch.jobs.run.output import row_groups
-from swiftbatch.jobs.shards.plans import Failure, ShardFormat
+from swiftbatch.jobs.run.output_line_fields import texts_of
+from swiftbatch.jobs.shards.shard_settings import Failure, ShardFormat
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -1,7 +1,7 @@
 """The shards of a run: files of rows that are written while the run goes on, and never change.
 
 shards/README.md                     what `datasets.load_dataset` reads first
-shards/data/train-<number:05d>.*     each with the lines that its plan names, see `plans.py`
+shards/data/train-<number:05d>.*     each with the lines that its plan names, see `shard_settings.py`
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import BinaryIO, NamedTuple, Self
 
 from swiftbatch.jobs.run.job_table import newest_with
-from swiftbatch.jobs.run.line_parts import plain
 from swiftbatch.jobs.run.output import temporary_file
+from swiftbatch.jobs.run.output_line_fields import plain
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.jobs.shards.plans import (
+from swiftbatch.jobs.shards.shard_file import Row, card, failed_row, finished_row, write_shard
+from swiftbatch.jobs.shards.shard_settings import (
     MAX_BYTES,
     Failure,
     Plan,
@@ -25,7 +26,6 @@ from swiftbatch.jobs.shards.plans import (
     packed,
     shard_settings,
 )
-from swiftbatch.jobs.shards.shard_file import Row, card, failed_row, finished_row, write_shard
 
 FOLDER = "shards"
 DATA = f"{FOLDER}/data"

@@ -20,8 +20,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
 from numpy.typing import NDArray
 
+from swiftbatch.metrics.report.intervals import Stretches
 from swiftbatch.metrics.report.page_text import ticks
-from swiftbatch.metrics.report.stretches import Stretches
 
 Column = NDArray[np.float64]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from swiftbatch.metrics.report.attempts import Attempt
-from swiftbatch.metrics.report.facts import RunFacts
 from swiftbatch.metrics.report.page_text import clock
-from swiftbatch.metrics.report.tally import LongAttempt
+from swiftbatch.metrics.report.run_facts import RunFacts
+from swiftbatch.metrics.report.totals import LongAttempt
 
 NUM_TONES = 6
 MIN_PERCENT = 0.08  # of the width: shorter bars could not be seen

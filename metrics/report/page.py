@@ -18,11 +18,11 @@ from swiftbatch.metrics.report.curves import (
     throughput,
     throughput_chart,
 )
-from swiftbatch.metrics.report.facts import RunFacts
 from swiftbatch.metrics.report.gantt import attempt_line, gantt
+from swiftbatch.metrics.report.intervals import Stretches, job_pace
 from swiftbatch.metrics.report.job_facts import JobFacts
 from swiftbatch.metrics.report.page_text import clock, date, in_html, ticks
-from swiftbatch.metrics.report.stretches import Stretches, job_pace
+from swiftbatch.metrics.report.run_facts import RunFacts
 from swiftbatch.metrics.report.summary import summary
 
 FOLDER = Path(__file__).parent

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from swiftbatch.metrics.driver_counters import OUTGROWN
-from swiftbatch.metrics.report.facts import RunFacts
+from swiftbatch.metrics.report.intervals import Stretches
 from swiftbatch.metrics.report.page_text import clock
-from swiftbatch.metrics.report.stretches import Stretches
+from swiftbatch.metrics.report.run_facts import RunFacts
 
 
 @dataclass(frozen=True)

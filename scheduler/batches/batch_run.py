@@ -16,7 +16,7 @@ from pydantic import Field, ValidationError, field_validator
 
 from swiftbatch.jobs.child_processes import environment_of_code, module_command
 from swiftbatch.jobs.errors import UserError
-from swiftbatch.jobs.frozen import Frozen
+from swiftbatch.jobs.frozen_records import Frozen
 from swiftbatch.jobs.run.option_values import Dtype
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.metrics.report.attempts import Attempt, attempts_of, parsed_history

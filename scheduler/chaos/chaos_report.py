@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import computed_field
 
-from swiftbatch.jobs.frozen import Frozen
+from swiftbatch.jobs.frozen_records import Frozen
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.chaos.chaos_options import ChaosError
 from swiftbatch.scheduler.chaos.disturbed_run import Kill

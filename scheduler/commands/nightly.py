@@ -83,7 +83,7 @@ def _run_file(
 ) -> int:
     """Run one job file, and mark it as done unless it was left unfinished; the exit code."""
     from swiftbatch.jobs.input.input_file import InputFileError
-    from swiftbatch.jobs.input.places import joined
+    from swiftbatch.jobs.input.job_file_paths import joined
     from swiftbatch.jobs.json_lines import dump_line
     from swiftbatch.jobs.run.run import RunError
     from swiftbatch.jobs.storage.store import Store

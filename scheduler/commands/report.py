@@ -19,10 +19,10 @@ def report(run_uri: str, output: str) -> None:
     Example:
       swiftbatch report my-run --output report.html
     """
-    from swiftbatch.jobs.garbage import looked_for_seldom
+    from swiftbatch.jobs.garbage_collection import looked_for_seldom
     from swiftbatch.jobs.run.run import Run
-    from swiftbatch.metrics.report.facts import gather
     from swiftbatch.metrics.report.page import render
+    from swiftbatch.metrics.report.run_facts import gather
     from swiftbatch.scheduler.display.summary import damage_lines, printable
     from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
     from swiftbatch.scheduler.driver.takeover import claims

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from swiftbatch.jobs.input.parquet_rows import Columns
     from swiftbatch.jobs.input.reader import Reject
-    from swiftbatch.jobs.shards.plans import ShardSettings
+    from swiftbatch.jobs.shards.shard_settings import ShardSettings
     from swiftbatch.scheduler.display.display import Display
 
 ENGINE_LINES = (f"  {name:<16} {entry.drafts_from}" for name, entry in ENGINES.items())
@@ -75,7 +75,7 @@ def _columns(_ctx: click.Context, _param: click.Parameter, value: tuple[str, ...
 
 
 def _shards(_ctx: click.Context, _param: click.Parameter, value: str | ShardSettings | None) -> ShardSettings | None:
-    from swiftbatch.jobs.shards.plans import ShardSettings
+    from swiftbatch.jobs.shards.shard_settings import ShardSettings
 
     try:
         return ShardSettings.parse(value) if isinstance(value, str) else value

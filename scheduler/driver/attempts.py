@@ -16,9 +16,9 @@ from typing import Literal, Self
 
 from pydantic import Field, ValidationError
 
-from swiftbatch.jobs.checkpoints.files import NUMBERS_PER_EPOCH
-from swiftbatch.jobs.frozen import Strict
-from swiftbatch.jobs.input.reasons import reasons
+from swiftbatch.jobs.checkpoints.checkpoint_records import NUMBERS_PER_EPOCH
+from swiftbatch.jobs.frozen_records import Strict
+from swiftbatch.jobs.input.validation_errors import reasons
 from swiftbatch.jobs.json_lines import sealed, unsealed
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.driver.unfinished_job import Strikes

@@ -10,7 +10,7 @@ import math
 import time
 
 from swiftbatch.jobs.errors import ModelError, UserError
-from swiftbatch.jobs.garbage import looked_for_seldom
+from swiftbatch.jobs.garbage_collection import looked_for_seldom
 from swiftbatch.jobs.run.run import Run, RunError
 from swiftbatch.jobs.run.run_records import RunState
 from swiftbatch.jobs.storage.store import Store, StoreError

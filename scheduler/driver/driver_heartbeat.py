@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any, Literal
 
-from swiftbatch.jobs.run.line_parts import num_completion_tokens
+from swiftbatch.jobs.run.output_line_fields import num_completion_tokens
 from swiftbatch.jobs.run.run import Progress, Run
 from swiftbatch.jobs.run.run_records import ProcessKey, RunState
 from swiftbatch.jobs.storage.store import Store

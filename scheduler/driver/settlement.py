@@ -13,8 +13,8 @@ from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.checkpoints.packed_logs import FoundLogs, PackedLogs
 from swiftbatch.jobs.run.checked_reading import NUM_READERS
 from swiftbatch.jobs.run.job_index import JobEntry
-from swiftbatch.jobs.run.line_parts import num_completion_tokens
 from swiftbatch.jobs.run.output_line import error_line
+from swiftbatch.jobs.run.output_line_fields import num_completion_tokens
 from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.metrics.driver_counters import OUTGROWN
 from swiftbatch.scheduler.cluster.worker_calls import STORE_FAILED

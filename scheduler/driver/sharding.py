@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.jobs.shards.plans import MAX_BYTES, shard_settings
+from swiftbatch.jobs.shards.shard_settings import MAX_BYTES, shard_settings
 from swiftbatch.jobs.shards.shards import Shards, WrittenShard
 from swiftbatch.scheduler.display.display import Display
 from swiftbatch.scheduler.display.events import ShardWritten

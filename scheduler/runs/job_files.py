@@ -8,8 +8,8 @@ import stat
 from collections.abc import Iterator, Sequence
 
 from swiftbatch.jobs.input.input_file import odd_kind
-from swiftbatch.jobs.input.lines import JobLine
-from swiftbatch.jobs.input.places import at_hand, found_files
+from swiftbatch.jobs.input.job_file_paths import at_hand, found_files
+from swiftbatch.jobs.input.line_parsing import JobLine
 from swiftbatch.jobs.input.reader import JobReader
 from swiftbatch.jobs.storage.store import Store
 

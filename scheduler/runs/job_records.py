@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
-from swiftbatch.jobs.input.lines import JobLine
+from swiftbatch.jobs.input.line_parsing import JobLine
 from swiftbatch.jobs.input.reader import Reject
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.repetition import RepetitionDetection

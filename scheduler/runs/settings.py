@@ -10,7 +10,7 @@ from swiftbatch.scheduler.limits import Limits
 from swiftbatch.worker.config import CheckpointSettings
 
 if TYPE_CHECKING:
-    from swiftbatch.jobs.shards.plans import ShardSettings
+    from swiftbatch.jobs.shards.shard_settings import ShardSettings
     from swiftbatch.jobs.storage.retries import Retries
 
 START_RETRY_SECONDS = 10.0  # for a store that fails before anything runs: a wrong address should show soon

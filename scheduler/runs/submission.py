@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swiftbatch.jobs.errors import UserError
-from swiftbatch.jobs.garbage import looked_for_seldom
+from swiftbatch.jobs.garbage_collection import looked_for_seldom
 from swiftbatch.jobs.input.parquet_rows import Columns
 from swiftbatch.jobs.input.reader import JobReader, Reject
 from swiftbatch.jobs.job import JobUrl
@@ -23,8 +23,8 @@ from swiftbatch.jobs.run.job_table import table_schema, write_records, write_tab
 from swiftbatch.jobs.run.job_table_parts import parts_of
 from swiftbatch.jobs.run.priorities import set_priorities
 from swiftbatch.jobs.run.run import Run, RunError, RunManifest
-from swiftbatch.jobs.shards.plans import ask_for_shards
-from swiftbatch.jobs.storage.spool import spool
+from swiftbatch.jobs.shards.shard_settings import ask_for_shards
+from swiftbatch.jobs.storage.temporary_files import spool
 from swiftbatch.scheduler.driver.hold import Hold
 from swiftbatch.scheduler.runs.job_files import job_lines
 from swiftbatch.scheduler.runs.job_records import LineNotes, make_records

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from swiftbatch.jobs.child_processes import environment_of_code, module_command
 from swiftbatch.jobs.errors import UserError
-from swiftbatch.jobs.frozen import Frozen
+from swiftbatch.jobs.frozen_records import Frozen
 from swiftbatch.worker.bench.bench_tables import new_table, number, write_json
 
 JOBS_FILE, RUN, OPTIONS_FILE = "jobs.jsonl", "run", "options.json"

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from swiftbatch.jobs.backoff import Backoff
-from swiftbatch.jobs.frozen import Frozen
+from swiftbatch.jobs.frozen_records import Frozen
 from swiftbatch.jobs.run.checked_reading import RunError, pretty, read_model
 from swiftbatch.jobs.storage.store import Store, StoreError
 from swiftbatch.scheduler.display.webhook_message import PostError, ReceiverError, WebhookMessage

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from swiftbatch.jobs.input.places import joined
+from swiftbatch.jobs.input.job_file_paths import joined
 from swiftbatch.jobs.job import JobUrl
 from swiftbatch.jobs.run.checked_reading import NUM_READERS, DamagedError, RunError, pretty, read_model
 from swiftbatch.jobs.run.line_files import DAMAGED

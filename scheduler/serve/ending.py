@@ -15,8 +15,8 @@ from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.input.reader import Reject
 from swiftbatch.jobs.json_lines import dump_line
 from swiftbatch.jobs.run.checked_reading import DamagedError, read_model
-from swiftbatch.jobs.run.line_parts import num_completion_tokens
 from swiftbatch.jobs.run.output import temporary_file
+from swiftbatch.jobs.run.output_line_fields import num_completion_tokens
 from swiftbatch.jobs.run.run import MANIFEST, Run
 from swiftbatch.jobs.run.run_records import RunManifest
 from swiftbatch.scheduler.driver.backlog import CANCELLED

@@ -8,7 +8,7 @@ from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from typing import BinaryIO
 
-from swiftbatch.jobs.input.places import joined
+from swiftbatch.jobs.input.job_file_paths import joined
 from swiftbatch.jobs.run.checked_reading import NUM_READERS, RunError, pretty
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.process.streams import Lines

@@ -17,8 +17,8 @@ from typing import Annotated
 from pydantic import Field, ValidationError
 
 from swiftbatch.jobs.errors import UserError
-from swiftbatch.jobs.frozen import Frozen
-from swiftbatch.jobs.input.reasons import reasons
+from swiftbatch.jobs.frozen_records import Frozen
+from swiftbatch.jobs.input.validation_errors import reasons
 
 PREFIX = "sb_"
 NUM_SECRET_BYTES = 32

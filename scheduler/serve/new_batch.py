@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, ValidationError, field_validator
 
-from swiftbatch.jobs.frozen import Strict
-from swiftbatch.jobs.input.forms import MAX_PRIORITY
-from swiftbatch.jobs.input.reasons import FieldError, reasons
+from swiftbatch.jobs.frozen_records import Strict
+from swiftbatch.jobs.input.line_formats import MAX_PRIORITY
+from swiftbatch.jobs.input.validation_errors import FieldError, reasons
 from swiftbatch.jobs.job import JobUrl
 from swiftbatch.scheduler.serve.refusals import RefusedError
 

@@ -23,7 +23,7 @@ from typing import Generic, Literal, Protocol, TypeVar
 from pydantic import Field
 
 from swiftbatch.jobs.checkpoints.timeline import Moment
-from swiftbatch.jobs.frozen import Frozen
+from swiftbatch.jobs.frozen_records import Frozen
 from swiftbatch.jobs.job import JobUrl
 from swiftbatch.jobs.run.checked_reading import DamagedError, Model, read_model
 from swiftbatch.jobs.run.line_files import NO_FILE

@@ -13,8 +13,8 @@ from swiftbatch.jobs.job import Job, JobRecord
 from swiftbatch.jobs.run.output_line import success_line
 from swiftbatch.jobs.run.run import Progress, Run
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.metrics.report.facts import RunFacts, gather
 from swiftbatch.metrics.report.page import render
+from swiftbatch.metrics.report.run_facts import RunFacts, gather
 from tests.jobs.run.run_parts import MANIFEST, PROGRESS, write_result
 
 BEGIN = 1_790_000_000.0

@@ -19,11 +19,11 @@ from swiftbatch.jobs.run.run import Run, WorkerStatus
 from swiftbatch.jobs.run.run_records import DriverClaim
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.metrics.report.curves import acceptance_by_length, ms_per_token_by_length, throughput
-from swiftbatch.metrics.report.facts import EXCERPT_CHARACTERS, MAX_JOBS, gather
 from swiftbatch.metrics.report.gantt import gantt
+from swiftbatch.metrics.report.intervals import job_pace, rows_of
 from swiftbatch.metrics.report.page import render
 from swiftbatch.metrics.report.page_text import clock, ticks
-from swiftbatch.metrics.report.stretches import job_pace, rows_of
+from swiftbatch.metrics.report.run_facts import EXCERPT_CHARACTERS, MAX_JOBS, gather
 from swiftbatch.metrics.report.summary import summary
 from tests.jobs.checkpoints.checkpoint_parts import claim
 from tests.jobs.run.run_parts import PROGRESS, write_result
@@ -310,8 +310,8 @@ def test_a_job_that_no_page_lists_leaves_its_numbers_alone_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its prompt, its answer and its settings are as long as its user likes, and a run may have a million jobs."""
-    monkeypatch.setattr("swiftbatch.metrics.report.facts.MAX_JOBS", 5)
-    monkeypatch.setattr("swiftbatch.metrics.report.tally.MAX_BARS", 5)
+    monkeypatch.setattr("swiftbatch.metrics.report.run_facts.MAX_JOBS", 5)
+    monkeypatch.setattr("swiftbatch.metrics.report.totals.MAX_BARS", 5)
     run = run_of_many(tmp_path, 200, num_marks=7)
     facts_of(run)  # what is loaded once
     tracemalloc.start()
@@ -329,7 +329,7 @@ def test_among_very_many_jobs_each_attempt_has_fewer_stretches_of_the_same_token
 ) -> None:
     run = run_of_many(tmp_path, 3)
     whole = facts_of(run).tally.stretches()
-    monkeypatch.setattr("swiftbatch.metrics.report.tally.MAX_STRETCHES", 30)
+    monkeypatch.setattr("swiftbatch.metrics.report.totals.MAX_STRETCHES", 30)
     facts = facts_of(run)
     few = facts.tally.stretches()
     num_attempts = len(facts.tally.starts)
@@ -348,8 +348,8 @@ def test_of_too_many_jobs_those_without_a_result_are_listed(tmp_path: Path, monk
         finish(run, job, [attempt(1, "w1", BEGIN, timeline(BEGIN, 10.0, 0, 1000))], BEGIN + 10)
     run.write_error(jobs[8].job_id, error_line(jobs[8], "attempts_failed", "given up"))
     assert MAX_JOBS >= 500
-    monkeypatch.setattr("swiftbatch.metrics.report.facts.MAX_JOBS", 3)
-    monkeypatch.setattr("swiftbatch.metrics.report.tally.MAX_BARS", 5)
+    monkeypatch.setattr("swiftbatch.metrics.report.run_facts.MAX_JOBS", 3)
+    monkeypatch.setattr("swiftbatch.metrics.report.totals.MAX_BARS", 5)
     page = page_of(run)
     assert [f'id="job-{number}"' in page for number in (1, 2, 3, 9)] == [True, True, False, True]
     assert "3 of 9 are listed" in page
@@ -364,7 +364,7 @@ def test_the_first_jobs_are_listed_also_those_whose_lost_attempt_left_no_timelin
     for job in jobs:
         lost = [attempt(1, "w1", BEGIN)] if job is jobs[0] else []
         finish(run, job, [*lost, attempt(2, "w2", BEGIN + 5, timeline(BEGIN + 5, 5.0, 0, 1000))], BEGIN + 10)
-    monkeypatch.setattr("swiftbatch.metrics.report.facts.MAX_JOBS", 2)
+    monkeypatch.setattr("swiftbatch.metrics.report.run_facts.MAX_JOBS", 2)
     assert [job.number for job in facts_of(run).jobs] == [1, 2]
 
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
+from swiftbatch.jobs.checkpoints.checkpoint_writer import CheckpointWriter
 from swiftbatch.jobs.checkpoints.state_file import HEADERS_SIZE, Segment, encode_segment, encode_state
 from swiftbatch.jobs.checkpoints.token_log import TokenLog, encode_log
-from swiftbatch.jobs.checkpoints.writer import CheckpointWriter
 from swiftbatch.jobs.file_owner import Identity
 from swiftbatch.jobs.job import MAX_SLUG
 from swiftbatch.jobs.run.run import Run

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from swiftbatch.jobs.frozen import Frozen
+from swiftbatch.jobs.frozen_records import Frozen
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.ablation_prompts import ReadPrompt
 from swiftbatch.worker.bench.bench_engine import BenchEngine, BenchError, OwnPositions, digest

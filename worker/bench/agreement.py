@@ -13,7 +13,7 @@ from pydantic import Field, field_validator
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from swiftbatch.jobs.frozen import Frozen
+from swiftbatch.jobs.frozen_records import Frozen
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.bench_engine import BenchError, text_tokens
 from swiftbatch.worker.bench.compared_caches import PARTIAL_CACHES

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Items
 
 from rich.table import Table
 
-from swiftbatch.jobs.frozen import Frozen
+from swiftbatch.jobs.frozen_records import Frozen
 from swiftbatch.worker.bench.bench_tables import new_table
 
 BASELINE, CHOOSER = "autoregressive", "auto"

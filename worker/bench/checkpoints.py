@@ -12,7 +12,7 @@ from typing import Literal
 from pydantic import Field
 from rich.table import Table
 
-from swiftbatch.jobs.frozen import Frozen
+from swiftbatch.jobs.frozen_records import Frozen
 from swiftbatch.worker.bench.bench_engine import text_tokens
 from swiftbatch.worker.bench.bench_tables import new_table, write_json
 from swiftbatch.worker.bench.bench_worker import BenchWorker, Turn, make_run

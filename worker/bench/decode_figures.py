@@ -8,7 +8,7 @@ from collections.abc import Sequence as Many
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from swiftbatch.jobs.frozen import Frozen
+from swiftbatch.jobs.frozen_records import Frozen
 from swiftbatch.worker.bench.bench_engine import digest
 from swiftbatch.worker.bench.contestants import Contestant
 

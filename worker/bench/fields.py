@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import Field, field_validator
 from rich.table import Table
 
-from swiftbatch.jobs.frozen import Frozen
+from swiftbatch.jobs.frozen_records import Frozen
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.bench_engine import BenchError, own_tokens, text_tokens
 from swiftbatch.worker.bench.bench_tables import new_table

@@ -11,7 +11,7 @@ import torch
 import transformers
 from pydantic import AfterValidator, ConfigDict, Field, field_validator
 
-from swiftbatch.jobs.frozen import Frozen
+from swiftbatch.jobs.frozen_records import Frozen
 from swiftbatch.jobs.run.option_values import Device, Dtype
 from swiftbatch.worker.bench.bench_engine import BenchError
 from swiftbatch.worker.bench.bench_tables import write_json

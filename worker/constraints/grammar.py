@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from swiftbatch.jobs.structure import Structure
+from swiftbatch.jobs.structured_output import Structure
 from swiftbatch.worker.constraints.grammar_definitions import (
     StructureError,
     definition_of,

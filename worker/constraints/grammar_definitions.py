@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
 
-from swiftbatch.jobs.structure import Structure
+from swiftbatch.jobs.structured_output import Structure
 from swiftbatch.worker.drawing.rules import ConstraintError
 
 # between the parts of JSON: a blank, or a line end and an indent; a model that drifts into blanks would never come back

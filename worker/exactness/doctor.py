@@ -7,7 +7,7 @@ import platform
 import torch
 import transformers
 
-from swiftbatch.jobs.frozen import Frozen
+from swiftbatch.jobs.frozen_records import Frozen
 from swiftbatch.jobs.run.option_values import KVDtype
 from swiftbatch.jobs.run.run_records import Exactness
 from swiftbatch.worker.caches.memory.memory_plan import SlotsWanted

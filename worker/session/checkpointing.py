@@ -7,8 +7,8 @@ from collections.abc import Collection
 from collections.abc import Sequence as Items
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore, TokenLog
+from swiftbatch.jobs.checkpoints.checkpoint_writer import CheckpointWriter
 from swiftbatch.jobs.checkpoints.packed_logs import WorkerLogs
-from swiftbatch.jobs.checkpoints.writer import CheckpointWriter
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine

@@ -79,7 +79,7 @@ def checked(model: type[Options], options: dict[str, Any]) -> Options:
     """The options as a benchmark takes them. Raises click.UsageError, which names the field."""
     from pydantic import ValidationError
 
-    from swiftbatch.jobs.input.reasons import reasons
+    from swiftbatch.jobs.input.validation_errors import reasons
 
     try:
         return model.model_validate(options)

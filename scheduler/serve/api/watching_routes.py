@@ -14,8 +14,8 @@ from fastapi.responses import HTMLResponse, StreamingResponse
 from swiftbatch.jobs.run.checked_reading import RunError
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import Progress
-from swiftbatch.metrics.report.facts import gather
 from swiftbatch.metrics.report.page import render
+from swiftbatch.metrics.report.run_facts import gather
 from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
 from swiftbatch.scheduler.driver.takeover import claims
 from swiftbatch.scheduler.serve.api.dependencies import Owner, Served

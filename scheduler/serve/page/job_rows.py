@@ -12,7 +12,7 @@ from typing import Any
 
 from swiftbatch.jobs.run.checked_reading import NUM_READERS
 from swiftbatch.jobs.run.job_index import JobName
-from swiftbatch.jobs.run.line_parts import num_completion_tokens
+from swiftbatch.jobs.run.output_line_fields import num_completion_tokens
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import Progress
 from swiftbatch.scheduler.driver.backlog import CANCELLED

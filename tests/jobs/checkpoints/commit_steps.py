@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 import numpy as np
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import AttemptStart, CheckpointStore, ResumeRecord
+from swiftbatch.jobs.checkpoints.checkpoint_writer import CheckpointWriter
 from swiftbatch.jobs.checkpoints.packed_logs import PackedLogs, WorkerLogs
-from swiftbatch.jobs.checkpoints.writer import CheckpointWriter
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.segment_format import SealedResult
 from swiftbatch.jobs.storage.store import Store

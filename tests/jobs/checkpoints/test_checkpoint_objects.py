@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore, ResumeRecord
-from swiftbatch.jobs.checkpoints.writer import CheckpointWriter
+from swiftbatch.jobs.checkpoints.checkpoint_writer import CheckpointWriter
 from swiftbatch.jobs.storage.store import Store
 from tests.jobs.checkpoints.checkpoint_parts import (
     FINGERPRINT,

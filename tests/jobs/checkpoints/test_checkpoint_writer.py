@@ -17,7 +17,7 @@ import pytest
 from numpy.typing import NDArray
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
-from swiftbatch.jobs.checkpoints.writer import CheckpointWriter
+from swiftbatch.jobs.checkpoints.checkpoint_writer import CheckpointWriter
 from swiftbatch.jobs.storage.store import StoreError
 from tests.jobs.checkpoints.checkpoint_parts import (
     FINGERPRINT,

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import AttemptStart, CheckpointStore
+from swiftbatch.jobs.checkpoints.checkpoint_writer import CheckpointWriter
 from swiftbatch.jobs.checkpoints.packed_logs import FOLDER, PackedLog, PackedLogs, WorkerLogs, pack, unpack
 from swiftbatch.jobs.checkpoints.timeline import Timeline
 from swiftbatch.jobs.checkpoints.token_log import TokenLog
-from swiftbatch.jobs.checkpoints.writer import CheckpointWriter
 from swiftbatch.jobs.storage.store import Store, StoreError
 from tests.jobs.checkpoints.checkpoint_parts import FINGERPRINT, Cache, output_ids, tokens_at
 from tests.jobs.storage.slow_store import GatedStore

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from swiftbatch.jobs.input.lines import JobLine
+from swiftbatch.jobs.input.line_parsing import JobLine
 from swiftbatch.jobs.input.reader import Reject, read_jobs
 from swiftbatch.jobs.job import Job
 

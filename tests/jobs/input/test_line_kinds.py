@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from swiftbatch.jobs.input.line_kinds import MAX_KINDS, LineKinds
-from swiftbatch.jobs.input.lines import JobLine, LineError, line_from_object
+from swiftbatch.jobs.input.line_parsing import JobLine, LineError, line_from_object
 
 SEED = 3
 CHAT_BODY = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, "seed": 1, "temperature": 0.5}

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from swiftbatch.jobs.input.input_file import InputFileError
-from swiftbatch.jobs.input.lines import JobLine
+from swiftbatch.jobs.input.line_parsing import JobLine
 from swiftbatch.jobs.input.parquet_rows import Columns, parquet_rows
 from swiftbatch.jobs.input.reader import JobReader, Reject, read_jobs
 from tests.jobs.input.job_lines import CHAT

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from pyarrow import parquet
 
-from swiftbatch.jobs.input.lines import JobLine
+from swiftbatch.jobs.input.line_parsing import JobLine
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.run.output_line import Reasoning, error_line, success_line
 from swiftbatch.jobs.run.run import Run

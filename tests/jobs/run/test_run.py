@@ -14,7 +14,7 @@ from pyarrow import parquet
 from swiftbatch.jobs.chat import Message
 from swiftbatch.jobs.input.reader import Reject
 from swiftbatch.jobs.job import Job, JobRecord
-from swiftbatch.jobs.run.line_parts import line_id
+from swiftbatch.jobs.run.output_line_fields import line_id
 from swiftbatch.jobs.run.run import Run, RunError
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.jobs.storage.store import StoreError

@@ -16,7 +16,7 @@ from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.json_lines import dump_line, unsealed
 from swiftbatch.jobs.json_lines import sealed as seal
 from swiftbatch.jobs.run import result_files, segment_format
-from swiftbatch.jobs.run.line_parts import LINE_ID, line_id
+from swiftbatch.jobs.run.output_line_fields import LINE_ID, line_id
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.segment_format import SEGMENTS, SealedResult, encode_segment
 from swiftbatch.jobs.storage.local_folder import LocalFolder

@@ -15,7 +15,7 @@ import pytest
 from swiftbatch.jobs.chat import Message
 from swiftbatch.jobs.job import Job, JobRecord
 from swiftbatch.jobs.json_lines import dump_line, sealed
-from swiftbatch.jobs.run import line_files, line_parts
+from swiftbatch.jobs.run import line_files, output_line_fields
 from swiftbatch.jobs.run.output_line import Reasoning, error_line, success_line
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.segment_format import SealedResult
@@ -70,7 +70,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def parse(data: bytes, job_id: str, fingerprint: str | None, *, is_sealed: bool = False) -> dict[str, Any]:
         seen.append(job_id)
-        return line_parts.parse_line(data, job_id, fingerprint, is_sealed=is_sealed)
+        return output_line_fields.parse_line(data, job_id, fingerprint, is_sealed=is_sealed)
 
     monkeypatch.setattr(line_files, "parse_line", parse)
     return seen

@@ -18,8 +18,8 @@ from pyarrow import dataset
 from swiftbatch.jobs.run.checked_reading import RunError
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.segment_format import SEGMENTS
-from swiftbatch.jobs.shards.plans import ShardSettings, ask_for_shards
 from swiftbatch.jobs.shards.shard_file import arrow_schema
+from swiftbatch.jobs.shards.shard_settings import ShardSettings, ask_for_shards
 from swiftbatch.jobs.shards.shards import DATA, Shards
 from swiftbatch.jobs.storage.store import Store, StoreError
 from tests.jobs.run.run_parts import FINISHED, write_result

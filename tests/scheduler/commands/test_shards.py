@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.jobs.shards.plans import ShardSettings, shard_settings
+from swiftbatch.jobs.shards.shard_settings import ShardSettings, shard_settings
 from swiftbatch.jobs.shards.shards import DATA
 from swiftbatch.scheduler.runs.settings import Settings
 from swiftbatch.scheduler.runs.submission import submission

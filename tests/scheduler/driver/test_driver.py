@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.jobs.run.line_parts import line_id
+from swiftbatch.jobs.run.output_line_fields import line_id
 from swiftbatch.jobs.run.run import Progress
-from swiftbatch.jobs.shards.plans import ShardSettings, ask_for_shards
+from swiftbatch.jobs.shards.shard_settings import ShardSettings, ask_for_shards
 from swiftbatch.metrics.driver_counters import DriverCounters
 from swiftbatch.scheduler.cluster.cluster import Cluster
 from swiftbatch.scheduler.driver.backlog import load_queue

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
-from swiftbatch.jobs.input.lines import JobLine
+from swiftbatch.jobs.input.line_parsing import JobLine
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.segment_format import SealedResult

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from swiftbatch.jobs.structure import structure_of
+from swiftbatch.jobs.structured_output import structure_of
 from swiftbatch.worker.constraints import grammar as grammars
 from swiftbatch.worker.constraints.grammar import TRIED_FUEL, Grammar, GrammarConstraint
 from swiftbatch.worker.drawing.rules import ConstraintError, allows, tokens_of

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from llguidance import LLTokenizer, TokenizerWrapper
 
-from swiftbatch.jobs.structure import structure_of
+from swiftbatch.jobs.structured_output import structure_of
 from swiftbatch.worker.constraints.grammar import Grammar
 from swiftbatch.worker.constraints.grammar_definitions import definition_of
 from swiftbatch.worker.drawing.rules import mask_of

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from swiftbatch.jobs.input.lines import JobLine
+from swiftbatch.jobs.input.line_parsing import JobLine
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.run.run import Run
 from tests.worker.session.session_parts import claimed, digest, make_run, session, to_the_end, until

@@ -12,7 +12,7 @@ import pytest
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore, SegmentEntry, StateManifest, TokenLog
 from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
-from swiftbatch.jobs.checkpoints.pending import PendingCheckpoint
+from swiftbatch.jobs.checkpoints.pending_writes import PendingCheckpoint
 from swiftbatch.jobs.checkpoints.token_log import Rewind
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.store import Store

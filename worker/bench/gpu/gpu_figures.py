@@ -10,7 +10,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from swiftbatch.jobs.frozen import Frozen
+from swiftbatch.jobs.frozen_records import Frozen
 from swiftbatch.jobs.run.option_values import AttentionName, Device, LinearName
 from swiftbatch.worker.bench.bench_tables import new_table, number
 from swiftbatch.worker.bench.decode_figures import DecodeRecord

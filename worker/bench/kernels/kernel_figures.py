@@ -13,7 +13,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from rich.console import Group
 
-from swiftbatch.jobs.frozen import Frozen
+from swiftbatch.jobs.frozen_records import Frozen
 from swiftbatch.worker.bench.bench_tables import new_table, number
 from swiftbatch.worker.bench.kernels.operations import Operation
 from swiftbatch.worker.bench.kernels.roof import Roof

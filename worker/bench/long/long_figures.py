@@ -7,7 +7,7 @@ from __future__ import annotations
 from rich.console import Group
 from rich.table import Table
 
-from swiftbatch.jobs.frozen import Frozen
+from swiftbatch.jobs.frozen_records import Frozen
 from swiftbatch.worker.bench.bench_tables import new_table, number
 from swiftbatch.worker.bench.long.plain_windows import PlainWindow, PlainWindows
 

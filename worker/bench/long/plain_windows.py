@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from swiftbatch.jobs.frozen import Frozen
+from swiftbatch.jobs.frozen_records import Frozen
 from swiftbatch.worker.bench.bench_engine import BenchEngine
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter

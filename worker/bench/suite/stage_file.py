@@ -14,7 +14,7 @@ import torch
 from pydantic import ValidationError
 
 import swiftbatch
-from swiftbatch.jobs.frozen import Frozen
+from swiftbatch.jobs.frozen_records import Frozen
 from swiftbatch.worker.bench.bench_engine import BenchError, read_text
 from swiftbatch.worker.bench.options import BenchOptions
 from swiftbatch.worker.kernels.instruction_sets import chosen_variant

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from swiftbatch.jobs.frozen import Frozen
+from swiftbatch.jobs.frozen_records import Frozen
 from swiftbatch.jobs.run.option_values import LinearName
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from swiftbatch.jobs.frozen import Frozen
+from swiftbatch.jobs.frozen_records import Frozen
 from swiftbatch.jobs.run.option_values import AttentionName, LinearName
 from swiftbatch.jobs.run.run_records import Exactness
 from swiftbatch.worker.config import Computation

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from swiftbatch.jobs.chat import Message, TemplateOptions
-from swiftbatch.jobs.frozen import of_checked
-from swiftbatch.jobs.input.forms import (
+from swiftbatch.jobs.frozen_records import of_checked
+from swiftbatch.jobs.input.line_formats import (
     MAX_PROMPTS,
     BatchLine,
     ChatBody,
@@ -24,8 +24,8 @@ from swiftbatch.jobs.input.forms import (
     ShortLine,
     asked_logprobs,
 )
-from swiftbatch.jobs.input.reasons import reasons, shown
 from swiftbatch.jobs.input.request_fields import taken_apart
+from swiftbatch.jobs.input.validation_errors import reasons, shown
 from swiftbatch.jobs.job import CHAT, COMPLETIONS, Job, JobUrl
 from swiftbatch.jobs.repetition import RepetitionDetection, without_closing
 from swiftbatch.jobs.sampling import SamplingParams, ThinkingEnd, derive_seed

@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple, Self, get_args
 
 from pydantic import Field, ValidationError
 
-from swiftbatch.jobs.frozen import Frozen
+from swiftbatch.jobs.frozen_records import Frozen
 from swiftbatch.jobs.run.checked_reading import NUM_READERS, RunError, pretty, read_model
 from swiftbatch.jobs.run.run_records import RUN_VERSION
 from swiftbatch.jobs.storage.store import Store

@@ -24,7 +24,7 @@ from swiftbatch.jobs.checkpoints.checkpoint_store import (
 )
 from swiftbatch.jobs.checkpoints.logprob_files import WrittenSpans
 from swiftbatch.jobs.checkpoints.packed_logs import WorkerLogs
-from swiftbatch.jobs.checkpoints.pending import FileKind, KVSource, PendingCheckpoint, WriteFile
+from swiftbatch.jobs.checkpoints.pending_writes import FileKind, KVSource, PendingCheckpoint, WriteFile
 from swiftbatch.jobs.checkpoints.timeline import Timeline
 from swiftbatch.jobs.checkpoints.token_log import Rewind
 from swiftbatch.jobs.logprobs import TokenLogprobs

@@ -7,11 +7,11 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, PlainValidator, field_validator, model_validator
 
 from swiftbatch.jobs.chat import Scalar, TemplateOptions, Utf8, checked_kwargs
-from swiftbatch.jobs.frozen import Strict
-from swiftbatch.jobs.input.reasons import FieldError, shown
+from swiftbatch.jobs.frozen_records import Strict
+from swiftbatch.jobs.input.validation_errors import FieldError, shown
 from swiftbatch.jobs.job import CustomId, JobUrl, Messages
 from swiftbatch.jobs.sampling import MAX_COUNT, MAX_TOP_LOGPROBS, SamplingParams
-from swiftbatch.jobs.structure import Structure, format_of
+from swiftbatch.jobs.structured_output import Structure, format_of
 
 MAX_CHOICES = 128  # of a prompt
 MAX_PROMPTS = 2048  # of a line, and of prompts and choices together

@@ -9,8 +9,8 @@ from pydantic import Field, SerializerFunctionWrapHandler, ValidationError, mode
 
 from swiftbatch.jobs.checkpoints.timeline import Moment, Timeline
 from swiftbatch.jobs.file_owner import DamagedFileError, Identity, refuse_other
-from swiftbatch.jobs.frozen import Strict
-from swiftbatch.jobs.input.reasons import reasons, shown
+from swiftbatch.jobs.frozen_records import Strict
+from swiftbatch.jobs.input.validation_errors import reasons, shown
 from swiftbatch.jobs.json_lines import sealed, unsealed
 
 VERSION: Final = 3

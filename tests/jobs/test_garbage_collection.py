@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 
-from swiftbatch.jobs.garbage import MANY_OBJECTS, looked_for_seldom
+from swiftbatch.jobs.garbage_collection import MANY_OBJECTS, looked_for_seldom
 
 
 def test_garbage_is_looked_for_seldom_in_the_block_and_as_before_behind_it() -> None:

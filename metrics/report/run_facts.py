@@ -20,7 +20,7 @@ from swiftbatch.jobs.run.run import Progress, Run
 from swiftbatch.jobs.run.run_records import DriverClaim, RunManifest
 from swiftbatch.metrics.report.attempts import Outcome, attempts_of, parsed_history, without_guesses
 from swiftbatch.metrics.report.job_facts import DRAFTS, JobFacts, State
-from swiftbatch.metrics.report.tally import Tally
+from swiftbatch.metrics.report.totals import Tally
 
 EXCERPT_CHARACTERS = 280
 MAX_JOBS = 5000  # on a page

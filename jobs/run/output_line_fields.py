@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic_core import from_json
 
 from swiftbatch.jobs.file_owner import Identity
-from swiftbatch.jobs.input.reasons import reasons
+from swiftbatch.jobs.input.validation_errors import reasons
 from swiftbatch.jobs.json_lines import NOT_TEXT
 
 LINE_ID = "batch_req_"  # and the job's id
