@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 
-from swiftbatch.scheduler.process.interruption import INTERRUPTED, end_on_signals, interrupt_on_signals
+from swiftbatch.scheduler.process.signals import INTERRUPTED, end_on_signals, interrupt_on_signals
 from swiftbatch.scheduler.process.streams import Lines
 
 

@@ -6,7 +6,7 @@ import sys
 
 from swiftbatch.jobs.input.input_file import InputFileError
 from swiftbatch.scheduler.__main__ import main as command
-from swiftbatch.scheduler.process.interruption import BAD_INPUT, die_with
+from swiftbatch.scheduler.process.signals import BAD_INPUT, die_with
 
 
 def main(server_pid: int) -> None:

@@ -27,8 +27,8 @@ from swiftbatch.scheduler.commands.status import status
 from swiftbatch.scheduler.commands.submit import submit
 from swiftbatch.scheduler.commands.tail import tail
 from swiftbatch.scheduler.commands.train import train
-from swiftbatch.scheduler.display.summary import printable
-from swiftbatch.scheduler.process.interruption import INTERRUPTED
+from swiftbatch.scheduler.display.progress_line import printable
+from swiftbatch.scheduler.process.signals import INTERRUPTED
 from swiftbatch.scheduler.process.streams import Lines
 
 USER_ERROR = 2

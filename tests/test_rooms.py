@@ -49,12 +49,12 @@ MAY_IMPORT = {  # besides itself; a room's name holds for the rooms below that a
     "scheduler.serve": (*DRIVER, "scheduler.driver", "scheduler.runs"),
     "scheduler.commands": (
         *(*DRIVER, "scheduler.driver", "scheduler.runs", "scheduler.serve"),
-        *("scheduler.batches", "scheduler.chaos", "scheduler.scale"),
+        *("scheduler.bench", "scheduler.bench.scale", "scheduler.chaos"),
     ),
     "scheduler.demo": (*DRIVER, "scheduler.driver", "scheduler.runs"),
     "scheduler.chaos": (*DRIVER, "scheduler.driver", "scheduler.runs", "scheduler.demo"),
-    "scheduler.scale": (*DRIVER, "scheduler.driver", "scheduler.runs"),
-    "scheduler.batches": DRIVER,
+    "scheduler.bench.scale": (*DRIVER, "scheduler.driver", "scheduler.runs"),
+    "scheduler.bench": DRIVER,
     "scheduler": (  # the command
         *("jobs", "scheduler.chaos", "scheduler.commands", "scheduler.display", "scheduler.process"),
     ),

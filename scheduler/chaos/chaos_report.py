@@ -14,7 +14,7 @@ from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.chaos.chaos_options import ChaosError
 from swiftbatch.scheduler.chaos.disturbed_run import Kill
 from swiftbatch.scheduler.chaos.kills import KINDS
-from swiftbatch.scheduler.display.summary import duration
+from swiftbatch.scheduler.display.progress_line import duration
 
 
 class JobComparison(Frozen):

@@ -20,7 +20,7 @@ from swiftbatch.jobs.run.run import Run, RunError
 from swiftbatch.jobs.run.run_records import Progress
 from swiftbatch.scheduler.chaos.chaos_options import STORE_RETRIES, ChaosError
 from swiftbatch.scheduler.chaos.kills import Kind, PlannedKill, Way
-from swiftbatch.scheduler.chaos.troubles import NoTroubles, Troubles
+from swiftbatch.scheduler.chaos.node_faults import NoTroubles, Troubles
 from swiftbatch.scheduler.driver.driver_heartbeat import liveness
 from swiftbatch.scheduler.driver.takeover import claims
 

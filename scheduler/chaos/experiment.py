@@ -20,7 +20,7 @@ from swiftbatch.scheduler.chaos.disturbed_run import ENDED_WELL, DisturbedDriver
 from swiftbatch.scheduler.chaos.hosts import namespace_hosts
 from swiftbatch.scheduler.chaos.kills import DRIVER_KINDS, KINDS, Kind, Way, local_ways, plan_kills, remote_ways
 from swiftbatch.scheduler.chaos.local_cluster import local_cluster
-from swiftbatch.scheduler.chaos.troubles import NoTroubles, Troubles
+from swiftbatch.scheduler.chaos.node_faults import NoTroubles, Troubles
 
 Show = Callable[[str], None]
 

@@ -17,7 +17,7 @@ from typing import Literal, get_args
 
 from swiftbatch.jobs.run.run_records import WorkerStatus
 from swiftbatch.scheduler.chaos.local_cluster import LocalCluster
-from swiftbatch.scheduler.cluster.cluster import connect
+from swiftbatch.scheduler.cluster.ray_cluster import connect
 
 Kind = Literal[
     "worker", "raylet", "driver", "stop", "hangup",  # a stopped worker, a driver whose terminal closes

@@ -22,8 +22,8 @@ from pathlib import Path
 from swiftbatch.jobs.child_processes import environment_of_code
 from swiftbatch.scheduler.chaos.chaos_options import ChaosError
 from swiftbatch.scheduler.chaos.hosts import Host, Hosts, OneHost
-from swiftbatch.scheduler.cluster.cluster import OBJECT_STORE_BYTES
 from swiftbatch.scheduler.cluster.embedded_ray import signal_sessions
+from swiftbatch.scheduler.cluster.ray_cluster import OBJECT_STORE_BYTES
 
 NUM_RAYLETS = 2  # so that one can be lost and the run goes on
 START_SECONDS = 60.0

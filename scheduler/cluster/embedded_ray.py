@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from swiftbatch.scheduler.process import interruption
+from swiftbatch.scheduler.process import signals
 
 PREFIX = "swiftbatch-ray-"
 REMOVE_SECONDS = 10.0  # for killed processes to be gone; what is left then goes after a day
@@ -58,7 +58,7 @@ class EmbeddedRay:
 
         class Apart(known):  # type: ignore[misc, valid-type]
             def __init__(self, *args: Any, preexec_fn: Callable[[], None] | None = None, **options: Any) -> None:
-                awaited = interruption.signals()
+                awaited = signals.ending_signals()
 
                 def prepare() -> None:
                     if preexec_fn is not None:

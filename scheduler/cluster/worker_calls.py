@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.storage.store import StoreError
-from swiftbatch.scheduler.cluster import bootstrap
-from swiftbatch.scheduler.cluster.actors import WorkerInfo, WorkerSpec
-from swiftbatch.scheduler.cluster.bootstrap import STARTING, Code, OtherCodeError
+from swiftbatch.scheduler.cluster import worker_code
+from swiftbatch.scheduler.cluster.worker_actor import WorkerInfo, WorkerSpec
+from swiftbatch.scheduler.cluster.worker_code import STARTING, Code, OtherCodeError
 from swiftbatch.worker.caches.room import KVRoomError
 from swiftbatch.worker.model.files import OtherModelError
 
@@ -57,8 +57,8 @@ def _actor_class() -> Any:
     """The actor class, sent to the head with the first worker only: with each one, a head that hangs would hang us."""
     import ray
 
-    ray.cloudpickle.register_pickle_by_value(bootstrap)
-    return ray.remote(bootstrap.WorkerProcess)
+    ray.cloudpickle.register_pickle_by_value(worker_code)
+    return ray.remote(worker_code.WorkerProcess)
 
 
 def wait(calls: list[Any], seconds: float) -> list[Any]:

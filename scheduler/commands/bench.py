@@ -360,7 +360,7 @@ def everything(**options: Any) -> None:
     Example:
       swiftbatch bench all --text book.txt --output figures
     """
-    from swiftbatch.scheduler.cluster.bootstrap import own_code
+    from swiftbatch.scheduler.cluster.worker_code import own_code
     from swiftbatch.worker.bench.suite.speed_page import PAGE
     from swiftbatch.worker.bench.suite.suite import SuiteOptions, run_suite
 

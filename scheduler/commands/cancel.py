@@ -16,7 +16,7 @@ def cancel(run_uri: str, custom_id: str | None) -> None:
       swiftbatch cancel my-run story-7
     """
     from swiftbatch.jobs.run.run import Run
-    from swiftbatch.scheduler.display.summary import printable
+    from swiftbatch.scheduler.display.progress_line import printable
     from swiftbatch.scheduler.runs.cancellation import cancel_jobs
 
     click.echo(printable(cancel_jobs(Run.open(run_uri), custom_id)))

@@ -46,11 +46,11 @@ def extend(
       swiftbatch extend my-run --max-tokens 600 story-7
     """
     from swiftbatch.jobs.run.run import Run
-    from swiftbatch.scheduler.driver.hold import Hold
+    from swiftbatch.scheduler.driver.run_lock import Hold
     from swiftbatch.scheduler.driver.takeover import refuse_if_taken
     from swiftbatch.scheduler.runs.cancellation import find_jobs
     from swiftbatch.scheduler.runs.extension import extend_jobs
-    from swiftbatch.scheduler.runs.manifest import refuse_changed_model
+    from swiftbatch.scheduler.runs.fixed_settings import refuse_changed_model
     from swiftbatch.scheduler.runs.submission import kv_room
     from swiftbatch.worker.model.files import locate_model
 

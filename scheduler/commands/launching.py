@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from swiftbatch.scheduler.process.interruption import INTERRUPTED
+from swiftbatch.scheduler.process.signals import INTERRUPTED
 
 if TYPE_CHECKING:
     from swiftbatch.jobs.run.run import Run
     from swiftbatch.scheduler.display.display import Display
-    from swiftbatch.scheduler.driver.hold import Hold
+    from swiftbatch.scheduler.driver.run_lock import Hold
+    from swiftbatch.scheduler.runs.default_settings import Settings
     from swiftbatch.scheduler.runs.launch import Outcome
-    from swiftbatch.scheduler.runs.settings import Settings
 
 SOME_FAILED = 1
 LIMIT_REACHED = 3  # 2 is what a command ends with that can't go on

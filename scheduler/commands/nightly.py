@@ -12,8 +12,8 @@ import click
 from swiftbatch.scheduler.commands.launching import LIMIT_REACHED, SOME_FAILED
 from swiftbatch.scheduler.commands.options.option_types import GroupedCommand
 from swiftbatch.scheduler.commands.submit import run_option, submit
-from swiftbatch.scheduler.display.summary import printable
-from swiftbatch.scheduler.process.interruption import INTERRUPTED
+from swiftbatch.scheduler.display.progress_line import printable
+from swiftbatch.scheduler.process.signals import INTERRUPTED
 from swiftbatch.scheduler.process.streams import Lines
 
 if TYPE_CHECKING:
@@ -48,8 +48,8 @@ def nightly(context: click.Context, /, inbox: str, runs_uri: str, if_busy: str, 
       swiftbatch nightly s3://bucket/inbox --runs s3://bucket/runs --workers 2
     """
     from swiftbatch.jobs.storage.store import Store
-    from swiftbatch.scheduler.runs.folder_hold import hold
-    from swiftbatch.scheduler.runs.job_files import job_files
+    from swiftbatch.scheduler.runs.folder_lock import hold
+    from swiftbatch.scheduler.runs.job_file_folders import job_files
 
     inbox_store, runs = Store(inbox), Store(runs_uri)
     _check_folders(inbox_store, runs)
@@ -111,7 +111,7 @@ def _has_passed(deadline: float | None) -> bool:
 def _without_done(inbox: Store, runs: Store, paths: list[str], skipped: dict[str, str]) -> dict[str, str]:
     """The files that were not run yet as they are, with their digests. Files on a disk that fail go to `skipped`."""
     from swiftbatch.jobs.storage.store import StoreError
-    from swiftbatch.scheduler.runs.job_files import digest_of
+    from swiftbatch.scheduler.runs.job_file_folders import digest_of
 
     digests = {}
     for path in paths:

@@ -23,7 +23,7 @@ def report(run_uri: str, output: str) -> None:
     from swiftbatch.jobs.run.run import Run
     from swiftbatch.metrics.report.page import render
     from swiftbatch.metrics.report.run_facts import gather
-    from swiftbatch.scheduler.display.summary import damage_lines, printable
+    from swiftbatch.scheduler.display.progress_line import damage_lines, printable
     from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
     from swiftbatch.scheduler.driver.takeover import claims
 

@@ -27,7 +27,7 @@ def results(run_uri: str, kind: str, output: str | None) -> None:
     """
     from swiftbatch.jobs.run.output import write_table
     from swiftbatch.jobs.run.run import Run
-    from swiftbatch.scheduler.display.summary import damage_lines
+    from swiftbatch.scheduler.display.progress_line import damage_lines
 
     if kind == "parquet" and output is None and sys.stdout.isatty():
         raise click.UsageError("a Parquet table is not for a terminal; name a file with --output")

@@ -29,11 +29,11 @@ def resume(run_uri: str, retry_failed: bool, may_take_over: bool, **options: Any
     """
     from swiftbatch.jobs.run.run import Run, RunError
     from swiftbatch.scheduler.display.events import ErrorsCleared
-    from swiftbatch.scheduler.display.summary import SUBMIT_AGAIN
-    from swiftbatch.scheduler.driver.attempts import forget_strikes
-    from swiftbatch.scheduler.driver.hold import Hold
+    from swiftbatch.scheduler.display.progress_line import SUBMIT_AGAIN
+    from swiftbatch.scheduler.driver.attempt_numbers import forget_strikes
+    from swiftbatch.scheduler.driver.run_lock import Hold
     from swiftbatch.scheduler.driver.takeover import refuse_if_taken
-    from swiftbatch.scheduler.runs.manifest import refuse_changed_model
+    from swiftbatch.scheduler.runs.fixed_settings import refuse_changed_model
 
     showing, settings = shown(options), make_settings(**options)
     run = Run.open(run_uri, settings.start_retries)

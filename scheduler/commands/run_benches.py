@@ -44,7 +44,7 @@ def mixed(**options: Any) -> None:
     Example:
       swiftbatch bench mixed --scale 10 --vllm vllm/bin/python --json mixed.json
     """
-    from swiftbatch.scheduler.batches.mixed_bench import MixedOptions, render, run_mixed_bench
+    from swiftbatch.scheduler.bench.mixed_bench import MixedOptions, render, run_mixed_bench
 
     asked = checked(MixedOptions, options)
     show(render(asked, run_mixed_bench(asked, say)))
@@ -65,7 +65,7 @@ def tail(**options: Any) -> None:
     Example:
       swiftbatch bench tail --scale 10 --threads 1 --json tail.json
     """
-    from swiftbatch.scheduler.batches.tail_bench import TailOptions, render, run_tail_bench
+    from swiftbatch.scheduler.bench.tail_bench import TailOptions, render, run_tail_bench
 
     asked = checked(TailOptions, options)
     show(render(asked, run_tail_bench(asked, say)))
@@ -103,7 +103,7 @@ def scale(folder: Path | None, **options: Any) -> None:
     """
     from tempfile import TemporaryDirectory
 
-    from swiftbatch.scheduler.scale.scale import ScaleOptions, render, run_scale_bench
+    from swiftbatch.scheduler.bench.scale.scale_bench import ScaleOptions, render, run_scale_bench
 
     with TemporaryDirectory(prefix="swiftbatch-scale-") as temporary:
         scale_options = checked(ScaleOptions, options | {"folder": folder or Path(temporary)})

@@ -14,8 +14,8 @@ from swiftbatch.scheduler.commands.options.option_types import Command, GroupedC
 from swiftbatch.scheduler.commands.options.output_options import receiver_of
 from swiftbatch.scheduler.commands.resume import resume
 from swiftbatch.scheduler.commands.submit import run_option, submit
-from swiftbatch.scheduler.process.interruption import INTERRUPTED
-from swiftbatch.scheduler.serve.options import ServeOptions
+from swiftbatch.scheduler.process.signals import INTERRUPTED
+from swiftbatch.scheduler.serve.server_options import ServeOptions
 
 server_option = options_of("The server")
 OF_THE_SERVER = {  # of `submit`: what a batch says itself, or the server for each
@@ -29,7 +29,7 @@ def _make_key(context: click.Context, _parameter: click.Parameter, name: str | N
     """Print a new key's line, for the file, and on standard error its secret, which is kept nowhere."""
     if name is None or context.resilient_parsing:
         return
-    from swiftbatch.scheduler.serve.keyring import KeyLineError, make_key
+    from swiftbatch.scheduler.serve.api_keys import KeyLineError, make_key
 
     try:
         secret, line = make_key(name)

@@ -22,7 +22,7 @@ def status(run_uri: str, as_json: bool, is_watching: bool) -> None:
       swiftbatch status my-run --watch
     """
     from swiftbatch.jobs.run.run import Run
-    from swiftbatch.scheduler.display.summary import damage_lines
+    from swiftbatch.scheduler.display.progress_line import damage_lines
     from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
 
     run = Run.open(run_uri)
@@ -49,7 +49,7 @@ def _watch_status(run: Run, as_json: bool) -> None:
 
 
 def _show_run(run: Run) -> None:
-    from swiftbatch.scheduler.display.summary import printable
+    from swiftbatch.scheduler.display.progress_line import printable
 
     manifest = run.manifest
     place = printable(run.store.shown_uri)
@@ -58,7 +58,7 @@ def _show_run(run: Run) -> None:
 
 def _show_status(run: Run, progress: Progress) -> None:
     from swiftbatch.jobs.shards.shards import DATA, FOLDER
-    from swiftbatch.scheduler.display.summary import counted, numerics_lines, printable, summary_line, worker_line
+    from swiftbatch.scheduler.display.progress_line import counted, numerics_lines, printable, summary_line, worker_line
     from swiftbatch.scheduler.runs.extension import kept_of
 
     _show_run(run)
@@ -77,7 +77,7 @@ def _show_status(run: Run, progress: Progress) -> None:
 
 
 def _show_what_next(run: Run, progress: Progress) -> None:
-    from swiftbatch.scheduler.display.summary import SUBMIT_AGAIN, duration, printable
+    from swiftbatch.scheduler.display.progress_line import SUBMIT_AGAIN, duration, printable
     from swiftbatch.scheduler.runs.run_watch import silent_driver
 
     place = printable(run.store.shown_uri)

@@ -23,7 +23,7 @@ def tail(run_uri: str, custom_id: str, follow: bool, choice: int) -> None:
       swiftbatch tail my-run story-7 --follow
     """
     from swiftbatch.jobs.run.run import Run
-    from swiftbatch.scheduler.display.summary import damage_lines, harmless
+    from swiftbatch.scheduler.display.progress_line import damage_lines, harmless
     from swiftbatch.scheduler.runs.run_watch import follow_text
 
     run = Run.open(run_uri)

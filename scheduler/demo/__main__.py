@@ -19,7 +19,7 @@ import click
 from swiftbatch.jobs.child_processes import environment_of_code, module_command
 from swiftbatch.jobs.run.run import Run, RunError, WorkerStatus
 from swiftbatch.scheduler.demo.prompts import PROMPTS
-from swiftbatch.scheduler.display.summary import duration
+from swiftbatch.scheduler.display.progress_line import duration
 
 FOLDER = Path("demo-run")
 NUM_TOKENS = 2000

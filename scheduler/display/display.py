@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 
 from swiftbatch.jobs.run.run import Progress
 from swiftbatch.scheduler.display.events import Event, RunEnded
-from swiftbatch.scheduler.display.summary import summary_line
+from swiftbatch.scheduler.display.progress_line import summary_line
 from swiftbatch.scheduler.process.streams import Lines
 
 OutputMode = Literal["auto", "quiet", "json"]

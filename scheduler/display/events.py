@@ -10,7 +10,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
-from swiftbatch.scheduler.display.summary import counted, job_counts, printable
+from swiftbatch.scheduler.display.progress_line import counted, job_counts, printable
 
 NUM_REJECTS_SHOWN = 5
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from swiftbatch.scheduler.display.events import NUM_REJECTS_SHOWN, Event
-from swiftbatch.scheduler.display.summary import counted, printable
+from swiftbatch.scheduler.display.progress_line import counted, printable
 
 
 @dataclass(frozen=True)

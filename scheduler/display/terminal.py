@@ -18,7 +18,7 @@ from rich.text import Text
 
 from swiftbatch.jobs.run.run import Progress, WorkerStatus
 from swiftbatch.scheduler.display.events import Event
-from swiftbatch.scheduler.display.summary import counted, duration, job_counts, printable, safety, speed_of
+from swiftbatch.scheduler.display.progress_line import counted, duration, job_counts, printable, safety, speed_of
 from swiftbatch.scheduler.process.streams import Lines, SteadyStream
 
 LABEL_WIDTH = 6

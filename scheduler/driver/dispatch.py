@@ -11,9 +11,9 @@ from heapq import heapify, heappop, heapreplace
 
 from swiftbatch.jobs.run.job_index import JobEntry
 from swiftbatch.scheduler.display.job_events import JobStarted
-from swiftbatch.scheduler.driver.balance import Balance, EndPlan, Last
-from swiftbatch.scheduler.driver.context import DriverContext
-from swiftbatch.scheduler.driver.slots import Slots
+from swiftbatch.scheduler.driver.driver_state import DriverContext
+from swiftbatch.scheduler.driver.load_balancing import Balance, EndPlan, Last
+from swiftbatch.scheduler.driver.worker_capacity import Slots
 from swiftbatch.scheduler.driver.worker_fleet import Worker, slice_seconds
 from swiftbatch.worker.session.work import Assignment
 

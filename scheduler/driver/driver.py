@@ -17,14 +17,14 @@ from swiftbatch.jobs.storage.store import Store, StoreError
 from swiftbatch.scheduler.cluster.cluster_watch import ClusterLostError
 from swiftbatch.scheduler.cluster.worker_calls import NO_MEMORY, OTHER_CODE, OTHER_MODEL
 from swiftbatch.scheduler.display.events import DriverStarted, LimitReached, RunStopping, WorkerStopping
-from swiftbatch.scheduler.driver.backlog import put_logs_in_place
-from swiftbatch.scheduler.driver.context import DriverContext
 from swiftbatch.scheduler.driver.dispatch import Dispatcher
-from swiftbatch.scheduler.driver.hold import Hold
+from swiftbatch.scheduler.driver.driver_state import DriverContext
+from swiftbatch.scheduler.driver.queue_loading import put_logs_in_place
+from swiftbatch.scheduler.driver.run_lock import Hold
 from swiftbatch.scheduler.driver.run_progress import Census
-from swiftbatch.scheduler.driver.settlement import Intake, Settlement
-from swiftbatch.scheduler.driver.sharding import Sharding
+from swiftbatch.scheduler.driver.shard_writing import Sharding
 from swiftbatch.scheduler.driver.worker_fleet import Event, Lost, slice_seconds
+from swiftbatch.scheduler.driver.worker_reports import Intake, Settlement
 
 WAIT_SECONDS = 0.2
 DRAIN_SLACK_SECONDS = 1.0  # for a drained worker's report to arrive

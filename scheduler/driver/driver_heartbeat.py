@@ -9,7 +9,7 @@ from swiftbatch.jobs.run.output_line_fields import num_completion_tokens
 from swiftbatch.jobs.run.run import Progress, Run
 from swiftbatch.jobs.run.run_records import ProcessKey, RunState
 from swiftbatch.jobs.storage.store import Store
-from swiftbatch.scheduler.driver.backlog import count_jobs
+from swiftbatch.scheduler.driver.queue_loading import count_jobs
 from swiftbatch.scheduler.process.process_id import is_gone
 
 BEAT_SECONDS = 1.0

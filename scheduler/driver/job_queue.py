@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from swiftbatch.jobs.backoff import Backoff
 from swiftbatch.jobs.run.job_index import JobEntry
 from swiftbatch.jobs.shared_prompts import NOT_SHARED, SharedPrompt
-from swiftbatch.scheduler.driver.lengths import Forecast, Lengths, Living, place_of
+from swiftbatch.scheduler.driver.expected_lengths import Forecast, Lengths, Living, place_of
 from swiftbatch.scheduler.driver.unfinished_job import Strikes, UnfinishedJob
 from swiftbatch.scheduler.driver.untouched_jobs import UntouchedJobs
 from swiftbatch.scheduler.driver.waiting_jobs import WaitingJobs

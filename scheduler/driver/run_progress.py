@@ -14,9 +14,9 @@ from swiftbatch.jobs.run.run_records import WorkerStatus
 from swiftbatch.metrics import endpoint
 from swiftbatch.metrics.endpoint import METRICS_PATH, serve
 from swiftbatch.metrics.exporter import DriverCollector, Labels, registry_of
-from swiftbatch.scheduler.cluster.actors import WorkerInfo
+from swiftbatch.scheduler.cluster.worker_actor import WorkerInfo
 from swiftbatch.scheduler.display.events import MetricsServed
-from swiftbatch.scheduler.driver.context import DriverContext
+from swiftbatch.scheduler.driver.driver_state import DriverContext
 from swiftbatch.scheduler.driver.worker_fleet import Fleet, Worker
 from swiftbatch.worker.config import EngineConfig
 

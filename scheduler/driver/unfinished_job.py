@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from swiftbatch.jobs.run.job_index import JobEntry
 from swiftbatch.jobs.shared_prompts import NOT_SHARED, SharedPrompt
-from swiftbatch.scheduler.driver.lengths import Place
+from swiftbatch.scheduler.driver.expected_lengths import Place
 
 CLASSES_PER_DOUBLING = 4  # of lengths: where the longest job has no room, the first of each shorter class is asked for
 LEAST_LENGTH = 0.75  # of the longest job that may run: a shorter one never goes first for the sake of its prompt

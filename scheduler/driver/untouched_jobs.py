@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from swiftbatch.jobs.run.job_index import JobEntry, JobIndex
 from swiftbatch.jobs.shared_prompts import SharedPrompt
-from swiftbatch.scheduler.driver.lengths import Forecast
+from swiftbatch.scheduler.driver.expected_lengths import Forecast
 from swiftbatch.scheduler.driver.unfinished_job import JobPlace, UnfinishedJob, length_class
 
 NO_GROUP = -1

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from swiftbatch.jobs.backoff import Backoff
 from swiftbatch.scheduler.cluster import worker_calls
-from swiftbatch.scheduler.cluster.actors import WorkerInfo, WorkerSpec
-from swiftbatch.scheduler.cluster.bootstrap import Code, own_code
+from swiftbatch.scheduler.cluster.worker_actor import WorkerInfo, WorkerSpec
 from swiftbatch.scheduler.cluster.worker_calls import last_words
-from swiftbatch.scheduler.driver.speed import Speed, StepPace, monotonic
+from swiftbatch.scheduler.cluster.worker_code import Code, own_code
+from swiftbatch.scheduler.driver.throughput import Speed, StepPace, monotonic
 from swiftbatch.scheduler.process.awake_clock import AwakeClock
 from swiftbatch.worker.session.work import Orders, WorkReport
 
 if TYPE_CHECKING:
-    from swiftbatch.scheduler.cluster.cluster import Cluster
+    from swiftbatch.scheduler.cluster.ray_cluster import Cluster
 
 RESTARTS = Backoff(first=1.0, longest=30.0)
 DIED = ("worker_died", "worker_unreachable")  # for a reason of its own, or with its node

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from swiftbatch.jobs.run.job_index import JobEntry
 from swiftbatch.jobs.run.output_line import error_line
 from swiftbatch.jobs.run.run import Run, RunError
-from swiftbatch.scheduler.driver.backlog import count_jobs, write_cancelled
 from swiftbatch.scheduler.driver.driver_heartbeat import STALE_SECONDS, liveness
-from swiftbatch.scheduler.driver.hold import Hold
-from swiftbatch.scheduler.driver.sharding import finish_shards
+from swiftbatch.scheduler.driver.queue_loading import count_jobs, write_cancelled
+from swiftbatch.scheduler.driver.run_lock import Hold
+from swiftbatch.scheduler.driver.shard_writing import finish_shards
 from swiftbatch.scheduler.driver.takeover import RunTakenError, has_begun
 
 POLL_SECONDS = 0.1

@@ -20,9 +20,9 @@ from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import RunState
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.metrics.report.attempts import parsed_history
-from swiftbatch.scheduler.display.summary import counted
-from swiftbatch.scheduler.driver.backlog import count_jobs
-from swiftbatch.scheduler.driver.hold import Hold
+from swiftbatch.scheduler.display.progress_line import counted
+from swiftbatch.scheduler.driver.queue_loading import count_jobs
+from swiftbatch.scheduler.driver.run_lock import Hold
 from swiftbatch.worker.caches.room import KVRoom, KVRoomError
 from swiftbatch.worker.model.files import ModelFiles, read_config
 from swiftbatch.worker.model.shifting_rotary import short_length

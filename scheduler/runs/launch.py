@@ -13,25 +13,25 @@ from swiftbatch.jobs.storage.object_stores import local_path
 from swiftbatch.jobs.storage.retries import Retries
 from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.metrics.driver_counters import DriverCounters
-from swiftbatch.scheduler.cluster.actors import WorkerSpec
-from swiftbatch.scheduler.cluster.cluster import Cluster, ClusterError, connect
 from swiftbatch.scheduler.cluster.cluster_watch import ClusterLostError
+from swiftbatch.scheduler.cluster.ray_cluster import Cluster, ClusterError, connect
+from swiftbatch.scheduler.cluster.worker_actor import WorkerSpec
 from swiftbatch.scheduler.display.display import Display
 from swiftbatch.scheduler.display.events import FewGpus, LimitReached, ShardWritten, SlowOnGpu
 from swiftbatch.scheduler.display.job_events import LineDamaged
-from swiftbatch.scheduler.driver.attempts import Attempts
-from swiftbatch.scheduler.driver.backlog import count_jobs, load_queue, put_logs_in_place
-from swiftbatch.scheduler.driver.context import DriverContext
+from swiftbatch.scheduler.driver.attempt_numbers import Attempts
 from swiftbatch.scheduler.driver.driver import Driver, DriverError
-from swiftbatch.scheduler.driver.hold import Hold
+from swiftbatch.scheduler.driver.driver_state import DriverContext
 from swiftbatch.scheduler.driver.job_queue import JobQueue
+from swiftbatch.scheduler.driver.queue_loading import count_jobs, load_queue, put_logs_in_place
+from swiftbatch.scheduler.driver.run_lock import Hold
 from swiftbatch.scheduler.driver.run_progress import served_metrics
-from swiftbatch.scheduler.driver.sharding import finish_shards
+from swiftbatch.scheduler.driver.shard_writing import finish_shards
 from swiftbatch.scheduler.driver.worker_fleet import Fleet
 from swiftbatch.scheduler.limits import Spending
-from swiftbatch.scheduler.process.interruption import held
-from swiftbatch.scheduler.runs.manifest import computation_of, with_absolute_folders
-from swiftbatch.scheduler.runs.settings import Settings
+from swiftbatch.scheduler.process.signals import held
+from swiftbatch.scheduler.runs.default_settings import Settings
+from swiftbatch.scheduler.runs.fixed_settings import computation_of, with_absolute_folders
 from swiftbatch.worker.caches.room import GB, KVRoomError, bytes_per_position, check_folder
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.drafters.catalogue import check_parts

@@ -16,8 +16,8 @@ from swiftbatch.jobs.run.job_index import JobEntry
 from swiftbatch.jobs.run.run import Progress, Run, RunError
 from swiftbatch.scheduler.display.display import Display
 from swiftbatch.scheduler.display.events import DriverAwaited, DriverSilent
-from swiftbatch.scheduler.driver.backlog import count_jobs
 from swiftbatch.scheduler.driver.driver_heartbeat import beat_seconds, current_progress, liveness, with_counts
+from swiftbatch.scheduler.driver.queue_loading import count_jobs
 from swiftbatch.scheduler.runs.cancellation import find_jobs
 
 POLL_SECONDS = 1.0

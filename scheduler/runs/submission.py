@@ -25,11 +25,17 @@ from swiftbatch.jobs.run.priorities import set_priorities
 from swiftbatch.jobs.run.run import Run, RunError, RunManifest
 from swiftbatch.jobs.shards.shard_settings import ask_for_shards
 from swiftbatch.jobs.storage.temporary_files import spool
-from swiftbatch.scheduler.driver.hold import Hold
-from swiftbatch.scheduler.runs.job_files import job_lines
-from swiftbatch.scheduler.runs.job_records import LineNotes, make_records
-from swiftbatch.scheduler.runs.manifest import computation_of, kept_or_new_manifest, with_markers, with_model, with_rows
-from swiftbatch.scheduler.runs.settings import Settings
+from swiftbatch.scheduler.driver.run_lock import Hold
+from swiftbatch.scheduler.runs.default_settings import Settings
+from swiftbatch.scheduler.runs.fixed_settings import (
+    computation_of,
+    kept_or_new_manifest,
+    with_markers,
+    with_model,
+    with_rows,
+)
+from swiftbatch.scheduler.runs.job_file_folders import job_lines
+from swiftbatch.scheduler.runs.prompt_checks import LineNotes, make_records
 from swiftbatch.worker.caches.room import (
     MEMORY,
     KVRoom,

@@ -13,7 +13,7 @@ from swiftbatch.jobs.run.run_records import Progress
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.driver.driver_heartbeat import beat_seconds, current_progress
 from swiftbatch.scheduler.serve.batches import Batch
-from swiftbatch.scheduler.serve.records import Counts, LineProblem, State
+from swiftbatch.scheduler.serve.server_records import Counts, LineProblem, State
 
 DAMAGED = "damaged_run"  # the code of a batch whose run can't be used
 NO_LINES = Counts()

@@ -24,7 +24,7 @@ from swiftbatch.jobs.storage.store import Store, StoreError
 from swiftbatch.scheduler.display.webhook_message import PostError, ReceiverError, WebhookMessage
 from swiftbatch.scheduler.process.streams import Lines
 from swiftbatch.scheduler.serve.batches import Batch, Batches
-from swiftbatch.scheduler.serve.records import is_batch_id
+from swiftbatch.scheduler.serve.server_records import is_batch_id
 from swiftbatch.scheduler.serve.webhook_hosts import Receivers, Target
 
 WEBHOOKS, SUFFIX = "webhooks", ".json"

@@ -15,7 +15,8 @@ from swiftbatch.jobs.run.checked_reading import NUM_READERS, DamagedError, RunEr
 from swiftbatch.jobs.run.line_files import DAMAGED
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.process.streams import Lines
-from swiftbatch.scheduler.serve.records import (
+from swiftbatch.scheduler.serve.client_errors import no_such_batch
+from swiftbatch.scheduler.serve.server_records import (
     BATCH,
     BATCHES,
     CANCEL,
@@ -29,7 +30,6 @@ from swiftbatch.scheduler.serve.records import (
     new_batch_id,
     read_record,
 )
-from swiftbatch.scheduler.serve.refusals import no_such_batch
 
 
 @dataclass

@@ -11,18 +11,18 @@ from swiftbatch.jobs.run.checked_reading import RunError
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.metrics.server_counters import ServerCounters
 from swiftbatch.scheduler.process.streams import Lines
+from swiftbatch.scheduler.serve.api_keys import Keyring, Rights
+from swiftbatch.scheduler.serve.batch_request import NewBatch
 from swiftbatch.scheduler.serve.batch_status import Status, Watcher, unread_status
 from swiftbatch.scheduler.serve.batch_webhooks import Hooks
 from swiftbatch.scheduler.serve.batches import Batch, Batches
+from swiftbatch.scheduler.serve.client_errors import Places, RefusedError
 from swiftbatch.scheduler.serve.driving.batch_driver import DriverOptions
 from swiftbatch.scheduler.serve.driving.batch_queue import Stage, Standings
-from swiftbatch.scheduler.serve.driving.keeper import Keeper
-from swiftbatch.scheduler.serve.files import Files
-from swiftbatch.scheduler.serve.keyring import Keyring, Rights
-from swiftbatch.scheduler.serve.new_batch import NewBatch
-from swiftbatch.scheduler.serve.options import ServeOptions
-from swiftbatch.scheduler.serve.records import FileRecord
-from swiftbatch.scheduler.serve.refusals import Places, RefusedError
+from swiftbatch.scheduler.serve.driving.batch_supervisor import Keeper
+from swiftbatch.scheduler.serve.server_files import Files
+from swiftbatch.scheduler.serve.server_options import ServeOptions
+from swiftbatch.scheduler.serve.server_records import FileRecord
 from swiftbatch.scheduler.serve.webhook_hosts import Receivers
 
 STAGES: dict[Stage, str] = {"to_settle": "ending", "settling": "ending", "waiting": "waiting", "running": "running"}

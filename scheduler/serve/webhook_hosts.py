@@ -16,7 +16,7 @@ from typing import Literal
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.scheduler.display.webhook_message import SECRET_VARIABLE, Receiver, ReceiverError, WebhookMessage, post
 from swiftbatch.scheduler.serve.batches import Batch
-from swiftbatch.scheduler.serve.refusals import RefusedError
+from swiftbatch.scheduler.serve.client_errors import RefusedError
 
 Reach = Literal["public", "private", "loopback", "forbidden"]
 """`forbidden`: link-local (where clouds have their secrets), multicast, unspecified, reserved, and tunnels."""

@@ -18,8 +18,8 @@ from swiftbatch.metrics.driver_counters import DriverCounters
 from swiftbatch.metrics.endpoint import own_host
 from swiftbatch.metrics.exporter import DriverCollector, EngineCollector, Labels
 from swiftbatch.metrics.worker_counters import EngineCounters
-from swiftbatch.scheduler.cluster.actors import WorkerInfo, WorkerSpec
-from swiftbatch.scheduler.cluster.cluster import Cluster
+from swiftbatch.scheduler.cluster.ray_cluster import Cluster
+from swiftbatch.scheduler.cluster.worker_actor import WorkerInfo, WorkerSpec
 from swiftbatch.scheduler.driver.run_progress import Census, served_metrics
 from swiftbatch.scheduler.driver.worker_fleet import Fleet, Worker
 from swiftbatch.worker.config import EngineConfig

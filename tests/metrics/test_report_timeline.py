@@ -12,7 +12,7 @@ from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.checkpoints.checkpoint_writer import CheckpointWriter
 from swiftbatch.jobs.checkpoints.timeline import MAX_MARKS, Timeline, TimelineRecorder
 from swiftbatch.jobs.storage.store import Store
-from swiftbatch.scheduler.driver.backlog import put_logs_in_place
+from swiftbatch.scheduler.driver.queue_loading import put_logs_in_place
 from swiftbatch.worker.session.work import Orders
 from tests.jobs.checkpoints.checkpoint_parts import FINGERPRINT, JOB, Cache, claim, output_ids, tokens_at
 from tests.jobs.storage.slow_store import GatedStore

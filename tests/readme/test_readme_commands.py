@@ -19,7 +19,7 @@ from ray.scripts.scripts import cli as ray_cli
 from swiftbatch.jobs.run.run_records import WorkerStatus
 from swiftbatch.scheduler.cli import main
 from swiftbatch.scheduler.display.events import WorkerReady
-from swiftbatch.scheduler.display.summary import summary_line
+from swiftbatch.scheduler.display.progress_line import summary_line
 from swiftbatch.worker.bench.decode import DecodeBenchOptions
 from tests.jobs.run.run_parts import PROGRESS
 from tests.k8s.chart import OVERLAYS

@@ -12,7 +12,7 @@ from swiftbatch.scheduler.commands.options.model_options import all_of, filled
 from swiftbatch.scheduler.commands.options.option_types import Number, WholeNumber, options_of
 from swiftbatch.scheduler.commands.options.output_options import OUTPUT
 from swiftbatch.scheduler.limits import Limits, parse_deadline
-from swiftbatch.scheduler.runs.settings import STORE_SLACK_SECONDS, WORKER_TIMEOUT, Settings
+from swiftbatch.scheduler.runs.default_settings import STORE_SLACK_SECONDS, WORKER_TIMEOUT, Settings
 from swiftbatch.worker.config import CheckpointKind, CheckpointSettings, Computation
 from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.kernels.sizes import MOST_SLOTS, ROW_CHOICES

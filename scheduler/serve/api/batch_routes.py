@@ -7,8 +7,8 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body, Query
 
 from swiftbatch.scheduler.serve.api.dependencies import Owner, Served
-from swiftbatch.scheduler.serve.api.objects import Object, batch_object, page_object
-from swiftbatch.scheduler.serve.new_batch import NewBatch
+from swiftbatch.scheduler.serve.api.response_objects import Object, batch_object, page_object
+from swiftbatch.scheduler.serve.batch_request import NewBatch
 
 MAX_PAGE = 100
 PAGE = 20  # batches on a page if the client asks for no number

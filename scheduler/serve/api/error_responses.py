@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.scheduler.serve.api.dependencies import service_of
-from swiftbatch.scheduler.serve.refusals import RefusedError
+from swiftbatch.scheduler.serve.client_errors import RefusedError
 
 HEADERS = {401: {"WWW-Authenticate": 'Bearer realm="swiftbatch"'}, 429: {"Retry-After": "10"}}  # by status
 MOST_READ_BYTES, MOST_READ_SECONDS = 2**20, 2.0  # bounds for the body, which is read for nothing

@@ -12,9 +12,9 @@ from starlette.concurrency import iterate_in_threadpool
 from starlette.datastructures import FormData, UploadFile
 
 from swiftbatch.scheduler.serve.api.dependencies import Owner, Served
-from swiftbatch.scheduler.serve.api.objects import Object, file_object, page_object
-from swiftbatch.scheduler.serve.records import FileRecord, Order
-from swiftbatch.scheduler.serve.refusals import RefusedError
+from swiftbatch.scheduler.serve.api.response_objects import Object, file_object, page_object
+from swiftbatch.scheduler.serve.client_errors import RefusedError
+from swiftbatch.scheduler.serve.server_records import FileRecord, Order
 from swiftbatch.scheduler.serve.service import Service
 
 MAX_FILENAME = 255

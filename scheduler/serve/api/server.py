@@ -21,22 +21,22 @@ from swiftbatch.jobs.storage.store import Store
 from swiftbatch.metrics import endpoint
 from swiftbatch.metrics.exporter import ServerCollector, registry_of
 from swiftbatch.metrics.server_counters import ServerCounters
-from swiftbatch.scheduler.runs.folder_hold import hold
+from swiftbatch.scheduler.runs.folder_lock import hold
 from swiftbatch.scheduler.serve.api import batch_routes, file_routes, watching_routes
+from swiftbatch.scheduler.serve.api.access_control import MOST_HEADER_BYTES, Gate, is_loopback
 from swiftbatch.scheduler.serve.api.batch_routes import PAGE
-from swiftbatch.scheduler.serve.api.bounds import BodyLimit, Connection, Crowd, Shutdown
 from swiftbatch.scheduler.serve.api.dependencies import Served
 from swiftbatch.scheduler.serve.api.error_responses import answer_errors
-from swiftbatch.scheduler.serve.api.gate import MOST_HEADER_BYTES, Gate, is_loopback
-from swiftbatch.scheduler.serve.api.objects import Object, batch_object, page_object
+from swiftbatch.scheduler.serve.api.request_limits import BodyLimit, Connection, Crowd, Shutdown
+from swiftbatch.scheduler.serve.api.response_objects import Object, batch_object, page_object
 from swiftbatch.scheduler.serve.api.watching_routes import progress_object
 from swiftbatch.scheduler.serve.batches import Batch
+from swiftbatch.scheduler.serve.client_errors import RefusedError
 from swiftbatch.scheduler.serve.driving.batch_driver import DriverOptions
-from swiftbatch.scheduler.serve.options import ServeOptions
 from swiftbatch.scheduler.serve.page import page_routes
+from swiftbatch.scheduler.serve.page.login_sessions import Sessions
 from swiftbatch.scheduler.serve.page.page_security import UPLOAD_PATH
-from swiftbatch.scheduler.serve.page.sessions import Sessions
-from swiftbatch.scheduler.serve.refusals import RefusedError
+from swiftbatch.scheduler.serve.server_options import ServeOptions
 from swiftbatch.scheduler.serve.service import Service
 
 LIST = "/v1/batches"

@@ -19,10 +19,10 @@ from swiftbatch.metrics.report.run_facts import gather
 from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
 from swiftbatch.scheduler.driver.takeover import claims
 from swiftbatch.scheduler.serve.api.dependencies import Owner, Served
-from swiftbatch.scheduler.serve.api.objects import Object, batch_object
+from swiftbatch.scheduler.serve.api.response_objects import Object, batch_object
 from swiftbatch.scheduler.serve.batch_status import Status, is_submitted
 from swiftbatch.scheduler.serve.batches import Batch
-from swiftbatch.scheduler.serve.refusals import RefusedError
+from swiftbatch.scheduler.serve.client_errors import RefusedError
 from swiftbatch.scheduler.serve.running_texts import partial_texts
 from swiftbatch.scheduler.serve.service import Service
 

@@ -22,10 +22,10 @@ from typing import IO
 
 from swiftbatch.jobs.child_processes import environment_of_code, module_command
 from swiftbatch.jobs.storage.store import Store
-from swiftbatch.scheduler.process.interruption import BAD_INPUT
+from swiftbatch.scheduler.process.signals import BAD_INPUT
 from swiftbatch.scheduler.serve.batch_status import is_submitted
 from swiftbatch.scheduler.serve.batches import Batch
-from swiftbatch.scheduler.serve.files import Files
+from swiftbatch.scheduler.serve.server_files import Files
 
 MAX_EVENTS = 1000  # events that are kept for those who look later
 MAX_LOG_BYTES = 4 * 2**20  # of a file, and of the one before it

@@ -14,10 +14,10 @@ from math import exp2, log
 from typing import Literal
 
 from swiftbatch.jobs.run.run import Run
+from swiftbatch.scheduler.serve.api_keys import Rights
 from swiftbatch.scheduler.serve.batch_status import is_submitted
 from swiftbatch.scheduler.serve.batches import Batch
 from swiftbatch.scheduler.serve.driving.batch_driver import DriverProcess
-from swiftbatch.scheduler.serve.keyring import Rights
 
 MAX_EXPIRED = 1  # beside the others: they are read to name their lines, and run nothing
 DAY = 86400.0

@@ -13,12 +13,12 @@ from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import Progress
 from swiftbatch.scheduler.serve.batch_status import is_submitted, unread_status
 from swiftbatch.scheduler.serve.batches import Batch
+from swiftbatch.scheduler.serve.client_errors import RefusedError
 from swiftbatch.scheduler.serve.page.job_rows import JobPage, Problem, file_problems, job_page, run_problems
+from swiftbatch.scheduler.serve.page.login_sessions import Visitor
 from swiftbatch.scheduler.serve.page.rendering import page_response
-from swiftbatch.scheduler.serve.page.sessions import Visitor
-from swiftbatch.scheduler.serve.records import EndState, State
-from swiftbatch.scheduler.serve.refusals import RefusedError
 from swiftbatch.scheduler.serve.running_texts import partial_texts
+from swiftbatch.scheduler.serve.server_records import EndState, State
 from swiftbatch.scheduler.serve.service import Service
 
 STATE_WORDS: dict[State, str] = {"in_progress": "in progress"}  # others are words already

@@ -15,7 +15,7 @@ from swiftbatch.jobs.run.job_index import JobName
 from swiftbatch.jobs.run.output_line_fields import num_completion_tokens
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import Progress
-from swiftbatch.scheduler.driver.backlog import CANCELLED
+from swiftbatch.scheduler.driver.queue_loading import CANCELLED
 from swiftbatch.scheduler.runs.cancellation import EXPIRED
 from swiftbatch.scheduler.serve.running_texts import names_of
 

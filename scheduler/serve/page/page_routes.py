@@ -19,10 +19,9 @@ from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.scheduler.serve.api import batch_routes, file_routes
 from swiftbatch.scheduler.serve.api.dependencies import Served
 from swiftbatch.scheduler.serve.api.watching_routes import report_response
+from swiftbatch.scheduler.serve.client_errors import RefusedError
 from swiftbatch.scheduler.serve.page.batch_pages import batch_page, list_page
-from swiftbatch.scheduler.serve.page.page_security import ASSETS, PageRoute
-from swiftbatch.scheduler.serve.page.rendering import FOLDER, page_response
-from swiftbatch.scheduler.serve.page.sessions import (
+from swiftbatch.scheduler.serve.page.login_sessions import (
     AnyVisitor,
     KnownVisitor,
     Visitor,
@@ -30,8 +29,9 @@ from swiftbatch.scheduler.serve.page.sessions import (
     new_session_id,
     sessions_of,
 )
-from swiftbatch.scheduler.serve.records import Delivery, delivered_file_id
-from swiftbatch.scheduler.serve.refusals import RefusedError
+from swiftbatch.scheduler.serve.page.page_security import ASSETS, PageRoute
+from swiftbatch.scheduler.serve.page.rendering import FOLDER, page_response
+from swiftbatch.scheduler.serve.server_records import Delivery, delivered_file_id
 from swiftbatch.scheduler.serve.service import Service
 
 MOST_FIELDS, MOST_FIELD_BYTES = 10, 2**14  # of a form

@@ -16,8 +16,8 @@ from starlette.exceptions import HTTPException
 
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.scheduler.serve.api.dependencies import service_of
+from swiftbatch.scheduler.serve.page.login_sessions import LoginNeededError, keep_session
 from swiftbatch.scheduler.serve.page.rendering import page_response
-from swiftbatch.scheduler.serve.page.sessions import LoginNeededError, keep_session
 
 UPLOAD_PATH = "/"
 ASSETS = {"/page.css": "text/css", "/page.js": "text/javascript", "/icon.svg": "image/svg+xml"}

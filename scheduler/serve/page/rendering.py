@@ -11,7 +11,7 @@ from fastapi.responses import HTMLResponse
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from swiftbatch.metrics.report.page_text import date, in_html
-from swiftbatch.scheduler.display.summary import counted, duration, printable
+from swiftbatch.scheduler.display.progress_line import counted, duration, printable
 
 FOLDER = Path(__file__).parent
 LONGEST_NAME = 120  # characters that are shown of a batch's name

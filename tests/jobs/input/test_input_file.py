@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from swiftbatch.jobs.input.input_file import InputFileError
 from swiftbatch.jobs.input.reader import MAX_LINE_BYTES, JobReader, read_jobs
-from swiftbatch.scheduler.runs.job_files import job_lines
+from swiftbatch.scheduler.runs.job_file_folders import job_lines
 from tests import ROOT
 from tests.jobs.input.job_lines import CHAT, GOOD
 

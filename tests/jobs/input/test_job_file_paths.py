@@ -23,7 +23,7 @@ from swiftbatch.jobs.input.line_parsing import JobLine
 from swiftbatch.jobs.input.parquet_rows import ColumnError, Columns
 from swiftbatch.jobs.input.reader import JobReader, Reject
 from swiftbatch.jobs.storage.store import Store
-from swiftbatch.scheduler.runs.job_files import job_lines
+from swiftbatch.scheduler.runs.job_file_folders import job_lines
 from tests.jobs.input.job_lines import GOOD
 
 

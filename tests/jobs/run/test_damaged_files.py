@@ -16,9 +16,9 @@ from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import DriverClaim
 from swiftbatch.scheduler.cli import main
-from swiftbatch.scheduler.driver.backlog import load_queue
 from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
-from swiftbatch.scheduler.driver.hold import Hold
+from swiftbatch.scheduler.driver.queue_loading import load_queue
+from swiftbatch.scheduler.driver.run_lock import Hold
 from swiftbatch.scheduler.driver.takeover import Epoch, RunTakenError, claims
 from tests.jobs.run.run_parts import FINISHED, MANIFEST, PROGRESS, failed_line, make_record, write_older_result
 

@@ -20,8 +20,8 @@ from swiftbatch.jobs.run.output_line_fields import LINE_ID, line_id
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.segment_format import SEGMENTS, SealedResult, encode_segment
 from swiftbatch.jobs.storage.local_folder import LocalFolder
-from swiftbatch.scheduler.display.summary import damage_lines
-from swiftbatch.scheduler.driver.backlog import count_jobs, load_queue
+from swiftbatch.scheduler.display.progress_line import damage_lines
+from swiftbatch.scheduler.driver.queue_loading import count_jobs, load_queue
 from tests.jobs.run.run_parts import FINISHED, MANIFEST, failed_line, make_record, write_older_result
 
 NAMES = "abcde"

@@ -136,7 +136,7 @@ def test_the_death_of_the_drivers_own_node_is_a_loss(head: FakeHead) -> None:
 def test_behind_a_lost_cluster_ray_says_nothing_more() -> None:
     program = """
 import os, sys
-from swiftbatch.scheduler.cluster.cluster import connect
+from swiftbatch.scheduler.cluster.ray_cluster import connect
 from swiftbatch.scheduler.cluster.cluster_watch import ClusterLostError
 try:
     with connect(None, 1):

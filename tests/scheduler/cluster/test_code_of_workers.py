@@ -12,9 +12,9 @@ import pytest
 
 from swiftbatch.jobs.child_processes import environment_of_code, module_command
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.scheduler.cluster import bootstrap
-from swiftbatch.scheduler.cluster.bootstrap import PACKAGE, ROOMS, OtherCodeError, own_code
+from swiftbatch.scheduler.cluster import worker_code
 from swiftbatch.scheduler.cluster.worker_calls import last_words
+from swiftbatch.scheduler.cluster.worker_code import PACKAGE, ROOMS, OtherCodeError, own_code
 from tests import ROOT
 
 pytestmark = pytest.mark.ray
@@ -22,17 +22,17 @@ pytestmark = pytest.mark.ray
 LINE = {"custom_id": "a", "prompt": "The lighthouse", "max_tokens": 3, "ignore_eos": True}
 IN_A_WORKER = """
 import json, os, sys
-from swiftbatch.scheduler.cluster import bootstrap
+from swiftbatch.scheduler.cluster import worker_code
 place, folder, digest, is_sent = sys.argv[1:]
-for name in [name for name in sys.modules if name.partition(".")[0] == bootstrap.PACKAGE]:
+for name in [name for name in sys.modules if name.partition(".")[0] == worker_code.PACKAGE]:
     del sys.modules[name]
 sys.path.insert(0, place)
-code = bootstrap.Code(folder, digest, (place,), is_sent == "sent")
+code = worker_code.Code(folder, digest, (place,), is_sent == "sent")
 try:
-    bootstrap.use_code_of_driver(code)
+    worker_code.use_code_of_driver(code)
     import swiftbatch.worker.drawing.tree
     print(json.dumps(swiftbatch.worker.drawing.tree.__file__))
-except bootstrap.OtherCodeError as error:
+except worker_code.OtherCodeError as error:
     print(json.dumps(f"refused: {error}"))
 """
 
@@ -97,24 +97,24 @@ def test_other_code_is_refused_in_a_line_that_names_both_places(tmp_path: Path) 
 def test_kernels_belong_to_the_code(tmp_path: Path) -> None:
     other = checkout(tmp_path / "other")
     package, kernels = other / PACKAGE, other / "worker" / "kernels"
-    digests = [bootstrap.digest_of(package)]
+    digests = [worker_code.digest_of(package)]
     (kernels / "source" / "new.h").write_text("int new;")
-    digests.append(bootstrap.digest_of(package))
+    digests.append(worker_code.digest_of(package))
     (kernels / "lib").mkdir(exist_ok=True)
     (kernels / "lib" / "kernels-new.so").write_bytes(b"compiled")
-    digests.append(bootstrap.digest_of(package))
+    digests.append(worker_code.digest_of(package))
     assert len(set(digests)) == 3
     (kernels / "lib" / "tmp1").mkdir()  # of a compiler at work
     (kernels / "lib" / "tmp1" / "kernels.c").write_text("half of it")
-    assert bootstrap.digest_of(package) == digests[-1]
+    assert worker_code.digest_of(package) == digests[-1]
 
 
 def test_a_package_that_is_nowhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     code = own_code(is_sent=True)
-    monkeypatch.setattr(bootstrap.importlib.util, "find_spec", lambda package: None)
+    monkeypatch.setattr(worker_code.importlib.util, "find_spec", lambda package: None)
     monkeypatch.setattr(sys, "path", list(sys.path))
     with pytest.raises(OtherCodeError, match="found no swiftbatch, expected that of"):
-        bootstrap.use_code_of_driver(code)
+        worker_code.use_code_of_driver(code)
 
 
 def test_the_last_words_of_a_worker_that_died_while_it_started(tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from swiftbatch.scheduler.cluster import cluster, embedded_ray
-from swiftbatch.scheduler.cluster.cluster import ClusterError, connect
+from swiftbatch.scheduler.cluster import embedded_ray, ray_cluster
 from swiftbatch.scheduler.cluster.embedded_ray import EmbeddedRay
+from swiftbatch.scheduler.cluster.ray_cluster import ClusterError, connect
 
 pytestmark = pytest.mark.ray
 
@@ -101,7 +101,7 @@ def test_where_the_temporary_folder_is_not_there_one_line_says_so(place: Path, m
 
 
 def test_names_that_ray_cannot_take_are_told_of_and_leave_nothing(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "_start", lambda *_: "a\udcff".encode())  # what it does with its own command line
+    monkeypatch.setattr(ray_cluster, "_start", lambda *_: "a\udcff".encode())  # what it does with its own command line
     with pytest.raises(ClusterError, match=r"Ray takes names in UTF-8 alone, .* rename that folder or file"):
         connect(None, 1).__enter__()
     assert list(place.iterdir()) == []
@@ -115,7 +115,7 @@ def test_a_limit_on_the_length_of_files_is_told_before_ray_starts(monkeypatch: p
 
 LOST_LISTENER = """
 import threading
-from swiftbatch.scheduler.cluster.cluster import _silence_ray
+from swiftbatch.scheduler.cluster.ray_cluster import _silence_ray
 
 def listen() -> None:
     raise ConnectionError("recvmsg: Connection reset by peer")
@@ -138,7 +138,7 @@ def test_whatever_ray_raises_while_it_starts_becomes_one_line(place: Path, monke
     def start(*_: object) -> None:
         raise Exception("The current node timed out during startup.\nmore")  # Ray's own words, and its own class
 
-    monkeypatch.setattr(cluster, "_start", start)
+    monkeypatch.setattr(ray_cluster, "_start", start)
     with (
         pytest.raises(ClusterError, match=r"an embedded Ray does not start: The .* startup[.]; its logs are in /tmp"),
         connect(address=None, num_workers=1),

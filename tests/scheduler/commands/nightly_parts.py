@@ -14,7 +14,7 @@ def held_elsewhere(runs: Path) -> Iterator[subprocess.Popen[str]]:
     """Another process that holds the runs, until its input ends."""
     program = (
         "import sys; from swiftbatch.jobs.storage.store import Store\n"
-        "from swiftbatch.scheduler.runs.folder_hold import hold\n"
+        "from swiftbatch.scheduler.runs.folder_lock import hold\n"
         "with hold(Store(sys.argv[1]), False, 'nightly'): print('held', flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", program, str(runs)]

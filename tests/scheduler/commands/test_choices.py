@@ -13,8 +13,8 @@ from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.run.output_line import success_line
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.scheduler.driver.backlog import load_queue
 from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
+from swiftbatch.scheduler.driver.queue_loading import load_queue
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.model.text import TextCodec
 from tests.jobs.checkpoints.checkpoint_parts import claim

@@ -9,13 +9,13 @@ import click
 import pytest
 from pydantic import BaseModel
 
-from swiftbatch.scheduler.batches.mixed_bench import MixedOptions
-from swiftbatch.scheduler.batches.tail_bench import TailOptions
+from swiftbatch.scheduler.bench.mixed_bench import MixedOptions
+from swiftbatch.scheduler.bench.scale.scale_bench import ScaleOptions
+from swiftbatch.scheduler.bench.tail_bench import TailOptions
 from swiftbatch.scheduler.chaos.chaos_options import ChaosOptions
 from swiftbatch.scheduler.limits import Limits
-from swiftbatch.scheduler.runs.settings import Settings
-from swiftbatch.scheduler.scale.scale import ScaleOptions
-from swiftbatch.scheduler.serve.options import ServeOptions
+from swiftbatch.scheduler.runs.default_settings import Settings
+from swiftbatch.scheduler.serve.server_options import ServeOptions
 from swiftbatch.worker.bench.agreement import AgreementOptions
 from swiftbatch.worker.bench.auto_bench import AutoBenchOptions
 from swiftbatch.worker.bench.checkpoints import CheckpointBenchOptions

@@ -13,8 +13,8 @@ from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
 from swiftbatch.jobs.checkpoints.token_log import TokenLog
 from swiftbatch.jobs.run.output_line import error_line
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.scheduler.driver.hold import Hold
 from swiftbatch.scheduler.driver.job_queue import JobQueue
+from swiftbatch.scheduler.driver.run_lock import Hold
 from swiftbatch.scheduler.runs import launch
 from tests.jobs.checkpoints.checkpoint_parts import claim
 from tests.scheduler.commands.command_parts import invoke, job, refusal, write_jobs

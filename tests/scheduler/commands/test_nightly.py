@@ -23,8 +23,8 @@ from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.cli import main
 from swiftbatch.scheduler.commands import nightly as nightly_command
-from swiftbatch.scheduler.runs.folder_hold import file_of
-from swiftbatch.scheduler.runs.job_files import job_files
+from swiftbatch.scheduler.runs.folder_lock import file_of
+from swiftbatch.scheduler.runs.job_file_folders import job_files
 from tests.jobs.run.run_parts import write_result
 from tests.scheduler.commands.nightly_parts import held_elsewhere
 from tests.scheduler.commands.submit_parts import submit_file

@@ -45,7 +45,7 @@ def test_digits_of_other_scripts_are_refused(words: tuple[str, ...]) -> None:
 
 
 def test_an_address_of_a_cluster_has_such_a_port() -> None:
-    from swiftbatch.scheduler.cluster.cluster import ClusterError, connect
+    from swiftbatch.scheduler.cluster.ray_cluster import ClusterError, connect
 
     with (
         pytest.raises(ClusterError, match="expected HOST:PORT of a running Ray cluster"),

@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 from swiftbatch.jobs.run.run import Run, WorkerStatus
-from swiftbatch.scheduler.driver.backlog import count_jobs
 from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
+from swiftbatch.scheduler.driver.queue_loading import count_jobs
 from tests.scheduler.commands.command_parts import finish, invoke
 from tests.scheduler.commands.submit_parts import submit_file
 

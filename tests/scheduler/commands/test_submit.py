@@ -12,8 +12,8 @@ from swiftbatch.jobs.input.reader import Reject
 from swiftbatch.jobs.run.output_line import error_line
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import FORM, RUN_FORM
-from swiftbatch.scheduler.driver.attempts import Attempts
-from swiftbatch.scheduler.driver.hold import Hold
+from swiftbatch.scheduler.driver.attempt_numbers import Attempts
+from swiftbatch.scheduler.driver.run_lock import Hold
 from swiftbatch.scheduler.driver.unfinished_job import Strikes
 from swiftbatch.scheduler.runs.launch import Outcome
 from swiftbatch.worker.config import Computation

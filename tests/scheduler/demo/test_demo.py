@@ -7,7 +7,7 @@ from pathlib import Path
 from swiftbatch.jobs.input.reader import read_jobs
 from swiftbatch.jobs.run.run import WorkerStatus
 from swiftbatch.scheduler.demo.__main__ import NUM_TOKENS, DemoKill, kill_lines, prepare
-from swiftbatch.scheduler.runs.job_records import LineNotes, make_records
+from swiftbatch.scheduler.runs.prompt_checks import LineNotes, make_records
 from swiftbatch.worker.model.files import ModelFiles
 from swiftbatch.worker.model.text import TextCodec
 

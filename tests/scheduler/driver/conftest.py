@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from swiftbatch.scheduler.cluster.cluster import Cluster
+from swiftbatch.scheduler.cluster.ray_cluster import Cluster
 from tests.scheduler.driver.driver_parts import counting_cluster
 
 

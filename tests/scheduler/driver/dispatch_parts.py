@@ -23,7 +23,7 @@ from swiftbatch.jobs.run.output_line import success_line
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.cli import main
 from swiftbatch.scheduler.cluster import worker_calls
-from swiftbatch.scheduler.cluster.actors import WorkerInfo, WorkerSpec
+from swiftbatch.scheduler.cluster.worker_actor import WorkerInfo, WorkerSpec
 from swiftbatch.scheduler.driver.driver import Driver
 from swiftbatch.scheduler.runs import launch
 from swiftbatch.worker.session.work import JobProgress, Orders, WorkReport

@@ -14,15 +14,15 @@ from swiftbatch.jobs.job import Job, JobRecord
 from swiftbatch.jobs.run.run import Progress, Run, RunManifest
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.metrics.driver_counters import DriverCounters
-from swiftbatch.scheduler.cluster.actors import WorkerSpec
-from swiftbatch.scheduler.cluster.cluster import Cluster, connect
+from swiftbatch.scheduler.cluster.ray_cluster import Cluster, connect
+from swiftbatch.scheduler.cluster.worker_actor import WorkerSpec
 from swiftbatch.scheduler.display.events import Event
-from swiftbatch.scheduler.driver.attempts import Attempts
-from swiftbatch.scheduler.driver.backlog import load_queue, put_logs_in_place
-from swiftbatch.scheduler.driver.context import DriverContext
+from swiftbatch.scheduler.driver.attempt_numbers import Attempts
 from swiftbatch.scheduler.driver.driver import Driver
-from swiftbatch.scheduler.driver.hold import Hold
+from swiftbatch.scheduler.driver.driver_state import DriverContext
 from swiftbatch.scheduler.driver.job_queue import JobQueue
+from swiftbatch.scheduler.driver.queue_loading import load_queue, put_logs_in_place
+from swiftbatch.scheduler.driver.run_lock import Hold
 from swiftbatch.scheduler.driver.worker_fleet import Fleet
 from swiftbatch.scheduler.limits import Limits, Spending
 from swiftbatch.worker.config import EngineConfig

@@ -17,13 +17,13 @@ import pytest
 from swiftbatch.jobs.run.output_line import success_line
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.metrics.driver_counters import DriverCounters
-from swiftbatch.scheduler.cluster.actors import WorkerInfo
-from swiftbatch.scheduler.driver.backlog import load_queue
+from swiftbatch.scheduler.cluster.worker_actor import WorkerInfo
 from swiftbatch.scheduler.driver.dispatch import Dispatcher
-from swiftbatch.scheduler.driver.settlement import Intake, Settlement
-from swiftbatch.scheduler.driver.slots import MEMORY_SHARE
-from swiftbatch.scheduler.driver.speed import Speed, StepPace
+from swiftbatch.scheduler.driver.queue_loading import load_queue
+from swiftbatch.scheduler.driver.throughput import Speed, StepPace
+from swiftbatch.scheduler.driver.worker_capacity import MEMORY_SHARE
 from swiftbatch.scheduler.driver.worker_fleet import Reported, Worker
+from swiftbatch.scheduler.driver.worker_reports import Intake, Settlement
 from swiftbatch.worker.caches.memory.page_counts import PAGE
 from swiftbatch.worker.session.reserve import CacheRoom, JobSizes, Reserve, without_room
 from swiftbatch.worker.session.work import Assignment, JobProgress, Orders, WorkReport, WorkSlice

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from swiftbatch.scheduler.driver.backlog import load_queue
+from swiftbatch.scheduler.driver.queue_loading import load_queue
 from tests import ROOT
 from tests.scheduler.driver.dispatch_parts import Dispatched, ask_status, dispatch, with_driver
 from tests.work_counts import counted_calls

@@ -17,10 +17,10 @@ from swiftbatch.jobs.run.output_line_fields import line_id
 from swiftbatch.jobs.run.run import Progress
 from swiftbatch.jobs.shards.shard_settings import ShardSettings, ask_for_shards
 from swiftbatch.metrics.driver_counters import DriverCounters
-from swiftbatch.scheduler.cluster.cluster import Cluster
-from swiftbatch.scheduler.driver.backlog import load_queue
+from swiftbatch.scheduler.cluster.ray_cluster import Cluster
 from swiftbatch.scheduler.driver.driver import DriverError
 from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
+from swiftbatch.scheduler.driver.queue_loading import load_queue
 from tests.jobs.run.run_parts import write_result
 from tests.jobs.shards.shard_parts import all_rows, files, job_ids
 from tests.scheduler.driver.driver_parts import (

@@ -13,8 +13,8 @@ from swiftbatch.jobs.run.job_index import JobEntry
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.metrics.driver_counters import DriverCounters
 from swiftbatch.metrics.worker_counters import EngineCounters
-from swiftbatch.scheduler.cluster.actors import WorkerSpec
-from swiftbatch.scheduler.cluster.cluster import Cluster
+from swiftbatch.scheduler.cluster.ray_cluster import Cluster
+from swiftbatch.scheduler.cluster.worker_actor import WorkerSpec
 from swiftbatch.scheduler.driver.driver_heartbeat import (
     AT_REST,
     BEAT_SECONDS,
@@ -22,10 +22,10 @@ from swiftbatch.scheduler.driver.driver_heartbeat import (
     STALE_SECONDS,
     current_progress,
 )
-from swiftbatch.scheduler.driver.hold import Hold
 from swiftbatch.scheduler.driver.job_queue import JobQueue
+from swiftbatch.scheduler.driver.run_lock import Hold
 from swiftbatch.scheduler.driver.run_progress import Census
-from swiftbatch.scheduler.driver.speed import Speed
+from swiftbatch.scheduler.driver.throughput import Speed
 from swiftbatch.scheduler.driver.worker_fleet import Fleet, Worker
 from swiftbatch.worker.config import EngineConfig
 from tests.scheduler.driver.driver_parts import make_context, make_run

@@ -11,7 +11,7 @@ import pytest
 from swiftbatch.jobs.run.output_line import tokens_sha256
 from swiftbatch.jobs.run.run import Progress, Run
 from swiftbatch.scheduler.cluster import worker_calls
-from swiftbatch.scheduler.cluster.cluster import Cluster
+from swiftbatch.scheduler.cluster.ray_cluster import Cluster
 from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
 from swiftbatch.scheduler.limits import Limits
 from tests.scheduler.driver.driver_parts import (

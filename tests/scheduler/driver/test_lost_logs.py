@@ -14,10 +14,10 @@ from swiftbatch.jobs.checkpoints.packed_logs import FOLDER, PackedLogs
 from swiftbatch.jobs.checkpoints.token_log import TokenLog
 from swiftbatch.jobs.run.output_line import success_line
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.scheduler.driver.attempts import Attempts
-from swiftbatch.scheduler.driver.backlog import load_queue, put_logs_in_place
-from swiftbatch.scheduler.driver.settlement import Intake, Settlement
+from swiftbatch.scheduler.driver.attempt_numbers import Attempts
+from swiftbatch.scheduler.driver.queue_loading import load_queue, put_logs_in_place
 from swiftbatch.scheduler.driver.worker_fleet import Lost, Worker
+from swiftbatch.scheduler.driver.worker_reports import Intake, Settlement
 from tests.jobs.run.run_parts import write_older_result
 from tests.scheduler.driver.driver_parts import job_id, make_context, make_run
 

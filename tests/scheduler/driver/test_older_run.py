@@ -10,9 +10,9 @@ import pytest
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.run.output_line import tokens_sha256
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.scheduler.cluster.cluster import Cluster
-from swiftbatch.scheduler.driver.attempts import Attempts
-from swiftbatch.scheduler.driver.backlog import load_queue
+from swiftbatch.scheduler.cluster.ray_cluster import Cluster
+from swiftbatch.scheduler.driver.attempt_numbers import Attempts
+from swiftbatch.scheduler.driver.queue_loading import load_queue
 from tests.scheduler.driver.driver_parts import RecordingDisplay, make_driver
 from tests.scheduler.driver.older_jobs import write_older_run
 

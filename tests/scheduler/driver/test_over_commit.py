@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from swiftbatch.scheduler.driver.lengths import Forecast
+from swiftbatch.scheduler.driver.expected_lengths import Forecast
 from swiftbatch.worker.caches.memory import page_counts
 from swiftbatch.worker.caches.memory.page_counts import pages_of
 from tests.scheduler.driver.simulated_fleet import SimulatedRun, StepModel

@@ -19,8 +19,8 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryErr
 from swiftbatch.jobs.run.run import Progress
 from swiftbatch.metrics.driver_counters import DRIVER_METRICS, DriverCounters
 from swiftbatch.scheduler.cluster import worker_calls
-from swiftbatch.scheduler.cluster.actors import WorkerSpec
-from swiftbatch.scheduler.cluster.cluster import Cluster
+from swiftbatch.scheduler.cluster.ray_cluster import Cluster
+from swiftbatch.scheduler.cluster.worker_actor import WorkerSpec
 from swiftbatch.scheduler.driver.worker_fleet import Fleet, Reported
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.session.work import Orders, WorkReport

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.shared_prompts import SharedPrompt, prompt_keys
-from swiftbatch.scheduler.cluster.actors import WorkerInfo
-from swiftbatch.scheduler.driver.backlog import load_queue
+from swiftbatch.scheduler.cluster.worker_actor import WorkerInfo
 from swiftbatch.scheduler.driver.dispatch import Dispatcher
 from swiftbatch.scheduler.driver.job_queue import JobQueue
-from swiftbatch.scheduler.driver.speed import StepPace
+from swiftbatch.scheduler.driver.queue_loading import load_queue
+from swiftbatch.scheduler.driver.throughput import StepPace
 from swiftbatch.scheduler.driver.worker_fleet import Worker
 from swiftbatch.worker.session.work import Orders
 from tests.jobs.run.run_parts import MANIFEST, make_record

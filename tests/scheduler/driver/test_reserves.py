@@ -12,12 +12,12 @@ import pytest
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import AttemptStart, CheckpointStore
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.scheduler.driver.attempts import Attempts
-from swiftbatch.scheduler.driver.backlog import load_queue
-from swiftbatch.scheduler.driver.context import DriverContext
-from swiftbatch.scheduler.driver.settlement import Intake, Settlement
-from swiftbatch.scheduler.driver.slots import Slots
+from swiftbatch.scheduler.driver.attempt_numbers import Attempts
+from swiftbatch.scheduler.driver.driver_state import DriverContext
+from swiftbatch.scheduler.driver.queue_loading import load_queue
+from swiftbatch.scheduler.driver.worker_capacity import Slots
 from swiftbatch.scheduler.driver.worker_fleet import Lost, Reported, Worker
+from swiftbatch.scheduler.driver.worker_reports import Intake, Settlement
 from swiftbatch.worker.session.work import JobProgress, Orders, WorkReport
 from tests.scheduler.driver.driver_parts import RecordingDisplay, job_id, make_context, make_run
 from tests.scheduler.driver.simulated_fleet import SimulatedRun, StepModel
@@ -31,7 +31,7 @@ def simulated(folder: Path, limits: dict[str, int], lengths: dict[str, int]) -> 
 
 
 def test_short_jobs_leave_no_slot_empty_while_others_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swiftbatch.scheduler.driver.slots.MOST_SLOTS", 4)
+    monkeypatch.setattr("swiftbatch.scheduler.driver.worker_capacity.MOST_SLOTS", 4)
     rng = random.Random(3)
     lengths = {f"job {number}": rng.randint(4, 12) for number in range(400)}
     least = sum(lengths.values()) / (2 * 4) * STEP.seconds(4)
@@ -42,7 +42,7 @@ def test_short_jobs_leave_no_slot_empty_while_others_wait(tmp_path: Path, monkey
 
 def test_at_the_end_nobody_waits_for_the_reserve_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One worker's jobs come to their limits, the other's end at once: it gets what the first has not begun."""
-    monkeypatch.setattr("swiftbatch.scheduler.driver.slots.MOST_SLOTS", 1)
+    monkeypatch.setattr("swiftbatch.scheduler.driver.worker_capacity.MOST_SLOTS", 1)
     monkeypatch.setattr(Slots, "num_to_reserve", lambda *_: 3)
     limits = {f"job {number}": 200 for number in range(8)}
     recalled: list[str] = []

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from swiftbatch.jobs.run.job_index import JobEntry
-from swiftbatch.scheduler.cluster.actors import WorkerInfo
-from swiftbatch.scheduler.driver.balance import Balance, Last
+from swiftbatch.scheduler.cluster.worker_actor import WorkerInfo
 from swiftbatch.scheduler.driver.job_queue import JobQueue
-from swiftbatch.scheduler.driver.speed import StepPace
+from swiftbatch.scheduler.driver.load_balancing import Balance, Last
+from swiftbatch.scheduler.driver.throughput import StepPace
 from swiftbatch.scheduler.driver.worker_fleet import Worker
 from swiftbatch.worker.kernels.sizes import MOST_SLOTS
 from tests.scheduler.driver.simulated_fleet import SimulatedRun, StepModel

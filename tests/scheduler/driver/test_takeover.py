@@ -12,7 +12,7 @@ from swiftbatch.jobs.run.checked_reading import read_model
 from swiftbatch.jobs.run.run import Progress, Run
 from swiftbatch.jobs.run.run_records import DriverClaim
 from swiftbatch.metrics.driver_counters import DriverCounters
-from swiftbatch.scheduler.cluster.cluster import Cluster
+from swiftbatch.scheduler.cluster.ray_cluster import Cluster
 from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
 from swiftbatch.scheduler.driver.takeover import Epoch, RunTakenError, refuse_if_taken
 from swiftbatch.scheduler.runs.cancellation import cancel_jobs

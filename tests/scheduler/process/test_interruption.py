@@ -14,8 +14,8 @@ from collections.abc import Iterator
 import pytest
 
 from swiftbatch.scheduler import __main__ as command_process
-from swiftbatch.scheduler.process import interruption
-from swiftbatch.scheduler.process.interruption import call_interruptibly, held, interrupt_on_signals
+from swiftbatch.scheduler.process import signals
+from swiftbatch.scheduler.process.signals import call_interruptibly, held, interrupt_on_signals
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +33,7 @@ def _own_handlers() -> Iterator[None]:
 def test_the_first_signal_asks_and_the_second_one_interrupts(
     number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(interruption, "SAME_SECONDS", -1.0)
+    monkeypatch.setattr(signals, "SAME_SECONDS", -1.0)
     asked: list[None] = []
     with held(lambda: asked.append(None)):
         signal.raise_signal(number)
@@ -112,7 +112,7 @@ def test_handlers_that_a_call_sets_below_python_go_with_it() -> None:
 
 RESETS = """
 import ctypes, os, pathlib, re, signal, sys, threading, time
-from swiftbatch.scheduler.process.interruption import call_interruptibly, interrupt_on_signals
+from swiftbatch.scheduler.process.signals import call_interruptibly, interrupt_on_signals
 
 def has_handler():
     [caught] = re.findall(r"SigCgt:\\s+(\\w+)", pathlib.Path("/proc/self/status").read_text())
@@ -153,9 +153,9 @@ def test_an_interruption_that_python_has_wrapped_is_told_as_one(
 
 STUCK = """
 import signal, time
-from swiftbatch.scheduler.process import interruption
-interruption.SAME_SECONDS = -1.0
-interruption.interrupt_on_signals()
+from swiftbatch.scheduler.process import signals
+signals.SAME_SECONDS = -1.0
+signals.interrupt_on_signals()
 try:
     signal.raise_signal(signal.SIGTERM)
 except KeyboardInterrupt:
@@ -172,7 +172,7 @@ def test_a_process_that_takes_no_notice_is_ended_by_the_next_signal() -> None:
 
 WAITING = """
 import sys, threading
-from swiftbatch.scheduler.process.interruption import call_interruptibly
+from swiftbatch.scheduler.process.signals import call_interruptibly
 call_interruptibly(lambda: print("begun", flush=True) or sys.stdin.readline() and None, threading.Event())
 """
 
@@ -184,7 +184,7 @@ def test_a_process_that_is_stopped_while_it_waits_for_a_call_waits_on() -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == "begun\n"
         process.send_signal(signal.SIGSTOP)
-        time.sleep(2 * interruption.LOOK_SECONDS)
+        time.sleep(2 * signals.LOOK_SECONDS)
         process.send_signal(signal.SIGCONT)
         process.communicate("\n", timeout=60)
         assert process.returncode == 0
@@ -192,7 +192,7 @@ def test_a_process_that_is_stopped_while_it_waits_for_a_call_waits_on() -> None:
 
 DROPS = """
 import signal, sys, time
-from swiftbatch.scheduler.process.interruption import interrupt_on_signals
+from swiftbatch.scheduler.process.signals import interrupt_on_signals
 
 class Dropping:
     def __del__(self):

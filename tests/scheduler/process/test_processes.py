@@ -21,7 +21,7 @@ from tests.jobs.run.run_parts import MANIFEST
 
 HERE = os.uname().nodename
 CLAIM = (
-    "import sys, time; from swiftbatch.jobs.run.run import Run; from swiftbatch.scheduler.driver.hold import Hold\n"
+    "import sys, time; from swiftbatch.jobs.run.run import Run; from swiftbatch.scheduler.driver.run_lock import Hold\n"
     "hold = Hold(Run.open(sys.argv[1])); print('held', flush=True); time.sleep(float(sys.argv[2]))"
 )
 UNSHARED = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]

@@ -12,7 +12,7 @@ from swiftbatch.jobs.checkpoints.token_log import TokenLog
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.run.output_line import success_line
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.scheduler.driver.hold import Hold
+from swiftbatch.scheduler.driver.run_lock import Hold
 from swiftbatch.scheduler.runs.extension import Extension, extend_jobs
 from swiftbatch.worker.model.files import locate_model
 from tests.jobs.run.run_parts import write_result

@@ -13,7 +13,7 @@ import pytest
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.driver import takeover
-from swiftbatch.scheduler.driver.backlog import load_queue
+from swiftbatch.scheduler.driver.queue_loading import load_queue
 from swiftbatch.scheduler.driver.takeover import RunTakenError
 from swiftbatch.scheduler.process.process_id import own_key
 from swiftbatch.scheduler.runs.extension import kept_of, prune

@@ -13,8 +13,8 @@ import pytest
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.shards.shards import DATA, Shards
 from swiftbatch.jobs.storage.store import Store, StoreError
-from swiftbatch.scheduler.driver.hold import Hold
-from swiftbatch.scheduler.driver.sharding import finish_shards
+from swiftbatch.scheduler.driver.run_lock import Hold
+from swiftbatch.scheduler.driver.shard_writing import finish_shards
 from swiftbatch.scheduler.driver.takeover import RunTakenError
 from tests.jobs.shards.shard_parts import all_rows, fail, files, finish, job_ids, leftovers, make_run, shards_of
 from tests.scheduler.runs.test_killed_extend import as_a_process_that_is_no_more

@@ -20,11 +20,11 @@ from swiftbatch.jobs.storage.object_folder import ObjectFolder
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.cli import main
 from swiftbatch.scheduler.driver import takeover
-from swiftbatch.scheduler.driver.hold import Hold
 from swiftbatch.scheduler.driver.job_queue import JobQueue
+from swiftbatch.scheduler.driver.run_lock import Hold
 from swiftbatch.scheduler.process.process_id import own_key
-from swiftbatch.scheduler.runs import job_records, launch, submission
-from swiftbatch.scheduler.runs.settings import Settings
+from swiftbatch.scheduler.runs import launch, prompt_checks, submission
+from swiftbatch.scheduler.runs.default_settings import Settings
 from tests.jobs.run.run_parts import FINISHED, write_result
 
 pytestmark = pytest.mark.long
@@ -108,7 +108,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_drive", finish)
     monkeypatch.setattr(os, "fsync", lambda _: None)  # a kill leaves what was written
     monkeypatch.setattr(launch, "connect", lambda *_: contextlib.nullcontext())
-    for module, name in ((submission, "locate_model"), (job_records, "TextCodec")):
+    for module, name in ((submission, "locate_model"), (prompt_checks, "TextCodec")):
         monkeypatch.setattr(module, name, functools.cache(getattr(module, name)))
 
 

@@ -14,14 +14,14 @@ from click.testing import CliRunner
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.scheduler.cli import main
-from swiftbatch.scheduler.cluster.cluster import Cluster
 from swiftbatch.scheduler.cluster.cluster_watch import ClusterLostError
+from swiftbatch.scheduler.cluster.ray_cluster import Cluster
 from swiftbatch.scheduler.commands.options.launch_options import make_settings
 from swiftbatch.scheduler.display.events import FewGpus, SlowOnGpu
 from swiftbatch.scheduler.driver.driver import DriverError
 from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
 from swiftbatch.scheduler.runs import launch
-from swiftbatch.scheduler.runs.settings import Settings
+from swiftbatch.scheduler.runs.default_settings import Settings
 from swiftbatch.worker.caches.room import KVRoomError
 from swiftbatch.worker.config import EngineConfig
 from tests.scheduler.driver.driver_parts import make_run

@@ -8,7 +8,7 @@ import pytest
 
 from swiftbatch.jobs.run.priorities import FILE, priorities_of
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.scheduler.driver.backlog import load_queue
+from swiftbatch.scheduler.driver.queue_loading import load_queue
 from tests.scheduler.commands.command_parts import job, write_jobs
 from tests.scheduler.commands.submit_parts import submit_file
 

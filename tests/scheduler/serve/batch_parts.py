@@ -10,8 +10,8 @@ from pathlib import Path
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.serve.batches import Batch, Batches
-from swiftbatch.scheduler.serve.files import Files
-from swiftbatch.scheduler.serve.records import CANCEL, Cancellation
+from swiftbatch.scheduler.serve.server_files import Files
+from swiftbatch.scheduler.serve.server_records import CANCEL, Cancellation
 from tests.scheduler.commands.command_parts import finish
 from tests.scheduler.commands.submit_parts import submit_file
 from tests.scheduler.serve.server_parts import request

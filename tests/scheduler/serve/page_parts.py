@@ -25,7 +25,7 @@ from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.serve.api.server import make_app
 from swiftbatch.scheduler.serve.batches import Batch
 from swiftbatch.scheduler.serve.driving.batch_driver import DriverOptions
-from swiftbatch.scheduler.serve.options import ServeOptions
+from swiftbatch.scheduler.serve.server_options import ServeOptions
 from swiftbatch.scheduler.serve.service import Service
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.model.text import TextCodec

@@ -13,9 +13,9 @@ from swiftbatch.jobs.run.checked_reading import RunError
 from swiftbatch.jobs.run.run import MANIFEST, REJECTS
 from swiftbatch.jobs.storage.local_folder import LocalFolder
 from swiftbatch.jobs.storage.store import StoreError
+from swiftbatch.scheduler.serve.batch_ending import settle
 from swiftbatch.scheduler.serve.batches import Batch
-from swiftbatch.scheduler.serve.ending import settle
-from swiftbatch.scheduler.serve.records import BATCH, CANCEL, ENDED, FILE
+from swiftbatch.scheduler.serve.server_records import BATCH, CANCEL, ENDED, FILE
 from tests.scheduler.serve.api_parts import batch_of, client_of, service_on, upload
 from tests.scheduler.serve.batch_parts import Folder, submit_two
 from tests.scheduler.serve.server_parts import wait_until

@@ -6,9 +6,9 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.testclient import TestClient
 
-from swiftbatch.scheduler.serve.api.gate import Gate
-from swiftbatch.scheduler.serve.keyring import Keyring, make_key
-from swiftbatch.scheduler.serve.page.sessions import Sessions
+from swiftbatch.scheduler.serve.api.access_control import Gate
+from swiftbatch.scheduler.serve.api_keys import Keyring, make_key
+from swiftbatch.scheduler.serve.page.login_sessions import Sessions
 
 SECRET, LINE = make_key("alice")
 SCRAPER, SCRAPER_LINE = make_key("prometheus")

@@ -18,9 +18,9 @@ from swiftbatch.scheduler.display.webhook_message import SECRET_VARIABLE, Receiv
 from swiftbatch.scheduler.serve import batch_webhooks, webhook_hosts
 from swiftbatch.scheduler.serve.batch_webhooks import Hooks
 from swiftbatch.scheduler.serve.batches import Batch, Batches
-from swiftbatch.scheduler.serve.files import Files
-from swiftbatch.scheduler.serve.records import Counts, Ended
-from swiftbatch.scheduler.serve.refusals import RefusedError
+from swiftbatch.scheduler.serve.client_errors import RefusedError
+from swiftbatch.scheduler.serve.server_files import Files
+from swiftbatch.scheduler.serve.server_records import Counts, Ended
 from swiftbatch.scheduler.serve.webhook_hosts import Receivers, WebhookHosts, WebhookHostsError, reach
 from tests.scheduler.display.receivers import KEY, SECRET, receiver, redirect, status
 from tests.scheduler.serve.server_parts import wait_until

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from swiftbatch.scheduler.serve.keyring import (
+from swiftbatch.scheduler.serve.api_keys import (
     KeyFileError,
     KeyLineError,
     Keyring,
@@ -24,7 +24,7 @@ HASH, OTHER_HASH = "a" * 64, "b" * 64
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [1000.0]
-    monkeypatch.setattr("swiftbatch.scheduler.serve.keyring.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("swiftbatch.scheduler.serve.api_keys.time.monotonic", lambda: now[0])
     return now
 
 

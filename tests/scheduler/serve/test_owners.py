@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from fastapi.testclient import TestClient
 
-from swiftbatch.scheduler.serve.keyring import make_key
-from swiftbatch.scheduler.serve.records import new_batch_id, new_file_id
+from swiftbatch.scheduler.serve.api_keys import make_key
+from swiftbatch.scheduler.serve.server_records import new_batch_id, new_file_id
 from tests.scheduler.serve.api_parts import batch_of, bearer, client_of, service_on, upload
 
 ALICE, ALICE_LINE = make_key("alice")

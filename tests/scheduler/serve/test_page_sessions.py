@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from fastapi.testclient import TestClient
 
-from swiftbatch.scheduler.serve import keyring
-from swiftbatch.scheduler.serve.keyring import make_key
-from swiftbatch.scheduler.serve.page import sessions
-from swiftbatch.scheduler.serve.page.sessions import COOKIE, Sessions, new_session_id
-from swiftbatch.scheduler.serve.records import Counts, Ended
+from swiftbatch.scheduler.serve import api_keys
+from swiftbatch.scheduler.serve.api_keys import make_key
+from swiftbatch.scheduler.serve.page import login_sessions
+from swiftbatch.scheduler.serve.page.login_sessions import COOKIE, Sessions, new_session_id
+from swiftbatch.scheduler.serve.server_records import Counts, Ended
 from tests.scheduler.serve.page_parts import ORIGIN, app_of, client_of, new_batch, service_of, token_of
 
 SECRET, LINE = make_key("alice")
@@ -142,7 +142,7 @@ def test_a_logout_ends_the_session_everywhere(client: TestClient) -> None:
 def test_a_session_ends_with_its_key_and_with_its_server(
     tmp_path: Path, key_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keyring, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(api_keys, "LOOK_SECONDS", 0.0)
     client = client_of(app_of(tmp_path / "runs", key_file))
     session_id = log_in(client)
     next_one = client_of(app_of(tmp_path / "runs", key_file))
@@ -154,11 +154,11 @@ def test_a_session_ends_with_its_key_and_with_its_server(
 
 
 def test_sessions_are_bounded_in_time_and_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "MOST_SESSIONS", 2)
+    monkeypatch.setattr(login_sessions, "MOST_SESSIONS", 2)
     kept = Sessions()
     first, second, third = (kept.begin(digest) for digest in "abc")
     assert [kept.key_digest(session_id) for session_id in (first, second, third)] == [None, "b", "c"]
-    monkeypatch.setattr(sessions, "SESSION_SECONDS", 0)
+    monkeypatch.setattr(login_sessions, "SESSION_SECONDS", 0)
     assert kept.key_digest(kept.begin("d")) is None
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from swiftbatch.jobs.storage.local_folder import LocalFolder
 from swiftbatch.jobs.storage.store import Store
+from swiftbatch.scheduler.serve.client_errors import Places
 from swiftbatch.scheduler.serve.driving.batch_queue import Course
-from swiftbatch.scheduler.serve.refusals import Places
 from swiftbatch.scheduler.serve.service import Service
 from tests.scheduler.serve.page_parts import app_of, client_of, in_progress, new_batch, service_of
 

@@ -10,10 +10,10 @@ import pytest
 from fastapi.testclient import TestClient
 
 from swiftbatch.scheduler.serve.api import batch_routes, server, watching_routes
+from swiftbatch.scheduler.serve.api_keys import make_key
 from swiftbatch.scheduler.serve.batch_status import Watcher
 from swiftbatch.scheduler.serve.batches import Batch
-from swiftbatch.scheduler.serve.keyring import make_key
-from swiftbatch.scheduler.serve.records import Counts, Ended
+from swiftbatch.scheduler.serve.server_records import Counts, Ended
 from swiftbatch.scheduler.serve.service import Service
 from tests.scheduler.serve.api_parts import batch_of, bearer, client_of, service_on, upload
 from tests.scheduler.serve.batch_parts import submit_two

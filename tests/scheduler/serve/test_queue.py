@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from swiftbatch.jobs.storage.store import Store
+from swiftbatch.scheduler.serve.api_keys import Rights
 from swiftbatch.scheduler.serve.batches import Batch
 from swiftbatch.scheduler.serve.driving.batch_queue import (
     BEGUN_TOKENS,
@@ -19,8 +20,7 @@ from swiftbatch.scheduler.serve.driving.batch_queue import (
     next_batch,
     standing_of,
 )
-from swiftbatch.scheduler.serve.keyring import Rights
-from swiftbatch.scheduler.serve.records import BatchRecord, Counts, Ended
+from swiftbatch.scheduler.serve.server_records import BatchRecord, Counts, Ended
 from tests.work_counts import num_lines
 
 NOW = 1_000_000.0

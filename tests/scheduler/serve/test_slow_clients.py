@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import uvicorn
 
-from swiftbatch.scheduler.serve.api import bounds
+from swiftbatch.scheduler.serve.api import request_limits
 from swiftbatch.scheduler.serve.api.server import make_app
 from tests.scheduler.serve.api_parts import service_on
 
@@ -28,14 +28,14 @@ OK = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[int, str]]:
     """The port of a server of little patience, and the id of a long file there."""
-    for module, name in ((bounds, "HEAD_SECONDS"), (bounds, "READ_SECONDS"), (bounds, "WINDOW_SECONDS")):
-        monkeypatch.setattr(module, name, SOON)
+    for name in ("HEAD_SECONDS", "READ_SECONDS", "WINDOW_SECONDS"):
+        monkeypatch.setattr(request_limits, name, SOON)
     service = service_on(tmp_path / "runs")
     file = service.files.add(io.BytesIO(bytes(LONG_BYTES)), "long", "batch", None)
     listening = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(
         make_app(service, True),
-        http=bounds.Connection,
+        http=request_limits.Connection,
         lifespan="off",
         log_config=None,
         timeout_graceful_shutdown=1,  # else a client that is not cut off holds up the end of the tests

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from swiftbatch.scheduler.serve.batch_ending import ask_to_cancel, settle
 from swiftbatch.scheduler.serve.batch_status import Status, Watcher
 from swiftbatch.scheduler.serve.batches import Batch
-from swiftbatch.scheduler.serve.ending import ask_to_cancel, settle
-from swiftbatch.scheduler.serve.records import ENDED, Counts, delivered_file_id
+from swiftbatch.scheduler.serve.server_records import ENDED, Counts, delivered_file_id
 from tests.scheduler.commands.command_parts import finish
 from tests.scheduler.serve.batch_parts import Folder, cancel, submit, submit_two
 from tests.scheduler.serve.server_parts import request

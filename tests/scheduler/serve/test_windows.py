@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from swiftbatch.scheduler.serve.new_batch import window_seconds
-from swiftbatch.scheduler.serve.refusals import RefusedError
+from swiftbatch.scheduler.serve.batch_request import window_seconds
+from swiftbatch.scheduler.serve.client_errors import RefusedError
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("1s", 1), ("90m", 5400), ("24h", 86_400), ("30d", 30 * 86_400)])

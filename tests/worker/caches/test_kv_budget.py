@@ -15,7 +15,7 @@ from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.scheduler.cli import main
 from swiftbatch.scheduler.runs import launch
-from swiftbatch.scheduler.runs.settings import Settings
+from swiftbatch.scheduler.runs.default_settings import Settings
 from swiftbatch.scheduler.runs.submission import Submission, submission
 from swiftbatch.worker.caches import room
 from swiftbatch.worker.caches.room import (

@@ -15,8 +15,8 @@ from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.job import Job, JobRecord, SentJob
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.scheduler.driver.backlog import put_logs_in_place
-from swiftbatch.scheduler.runs.manifest import with_model
+from swiftbatch.scheduler.driver.queue_loading import put_logs_in_place
+from swiftbatch.scheduler.runs.fixed_settings import with_model
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.session.session import WorkerSession

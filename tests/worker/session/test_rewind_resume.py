@@ -16,7 +16,7 @@ from swiftbatch.jobs.checkpoints.pending_writes import PendingCheckpoint
 from swiftbatch.jobs.checkpoints.token_log import Rewind
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.store import Store
-from swiftbatch.scheduler.driver.backlog import put_logs_in_place
+from swiftbatch.scheduler.driver.queue_loading import put_logs_in_place
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.session.checkpointing import Checkpointing
 from swiftbatch.worker.session.resume import _still_valid

@@ -1,0 +1,256 @@
+"""The Ray cluster that a run uses: one of its own, or a running one."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import logging
+import os
+import resource
+import secrets
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from swiftbatch.jobs.errors import UserError
+from swiftbatch.scheduler.cluster.cluster_watch import ANSWER_SECONDS, ClusterLostError, ClusterWatch
+from swiftbatch.scheduler.cluster.embedded_ray import EmbeddedRay
+from swiftbatch.scheduler.cluster.worker_code import linked_code
+from swiftbatch.scheduler.process.signals import INTERRUPTED, call_interruptibly
+
+if TYPE_CHECKING:
+    from ray.job_config import JobConfig
+
+OBJECT_STORE_BYTES = 100 * 2**20  # reports are small; the default would reserve a third of the memory
+
+CONNECT_SECONDS = 10.0
+
+
+class ClusterError(UserError):
+    """Ray cannot be started or reached."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The facts about a cluster that the driver needs to place its workers and to keep them."""
+
+    is_embedded: bool
+    num_gpus: int
+    watch: ClusterWatch | None  # None where this version of Ray can't be asked
+
+    def num_cpus_per_worker(self) -> int:
+        """An embedded Ray may run more workers than cores; a real cluster's autoscaler must see a need."""
+        return 0 if self.is_embedded else 1
+
+    def num_gpus_per_worker(self, device: str) -> int:
+        """A worker has a GPU to itself; where the device is `auto`, the cluster decides."""
+        return 1 if device == "cuda" or (device == "auto" and self.num_gpus > 0) else 0
+
+
+@contextlib.contextmanager
+def connect(address: str | None, num_workers: int) -> Iterator[Cluster]:
+    """Start an embedded Ray (`address` None) or join the cluster at `address`; leave it at the end.
+
+    Raises ClusterError, and KeyboardInterrupt at a signal while Ray starts. While connected, nothing but the returned
+    context's user writes to the terminal. After a ClusterLostError the process ends with exit code 2 as soon as Python
+    does, after an interruption of Ray with 130.
+    """
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # of a worker that nobody waits for any more
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own is 15: any other program would come first
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # otherwise a warning about a future default
+    with contextlib.ExitStack() as stack:
+        embedded = None
+        if address is None:
+            _protect()
+            embedded = _embedded_ray()
+            stack.callback(embedded.end)
+        else:
+            _refuse_unreachable(address)
+        # Ray's listener thread prints a lost worker's obituary to stdout whatever its log level is.
+        stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w", encoding="utf-8"))))
+        left = threading.Event()
+        stack.callback(left.set)
+        _init(address, num_workers, embedded, left)
+        stack.push(functools.partial(_leave, embedded))
+        watch = _open_watch()
+        if watch is not None:
+            stack.callback(watch.stop)
+        yield Cluster(is_embedded=address is None, num_gpus=_num_gpus(), watch=watch)
+
+
+def _embedded_ray() -> EmbeddedRay:
+    longest, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if longest != resource.RLIM_INFINITY and longest < OBJECT_STORE_BYTES:
+        raise ClusterError(
+            f"an embedded Ray needs files of {OBJECT_STORE_BYTES:,} bytes, and here none is to be longer than "
+            f"{longest:,}; raise the limit (ulimit -f unlimited)"
+        )
+    try:
+        return EmbeddedRay()
+    except OSError as error:
+        raise ClusterError(
+            f"an embedded Ray has no place for its files: cannot make {error.filename}: {error.strerror}; "
+            "set RAY_TMPDIR to a folder that can be written"
+        ) from None
+
+
+def _init(address: str | None, num_workers: int, embedded: EmbeddedRay | None, left: threading.Event) -> None:
+    """Have Ray up in this process, until `left`. Raises ClusterError, and KeyboardInterrupt."""
+
+    def init() -> None:
+        if embedded is None:
+            _join(address)
+        else:
+            with embedded.apart():
+                _start(num_workers, embedded)
+
+    try:
+        call_interruptibly(init, left)
+    except KeyboardInterrupt:
+        _end_without_ray(INTERRUPTED)  # it may be starting still, in its thread
+        raise
+    except UnicodeEncodeError:  # Ray keeps the command's words and the working folder's name
+        raise ClusterError(
+            "Ray takes names in UTF-8 alone, and one in this command or of the folder it was given in is none; "
+            "rename that folder or file"
+        ) from None
+    except Exception as error:  # Ray raises whatever it likes: also a bare Exception, where a node takes long
+        where = f"no Ray cluster answers at {address}" if embedded is None else "an embedded Ray does not start"
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        logs = "" if embedded is None else f"; its logs are in {embedded.keep_logs()}"
+        raise ClusterError(f"{where}: {reason}{logs}") from error
+
+
+def _job_on_its_own_path() -> JobConfig:
+    """A job whose workers look for no code in this process's current folder: Ray adds it but for jobs with their own.
+
+    What is private to Ray here may be gone one day. Then `bootstrap` still takes the folder off the path, but not
+    before Ray has imported its own libraries.
+    """
+    from ray.job_config import JobConfig
+
+    class JobOnItsOwnPath(JobConfig):  # type: ignore[misc]  # Ray has no types
+        def _runtime_env_has_working_dir(self) -> bool:
+            return True
+
+    return JobOnItsOwnPath()
+
+
+def _start(num_workers: int, embedded: EmbeddedRay) -> None:
+    import ray
+
+    ray.init(
+        job_config=_job_on_its_own_path(),
+        address="local",  # never by accident another cluster that runs on this machine
+        num_cpus=num_workers,
+        include_dashboard=False,
+        object_store_memory=OBJECT_STORE_BYTES,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        _temp_dir=str(embedded.folder),
+    )
+
+
+def _join(address: str | None) -> None:
+    import ray
+
+    with tempfile.TemporaryDirectory() as folder:  # the driver's own version travels to the workers, as one package
+        code = str(linked_code(Path(folder)))
+        ray.init(
+            address=address,
+            job_config=_job_on_its_own_path(),
+            runtime_env={"py_modules": [code]},
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+
+
+def _open_watch() -> ClusterWatch | None:
+    """All of this is private to Ray, though its own libraries use it; without it there are no drain notices."""
+    import ray
+
+    context = ray.get_runtime_context()
+    try:
+        head = ray._raylet.GcsClient(address=context.gcs_address)
+        own_node_id = ray.NodeID.from_hex(context.get_node_id())
+        head.check_alive([own_node_id], timeout=ANSWER_SECONDS)
+        head.get_draining_nodes(timeout=ANSWER_SECONDS)
+    except (AttributeError, TypeError):
+        return None
+    return ClusterWatch(head, own_node_id)
+
+
+def _leave(embedded: EmbeddedRay | None, _type: object, error: BaseException | None, _traceback: object) -> None:
+    """Leave the cluster. One that was lost is not said goodbye to: that hangs, or crashes the process."""
+    import ray
+
+    if isinstance(error, ClusterLostError):
+        if embedded is not None:
+            embedded.keep_logs()
+        _end_without_ray(2)
+        return
+    ended = threading.Event()
+    ended.set()
+    try:
+        call_interruptibly(ray.shutdown, ended)  # from then on SIGTERM kills the process
+    except KeyboardInterrupt:
+        _end_without_ray(INTERRUPTED)
+        raise
+
+
+def _end_without_ray(code: int) -> None:
+    """Let nothing of Ray speak or be waited for any more: the process ends with `code`."""
+    _silence_ray()
+    atexit.register(_end_process, code)  # runs before Ray's own
+
+
+def _silence_ray() -> None:
+    """Make stderr Python's alone from here on: Ray's threads write to its descriptor, even behind our last line.
+
+    Ray's threads in Python fail when Ray has gone, and that is no news.
+    """
+    threading.excepthook = lambda _failed: None
+    sys.stderr.flush()
+    sys.stderr = os.fdopen(os.dup(2), "w", buffering=1, encoding="utf-8", errors="backslashreplace")
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+
+
+def _end_process(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _refuse_unreachable(address: str) -> None:
+    """Ray itself would try for minutes. Raises ClusterError."""
+    host, separator, port = address.removeprefix("ray://").rpartition(":")
+    if not separator or not (port.isascii() and port.isdecimal()):
+        raise ClusterError(f"--address {address}: expected HOST:PORT of a running Ray cluster")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise ClusterError(f"no Ray cluster answers at {address}: {error}") from None
+
+
+def _protect() -> None:
+    """Give our own Ray a secret of its own: its ports are open to the network, and who may call it may run code.
+
+    Ray reads the secret once per process, so it stays for the life of the process.
+    """
+    os.environ["RAY_AUTH_MODE"] = "token"
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+
+
+def _num_gpus() -> int:
+    import ray
+
+    resources: dict[str, float] = ray.cluster_resources()
+    return int(resources.get("GPU", 0))

@@ -1,0 +1,170 @@
+"""Spreads the work of a run over its workers, so that all of them end at about the same time."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+
+import numpy as np
+from numpy.typing import NDArray
+
+from swiftbatch.scheduler.driver.job_queue import JobQueue
+from swiftbatch.scheduler.driver.throughput import JOB_SHARE
+from swiftbatch.scheduler.driver.worker_fleet import Fleet, Worker
+
+SLACK = 1.1  # a longest job that ends so much later than it could is worth moving others for,
+MIN_RELIEF_SECONDS = 2.0  # if it ends so much sooner then: to be handed back and to go on elsewhere takes about as long
+MOST_PLANNED = 10_000  # jobs: among more, long ones are seldom many workers' matter, and a plan is dear
+PLAN_SLACK = 1.05  # a plan is what nobody can do better, and some jobs are always on their way
+
+
+@dataclass(frozen=True)
+class EndPlan:
+    """The time in which all jobs could end, and the seconds of a token of a job among 1, 2, ... on its worker."""
+
+    seconds: float
+    per_token: NDArray[np.float64]
+
+    def most_jobs(self, num_left: int) -> int:
+        """The most jobs among which one with so many tokens left ends in time; one always may be alone."""
+        return max(1, int(np.searchsorted(self.per_token, PLAN_SLACK * self.seconds / max(1, num_left), "right")))
+
+
+@dataclass(frozen=True)
+class Last:
+    """The worker that ends last."""
+
+    worker: Worker
+    speed_of_others: float  # tokens per second
+
+
+class Balance:
+    """Says which workers should take more of the jobs that wait."""
+
+    def __init__(self, queue: JobQueue, fleet: Fleet, num_workers: int) -> None:
+        self._queue, self._fleet, self._num_workers = queue, fleet, num_workers
+        self._relieved: set[str] = set()  # jobs that had to leave a longest one
+
+    def has_share(self, num_held: int, num_left: int) -> bool:
+        """Tell whether a worker with so many jobs, and tokens left to draw, has its share of the jobs or the tokens.
+
+        The longest jobs go first: without the tokens' share, the first worker would get all of them.
+        """
+        is_share_of_jobs = num_held >= math.ceil(self._queue.num_to_run / self._num_workers)
+        return is_share_of_jobs or (num_held > 0 and num_left >= self._queue.num_tokens_left / self._num_workers)
+
+    def plan(self, most_jobs: int) -> EndPlan | None:
+        """The time in which workers with up to so many jobs each could end all that are left, long ones among few.
+
+        None for one worker, whose jobs need not be parted, for very many jobs, and where workers that take all the
+        jobs they can end about as soon: then no short job waits for a long one.
+        """
+        num_ready = sum(worker.state == "ready" for worker in self._fleet.workers)  # others may never come
+        if num_ready < 2 or self._queue.num_unfinished > MOST_PLANNED:
+            return None
+        lefts = np.maximum(1, self._queue.expected_lefts())
+        per_token = self._seconds_per_token(most_jobs)
+        low = float(lefts.max(initial=1) * per_token[0])
+        high = max(low, float(lefts.sum() * per_token[0]))
+        while high > 1.01 * low:
+            middle = math.sqrt(low * high)
+            if _worker_seconds(lefts, per_token, middle) <= num_ready * middle:
+                high = middle
+            else:
+                low = middle
+        unplanned = _seconds_of_first(np.sort(lefts)[::-1][::num_ready].tolist(), per_token)
+        return EndPlan(high, per_token) if unplanned > PLAN_SLACK * high else None
+
+    def _seconds_per_token(self, most_jobs: int) -> NDArray[np.float64]:
+        """The seconds of a token of a job among 1, 2, ...; any unit is good where nothing is known yet."""
+        pace, numbers = self._fleet.pace, range(1, most_jobs + 1)
+        if pace.seconds_per_token(1) > 0:
+            return np.maximum.accumulate([pace.seconds_per_token(number) for number in numbers])
+        return 1 - JOB_SHARE + JOB_SHARE * np.array(numbers) / most_jobs
+
+    def of_last(self, now: float) -> Last | None:
+        """The worker whose longest job ends last, and how fast the others are.
+
+        None where there is nobody else, or no speed yet.
+        """
+        ready = [worker for worker in self._fleet.workers if worker.state == "ready"]
+        if len(ready) < 2 or self._is_far_from_end(ready, now):
+            return None
+        worker = max(ready, key=lambda worker: self._seconds_of(self._lefts(worker)))
+        if not self._queue.num_held_by(worker.id):
+            return None
+        others = sum(other.speed.tokens_per_second(now) for other in ready if other is not worker)
+        return Last(worker, others) if others > 0 and self._fleet.pace.seconds_per_token(1) > 0 else None
+
+    def _is_far_from_end(self, ready: list[Worker], now: float) -> bool:
+        """Tell whether no job can be the last: the longest that there may be ends long before all others have.
+
+        To look at each worker's jobs is dear where there are a thousand workers.
+        """
+        num_jobs = 1 + max(self._queue.num_held_by(worker.id) for worker in ready)
+        longest = self._queue.most_tokens
+        seconds = longest * self._fleet.pace.seconds_per_token(num_jobs)
+        speed = sum(worker.speed.tokens_per_second(now) for worker in ready)
+        return seconds > 0 and seconds * speed <= self._queue.num_expected_left - num_jobs * longest
+
+    def may_have_more(self, last: Last) -> bool:
+        """Tell whether the worker whose longest job ends last may get one more job beside it.
+
+        It may if that job, among so many for all its time, still ends before the others are done with all the rest.
+        """
+        lefts = self._lefts(last.worker)
+        num_jobs = len(lefts) + 1
+        seconds = lefts[-1] * self._fleet.pace.seconds_per_token(num_jobs)
+        return seconds * last.speed_of_others <= self._queue.num_expected_left - num_jobs * lefts[-1]
+
+    def too_many(self, last: Last) -> list[str]:
+        """The jobs that a worker should hand back so that its longest does not end long after all others.
+
+        Those with the least left stay, as many as leave it in time; none is handed back for this twice.
+        """
+        held = [(self._queue.num_expected(entry.job_id), entry) for entry in self._queue.held_by(last.worker.id)]
+        held.sort(key=lambda job: job[0])
+        lefts = [num_left for num_left, _ in held]
+        alone = lefts[-1] * self._fleet.pace.seconds_per_token(1)
+        num_kept = len(held) - 1
+        while num_kept and self._seconds_of([*lefts[:num_kept], lefts[-1]]) > SLACK * max(
+            alone, (self._queue.num_expected_left - sum(lefts[:num_kept]) - lefts[-1]) / last.speed_of_others
+        ):
+            num_kept -= 1
+        if self._seconds_of(lefts) - self._seconds_of([*lefts[:num_kept], lefts[-1]]) < MIN_RELIEF_SECONDS:
+            return []
+        surplus = [entry.job_id for _, entry in held[num_kept:-1] if entry.job_id not in self._relieved]
+        self._relieved.update(surplus)
+        return surplus
+
+    def _lefts(self, worker: Worker) -> list[int]:
+        """The tokens that its jobs are expected to draw yet, the fewest first."""
+        return [job.left for job in self._queue.growths(worker.id)]
+
+    def _seconds_of(self, lefts: list[int]) -> float:
+        """Seconds until jobs with so many tokens left, the fewest first, have ended on a worker that gets no more."""
+        pace, seconds, before = self._fleet.pace, 0.0, 0
+        for num_ended, left in enumerate(lefts):
+            seconds += (left - before) * pace.seconds_per_token(len(lefts) - num_ended)
+            before = left
+        return seconds
+
+
+def _seconds_of_first(lefts: list[int], per_token: NDArray[np.float64]) -> float:
+    """Seconds of a worker with jobs of so many tokens, the longest first, that always runs as many as it can."""
+    running, waiting, seconds, drawn = lefts[: len(per_token)], deque(lefts[len(per_token) :]), 0.0, 0
+    heapify(running)  # by the tokens that each job of the worker has drawn when they end
+    while running:
+        seconds += (running[0] - drawn) * float(per_token[len(running) - 1])
+        drawn = heappop(running)
+        if waiting:
+            heappush(running, drawn + waiting.popleft())
+    return seconds
+
+
+def _worker_seconds(lefts: NDArray[np.int64], per_token: NDArray[np.float64], seconds: float) -> float:
+    """The time of workers that jobs take if each is among as many others as let it end in so many seconds."""
+    num_jobs = np.clip(np.searchsorted(per_token, seconds / lefts, "right"), 1, len(per_token))
+    return float((lefts * per_token[num_jobs - 1] / num_jobs).sum())

@@ -1,0 +1,177 @@
+"""Reads from a run folder what is done and what is still to do."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+from numpy.typing import NDArray
+
+from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
+from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
+from swiftbatch.jobs.checkpoints.packed_logs import CHECKPOINTS, FOLDER, WORKERS, PackedLogs
+from swiftbatch.jobs.run.checked_reading import NUM_READERS
+from swiftbatch.jobs.run.job_index import JobEntry, JobIndex
+from swiftbatch.jobs.run.output_line import error_line
+from swiftbatch.jobs.run.priorities import priorities_of
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.shared_prompts import SharedPrompt, shared_prompts
+from swiftbatch.scheduler.driver.attempt_numbers import Attempts
+from swiftbatch.scheduler.driver.expected_lengths import Lengths
+from swiftbatch.scheduler.driver.job_queue import JobQueue
+from swiftbatch.scheduler.driver.untouched_jobs import NO_GROUP, UntouchedJobs
+
+CANCELLED = "cancelled"  # the error code of a job that its user stopped
+SECONDS_OF_A_WRITE = 60  # at the most
+
+
+def load_queue(run: Run, max_attempts: int, attempts: Attempts | None = None) -> JobQueue:
+    """The queue of a run's unfinished jobs; `attempts` hears of those that have left files, or a result.
+
+    A started job counts the tokens of its token log, or of the last heartbeat where that is ahead: those were generated
+    too, and an attempt that has not come as far has made no progress.
+    """
+    index = run.job_index()
+    lengths = Lengths()
+    is_waiting, ended = _ended(run, index, lengths, attempts)
+    index = index.some(np.flatnonzero(is_waiting))
+    priorities, (groups, shared) = _priorities(run, index), _prompts(index)
+    started = _started(run, index, attempts)
+    rows = np.setdiff1d(np.arange(len(index)), [row for row, _ in started])
+    untouched = UntouchedJobs(index.some(rows).without("prompt_keys"), priorities[rows], groups[rows], shared[rows])
+    queue = JobQueue(max_attempts, untouched, lengths)
+    for row, num_tokens in started:
+        prompt = SharedPrompt(None if groups[row] == NO_GROUP else int(groups[row]), int(shared[row]))
+        entry = index.entry(row)
+        strikes = attempts.strikes(entry.job_id) if attempts else None
+        queue.add(entry, num_tokens, int(priorities[row]), prompt, strikes)
+    for state, (num_jobs, num_tokens) in ended.items():
+        queue.add_ended(state, num_tokens, num_jobs)
+    return queue
+
+
+def put_logs_in_place(run: Run, have_all_gone: bool = False) -> None:
+    """Write the token logs that workers of earlier drivers have left in files of their own where jobs are resumed from.
+
+    What such workers have left half written goes as well: at once where all workers `have_all_gone`, else as soon as it
+    is so old that nobody can be writing it. Call it before `load_queue`, once the run is held, and when the last worker
+    has gone. Raises StoreError.
+
+    Checkpoints that finished jobs have left go, too.
+    """
+    run.store.delete_leftovers(FOLDER, min_age_seconds=0 if have_all_gone else SECONDS_OF_A_WRITE)
+    logs = PackedLogs.of(run)
+    found = logs.found()
+    logs.put_in_place(found.without(with_results(run, {entry.job_id for entry in found.entries})))
+    _clear_finished(run)
+
+
+def _clear_finished(run: Run) -> None:
+    """Delete the checkpoints of finished jobs whose worker ended between their result and that.
+
+    A job with a kept token log may have been left its state on purpose, see `--keep-state`.
+    """
+    found = set(run.store.list(CHECKPOINTS)) - {WORKERS}
+    if found and (finished := with_results(run, found - KeptLogs.of(run).sizes().keys())):
+        checkpoints = CheckpointStore.of(run)
+        with ThreadPoolExecutor(NUM_READERS) as pool:
+            list(pool.map(checkpoints.clear, finished))
+
+
+def with_results(run: Run, job_ids: Collection[str]) -> set[str]:
+    """Return those of some jobs that have a result."""
+    asked = list(job_ids)
+    lines = run.result_lines(asked) if asked else ()
+    return {job_id for job_id, line in zip(asked, lines, strict=True) if line is not None}
+
+
+def _ended(
+    run: Run, index: JobIndex, lengths: Lengths, attempts: Attempts | None
+) -> tuple[NDArray[np.bool_], dict[str, tuple[int, int]]]:
+    """Tell which jobs have no readable result or error, and how many others ended how, with how many tokens.
+
+    The lengths of finished ones are noted in `lengths`; `attempts` forgets them.
+    """
+    is_waiting = np.ones(len(index), bool)
+    num_jobs: Counter[str] = Counter()
+    num_tokens: Counter[str] = Counter()
+    finished = array("q")  # rows and tokens
+    for row, error_code, length in run.ended_jobs(index):
+        is_waiting[row] = False
+        state = "finished" if error_code is None else _state_of_failure(error_code)
+        num_jobs[state] += 1
+        if error_code is None:
+            num_tokens[state] += length
+            finished.extend((row, length))
+    rows, tokens = np.asarray(finished, np.int64).reshape(-1, 2).T
+    lengths.note_all(index.columns["num_prompt_tokens"][rows], tokens, index.columns["max_tokens"][rows])
+    if attempts is not None:
+        for row in np.intersect1d(rows, index.rows_of("job_id", attempts.counted())):
+            attempts.finish(index.columns["job_id"][row].as_py())
+    return is_waiting, {state: (num_jobs[state], num_tokens[state]) for state in num_jobs}
+
+
+def _priorities(run: Run, index: JobIndex) -> NDArray[np.int64]:
+    found, priorities = np.zeros(len(index), np.int64), priorities_of(run.store)
+    for row in index.rows_of("custom_id", priorities):
+        found[row] = priorities[index.columns["custom_id"][row].as_py()]
+    return found
+
+
+def _prompts(index: JobIndex) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """The group of each job's prompt, and how many tokens others have as well; most jobs have no keys to compare."""
+    from pyarrow import compute
+
+    groups, shared = np.full(len(index), NO_GROUP, np.int32), np.zeros(len(index), np.int32)
+    keys = index.columns["prompt_keys"]
+    rows = np.flatnonzero(compute.fill_null(compute.binary_length(keys), 0).to_numpy())
+    for row, prompt in zip(rows, shared_prompts([keys[row].as_py() for row in rows]), strict=True):
+        groups[row], shared[row] = NO_GROUP if prompt.group is None else prompt.group, prompt.num_tokens
+    return groups, shared
+
+
+def _started(run: Run, index: JobIndex, attempts: Attempts | None) -> list[tuple[int, int]]:
+    """The rows of the jobs that an earlier driver has handed out, with the tokens that each is known to have had."""
+    last_beat, checkpoints = run.progress(), CheckpointStore.of(run)
+    reported = {} if last_beat is None else last_beat.running
+    with_checkpoint = set(run.store.list("checkpoints"))
+    names = {known for name in reported for known in (name, name.rpartition("[")[0])}  # of lines with choices, too
+    handed_out = with_checkpoint.union(attempts.counted() if attempts else ())
+    rows = np.union1d(index.rows_of("job_id", handed_out), index.rows_of("custom_id", names))
+    entries = [index.entry(row) for row in rows.tolist()]
+    with ThreadPoolExecutor(NUM_READERS) as pool:
+        found = [entry.job_id for entry in entries if entry.job_id in with_checkpoint]
+        read = dict(zip(found, pool.map(checkpoints.read_attempts, found), strict=True))
+    for job_id, (numbers, _) in read.items():
+        if attempts is not None:
+            attempts.note_found(job_id, numbers)
+    num_logged = {job_id: len(log.token_ids) for job_id, (_, log) in read.items()}
+    return [
+        (row, max(num_logged.get(entry.job_id, 0), reported.get(entry.name, 0)))
+        for row, entry in zip(rows.tolist(), entries, strict=True)
+        if entry.job_id in handed_out or entry.name in reported
+    ]
+
+
+def count_jobs(run: Run) -> dict[str, int]:
+    """Number of jobs by state, while no driver runs them."""
+    counts = {"pending": 0, "running": 0, "finished": 0, "failed": 0, CANCELLED: 0}
+    job_ids = set(run.job_ids())
+    finished, failed = (ended & job_ids for ended in run.ended())
+    counts["finished"] = len(finished)
+    counts["pending"] = len(job_ids) - len(finished) - len(failed)
+    for line in run.errors(failed):
+        counts[_state_of_failure(line["error"]["code"])] += 1
+    return counts
+
+
+def write_cancelled(run: Run, entries: Iterable[JobEntry]) -> None:
+    """Write that jobs were cancelled. Their token logs stay: `resume --retry-failed` goes on from there."""
+    run.write_errors((entry.job_id, error_line(entry, CANCELLED, "cancelled by its user")) for entry in entries)
+
+
+def _state_of_failure(code: str) -> str:
+    return CANCELLED if code == CANCELLED else "failed"

@@ -1,0 +1,239 @@
+"""The end of a batch: what is left of its jobs is given up where it has to, its files are written, then how it ended.
+
+A kill at any moment in between is no harm: all is done again, with the same outcome.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from swiftbatch.jobs.errors import UserError
+from swiftbatch.jobs.input.reader import Reject
+from swiftbatch.jobs.json_lines import dump_line
+from swiftbatch.jobs.run.checked_reading import DamagedError, read_model
+from swiftbatch.jobs.run.output import temporary_file
+from swiftbatch.jobs.run.output_line_fields import num_completion_tokens
+from swiftbatch.jobs.run.run import MANIFEST, Run
+from swiftbatch.jobs.run.run_records import RunManifest
+from swiftbatch.scheduler.driver.queue_loading import CANCELLED
+from swiftbatch.scheduler.process.streams import Lines
+from swiftbatch.scheduler.runs.cancellation import EXPIRED, cancel_jobs, expire_jobs
+from swiftbatch.scheduler.serve.batch_status import DAMAGED, is_submitted, lines_of, running_status
+from swiftbatch.scheduler.serve.batches import Batch, Batches
+from swiftbatch.scheduler.serve.driving.batch_driver import DriverProcess
+from swiftbatch.scheduler.serve.server_files import Files
+from swiftbatch.scheduler.serve.server_records import (
+    BATCHES,
+    Counts,
+    Delivery,
+    Ended,
+    EndState,
+    LineProblem,
+    delivered_file_id,
+)
+
+BATCH_CANCELLED = "batch_cancelled"  # OpenAI's code for such a line
+INVALID = "invalid_request"
+
+MOST_PROBLEMS = 100  # problems that are shown; the error file of a batch that ran has all rejects
+
+Reason = Literal["finished", "cancelled", "expired"]
+
+GIVE_UP: dict[Reason, Callable[[Run], object]] = {
+    "finished": lambda run: None,
+    "cancelled": lambda run: cancel_jobs(run, None),
+    "expired": expire_jobs,
+}
+
+
+@dataclass(frozen=True)
+class Delivered:
+    """The two files that a batch ends with, as OpenAI has them: lines with a response, and all others.
+
+    None where no line went there. `has_expired` says whether a line came too late.
+    """
+
+    counts: Counts
+    num_generated_tokens: int
+    output_file_id: str | None
+    error_file_id: str | None
+    has_expired: bool
+
+
+def deliver(batch: Batch, run: Run, files: Files) -> Delivered:
+    """Write both files. Again is no harm: they have the same ids. Raises StoreError, RunError. Needs no manifest."""
+    counts = {"output": 0, "errors": 0}
+    has_expired, num_tokens = False, 0
+    with temporary_file() as output, temporary_file() as errors:
+        for line in _lines(batch, run):
+            delivery = "output" if line["error"] is None else "errors"
+            (output if line["error"] is None else errors).write(dump_line(line))
+            counts[delivery] += 1
+            num_tokens += num_completion_tokens(line) if line["error"] is None else 0
+            has_expired = has_expired or any(error["code"] == EXPIRED for error in _errors(line))
+        kept = {
+            delivery: _keep(batch, files, delivery, file) if counts[delivery] else None
+            for delivery, file in _both(output, errors)
+        }
+    num_completed, num_failed = counts["output"], counts["errors"]
+    totals = Counts(total=num_completed + num_failed, completed=num_completed, failed=num_failed)
+    return Delivered(totals, num_tokens, kept["output"], kept["errors"], has_expired)
+
+
+def _both(output: Any, errors: Any) -> list[tuple[Delivery, Any]]:
+    return [("output", output), ("errors", errors)]
+
+
+def _keep(batch: Batch, files: Files, delivery: Delivery, source: Any) -> str:
+    source.seek(0)
+    file_id = delivered_file_id(batch.id, delivery)
+    files.add(source, f"{batch.id}_{delivery}.jsonl", "batch_output", batch.owner, file_id)
+    return file_id
+
+
+def _lines(batch: Batch, run: Run) -> Iterator[dict[str, Any]]:
+    """All lines of the run in input order, rejects behind them."""
+    for line in run.joined_lines():
+        for error in _errors(line):
+            if error["code"] == CANCELLED:
+                error["code"] = BATCH_CANCELLED
+        yield line
+    for number, reject in enumerate(run.rejects(), start=1):
+        yield _reject_line(batch, number, reject)
+
+
+def _errors(line: dict[str, Any]) -> list[dict[str, Any]]:
+    """The error of a line, or those of its choices that failed beside others."""
+    if line["error"] is not None:
+        return [line["error"]]
+    return [choice["error"] for choice in line["response"]["body"].get("failed_choices", ())]
+
+
+def _reject_line(batch: Batch, number: int, reject: Reject) -> dict[str, Any]:
+    error = {"code": INVALID, "message": reject.reason, "line": reject.line_number}
+    reject_id = f"batch_req_{batch.id}-reject-{number}"
+    return {"id": reject_id, "custom_id": reject.custom_id, "response": None, "error": error}
+
+
+def end_batch(batches: Batches, files: Files, batch: Batch, reason: Reason, problem: str) -> None:
+    """End a batch that no driver runs any more. `problem` is what its last driver said, where its input is not read.
+
+    Raises RunTakenError while somebody else's driver runs it, RunError, StoreError.
+    """
+    lines = lines_of(batch.store)
+    if lines is None:
+        batches.end(batch, _never_run(batch, reason, problem))
+        return
+    run = Run.open(batch.store.uri)
+    if not lines.num_jobs:
+        batches.end(batch, _without_good_lines(batch, run))
+        return
+    GIVE_UP[reason](run)
+    status = running_status(batch.store, lines)
+    delivered = deliver(batch, run, files)
+    batches.end(
+        batch,
+        Ended(
+            state=_end_state(batch, delivered),
+            counts=delivered.counts,
+            in_progress=status.in_progress,
+            finalizing=status.finalizing or time.time(),
+            ended=time.time(),
+            num_total_tokens=0 if status.progress is None else status.progress.num_total_tokens,
+            num_generated_tokens=delivered.num_generated_tokens,
+            output_file_id=delivered.output_file_id,
+            error_file_id=delivered.error_file_id,
+        ),
+    )
+
+
+def settle(batches: Batches, files: Files, batch: Batch, driver: DriverProcess | None) -> bool:
+    """End a batch without a driver, if it is at its end; `driver` is the last one that this server had for it.
+
+    Where its run is damaged no driver brings it further, and it fails. Raises as `end_batch` does, otherwise.
+    """
+    try:
+        reason = _reason_to_end(batch, driver)
+        if reason is not None:
+            end_batch(batches, files, batch, reason, "" if driver is None else driver.problem)
+        return reason is not None
+    except DamagedError as error:
+        Lines(sys.stderr).write(f"{batch.id} fails: {error}")
+        batches.end(batch, _damaged(batch, files, error))
+        return True
+
+
+def ask_to_cancel(batch: Batch, driver: DriverProcess) -> None:
+    """Have a driver at work cancel all jobs; one that has yet to begin with them, as while it starts Ray, is to end."""
+    try:
+        if driver.has_begun and is_submitted(batch.store):
+            cancel_jobs(Run.open(batch.store.uri), None)
+            return
+    except UserError:  # the batch is settled once the driver has ended
+        pass
+    driver.ask_to_end()
+
+
+def _reason_to_end(batch: Batch, driver: DriverProcess | None) -> Reason | None:
+    """The reason why a batch without a driver ends now; None while something is to run, be it to name its lines."""
+    read_model(batch.store, MANIFEST, RunManifest)  # raises DamagedError, also before all lines are in the run
+    if batch.cancellation is not None:
+        return "cancelled"
+    if driver is not None and driver.found_bad_input:
+        return "finished"
+    lines = lines_of(batch.store)
+    if lines is not None and running_status(batch.store, lines).state == "finalizing":
+        return "finished"
+    can_name_lines = lines is not None or driver is not None
+    return "expired" if can_name_lines and batch.has_expired(time.time()) else None
+
+
+def _end_state(batch: Batch, delivered: Delivered) -> EndState:
+    if batch.cancellation is not None:
+        return "cancelled"
+    return "expired" if delivered.has_expired else "completed"
+
+
+def _never_run(batch: Batch, reason: Reason, problem: str) -> Ended:
+    """The end of a batch whose input could not be read, or not in time."""
+    if batch.cancellation is not None:
+        return _at_once("cancelled", Counts())
+    found = problem or "the input file could not be read in time"
+    code = "batch_expired" if reason == "expired" else "invalid_input_file"
+    return _at_once("failed", Counts(), LineProblem(code=code, message=found))
+
+
+def _damaged(batch: Batch, files: Files, error: DamagedError) -> Ended:
+    """The end of a failed batch, with the results that are there. The run stays as it is, so that it may be mended."""
+    message = f"{BATCHES}/{batch.id}/{error.path} is damaged: {error.problem}"
+    failed = _at_once("failed", Counts(), LineProblem(code=DAMAGED, message=message))
+    try:
+        delivered = deliver(batch, Run.without_manifest(batch.store.uri), files)
+    except DamagedError:  # the jobs are, too
+        return failed
+    return failed.model_copy(
+        update={
+            "counts": delivered.counts,
+            "num_generated_tokens": delivered.num_generated_tokens,
+            "output_file_id": delivered.output_file_id,
+            "error_file_id": delivered.error_file_id,
+        }
+    )
+
+
+def _without_good_lines(batch: Batch, run: Run) -> Ended:
+    rejects = run.rejects()
+    problems = [
+        LineProblem(code=INVALID, message=reject.reason, line=reject.line_number) for reject in rejects[:MOST_PROBLEMS]
+    ]
+    state: EndState = "failed" if batch.cancellation is None else "cancelled"
+    return _at_once(state, Counts(total=len(rejects), failed=len(rejects)), *problems)
+
+
+def _at_once(state: EndState, counts: Counts, *problems: LineProblem) -> Ended:
+    now = time.time()
+    return Ended(state=state, counts=counts, in_progress=None, finalizing=now, ended=now, problems=problems)

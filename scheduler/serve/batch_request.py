@@ -1,0 +1,78 @@
+"""The checked body of a request for a new batch."""
+
+from __future__ import annotations
+
+import re
+from itertools import islice
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field, ValidationError, field_validator
+
+from swiftbatch.jobs.frozen_records import Strict
+from swiftbatch.jobs.input.line_formats import MAX_PRIORITY
+from swiftbatch.jobs.input.validation_errors import FieldError, reasons
+from swiftbatch.jobs.job import JobUrl
+from swiftbatch.scheduler.serve.client_errors import RefusedError
+
+UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+WINDOW = re.compile(r"([0-9]{1,6})([smhd])")
+LEAST_SECONDS, MOST_SECONDS = 1, 30 * 86400
+EXPECTED = "expected a whole number with s, m, h or d behind it, as in 24h, from 1s to 30d"
+MAX_PAIRS, MAX_KEY, MAX_VALUE = 16, 64, 512  # of metadata, as OpenAI has it
+MAX_LOOKED_AT = 64  # fields: a body of more has unknown ones among the first, and is refused for them
+MAX_URL = 2000
+
+
+def window_seconds(text: str) -> int:
+    """The time that a batch may take. Raises RefusedError."""
+    found = WINDOW.fullmatch(text)
+    seconds = int(found[1]) * UNITS[found[2]] if found else 0
+    if not LEAST_SECONDS <= seconds <= MOST_SECONDS:
+        raise RefusedError(f"completion_window: found {text[:40]!a}, {EXPECTED}", param="completion_window")
+    return seconds
+
+
+def _utf8(text: str) -> str:
+    """Refuse halves of characters, which JSON may hold, but no file and no answer can."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise FieldError("", "found half a character, expected text that can be written as UTF-8") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_utf8)]
+Key = Annotated[Text, Field(max_length=MAX_KEY)]
+Value = Annotated[Text, Field(max_length=MAX_VALUE)]
+
+
+class NewBatch(Strict):
+    """The body of `POST /v1/batches`. The last two fields are not OpenAI's."""
+
+    input_file_id: Text
+    endpoint: JobUrl
+    completion_window: Text
+    metadata: dict[Key, Value] | None = None
+    priority: int = Field(default=0, ge=-MAX_PRIORITY - 1, le=MAX_PRIORITY)  # lower begins earlier, as of jobs
+    webhook: Annotated[Text, Field(max_length=MAX_URL)] | None = None
+
+    @property
+    def seconds(self) -> int:
+        """The time that the batch may take, in seconds. Raises RefusedError."""
+        return window_seconds(self.completion_window)
+
+    @field_validator("metadata", mode="before")
+    @classmethod
+    def _few(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > MAX_PAIRS:
+            raise FieldError("", f"found {len(value):,} pairs, expected at most {MAX_PAIRS}")
+        return value
+
+    @classmethod
+    def parse(cls, body: dict[str, Any]) -> NewBatch:
+        """Check the body of a request. Raises RefusedError."""
+        try:
+            return cls.model_validate(dict(islice(body.items(), MAX_LOOKED_AT)))
+        except ValidationError as error:
+            [param, *_] = [*error.errors()[0]["loc"], None]
+            raise RefusedError(reasons(error, cls), param=None if param is None else str(param)) from None

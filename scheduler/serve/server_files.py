@@ -1,0 +1,116 @@
+"""The files of a server: what clients upload, and what batches end with."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
+from typing import BinaryIO
+
+from swiftbatch.jobs.input.job_file_paths import joined
+from swiftbatch.jobs.run.checked_reading import NUM_READERS, RunError, pretty
+from swiftbatch.jobs.storage.store import Store
+from swiftbatch.scheduler.process.streams import Lines
+from swiftbatch.scheduler.serve.client_errors import RefusedError, no_such_file
+from swiftbatch.scheduler.serve.server_records import (
+    CONTENT,
+    FILE,
+    FILES,
+    Catalogue,
+    FileRecord,
+    Order,
+    Purpose,
+    is_file_id,
+    new_file_id,
+    read_record,
+)
+
+
+class Files:
+    """The files below `files/`. Every method raises StoreError when the storage fails."""
+
+    def __init__(self, store: Store) -> None:
+        """Read the files; what an upload that a kill cut off has left is deleted."""
+        self._store = store
+        names = [name for name in store.list(FILES) if is_file_id(name)]
+        with ThreadPoolExecutor(NUM_READERS) as pool:
+            records = list(pool.map(self._read, names))
+        self._catalogue = Catalogue(record for record in records if record is not None)
+
+    def __len__(self) -> int:
+        return len(self._catalogue)
+
+    def add(
+        self,
+        source: BinaryIO,
+        filename: str,
+        purpose: Purpose,
+        owner: str | None,
+        file_id: str | None = None,
+    ) -> FileRecord:
+        """Keep the rest of `source`, a file that can seek; its name is kept as a text alone."""
+        start = source.tell()
+        num_bytes = source.seek(0, 2) - start
+        source.seek(start)
+        file_id = file_id or new_file_id()
+        record = FileRecord(
+            id=file_id, created=time.time(), filename=filename, purpose=purpose, num_bytes=num_bytes, owner=owner
+        )
+        self._store.write_from(f"{FILES}/{file_id}/{CONTENT}", source)
+        self._store.write(f"{FILES}/{file_id}/{FILE}", pretty(record))
+        self._catalogue.add(record)
+        return record
+
+    def get(self, file_id: str, owner: str | None, param: str = "id") -> FileRecord:
+        """The owner's file with this id. Raises RefusedError if there is none."""
+        record = self._catalogue.get(file_id, owner)
+        if record is None:
+            raise no_such_file(file_id, param)
+        return record
+
+    def page(
+        self, owner: str | None, after: str | None, limit: int, order: Order, purpose: str | None
+    ) -> tuple[list[FileRecord], bool]:
+        """The page that `Catalogue.page` returns, of one purpose or of all."""
+        return self._catalogue.page(owner, after, limit, order, lambda file: purpose in (None, file.purpose))
+
+    def content(self, record: FileRecord) -> Generator[bytes, None, None]:
+        """The bytes, a piece at a time, to be closed.
+
+        Raises RefusedError where they are not as many as they were, or the file was deleted just now.
+        """
+        self.check(record)
+        pieces = self._store.pieces(f"{FILES}/{record.id}/{CONTENT}")
+        if pieces is None:
+            raise no_such_file(record.id)
+        return pieces
+
+    def check(self, record: FileRecord) -> None:
+        """Raise RefusedError if a file's bytes are not as many as they were."""
+        num_bytes = self._store.sizes(f"{FILES}/{record.id}").get(CONTENT)
+        if num_bytes is not None and num_bytes != record.num_bytes:
+            problem = f"found {num_bytes:,} bytes, expected {record.num_bytes:,}"
+            Lines(sys.stderr).write(f"{FILES}/{record.id}/{CONTENT} is damaged: {problem}")
+            raise RefusedError(f"{record.id} is damaged: {problem}", 410, code="damaged_file")
+
+    def uri(self, file_id: str) -> str:
+        """The place of the bytes, for another process."""
+        return joined(self._store.uri, f"{FILES}/{file_id}/{CONTENT}")
+
+    def delete(self, record: FileRecord) -> None:
+        """Delete the record, then the file, which is gone without it. The next start removes what a failure leaves."""
+        self._store.delete(f"{FILES}/{record.id}/{FILE}")
+        self._catalogue.remove(record.id)
+        self._store.delete_folder(f"{FILES}/{record.id}")
+
+    def _read(self, name: str) -> FileRecord | None:
+        """The file's record; None for a damaged one, and for a file that never became whole, which is removed."""
+        try:
+            record = read_record(self._store, f"{FILES}/{name}/{FILE}", FileRecord)
+        except RunError as error:
+            Lines(sys.stderr).write(f"{name} is left out until the server is started again: {error}")
+            return None
+        if record is None:
+            self._store.delete_folder(f"{FILES}/{name}")
+        return record

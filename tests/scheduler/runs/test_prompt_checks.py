@@ -1,0 +1,270 @@
+"""What a line leaves open is settled when it is submitted, once and for all; what changes nothing is told once."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swiftbatch.jobs.errors import UserError
+from swiftbatch.jobs.repetition import RepetitionDetection, loop_guard
+from swiftbatch.jobs.run.run import Run, RunError
+from swiftbatch.jobs.shared_prompts import prompt_keys
+from swiftbatch.scheduler.driver.queue_loading import write_cancelled
+from swiftbatch.scheduler.runs.default_settings import Settings
+from swiftbatch.scheduler.runs.fixed_settings import computation_of
+from swiftbatch.worker.model import thought_markers as thinking
+from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.model.text import TextCodec
+from tests.scheduler.commands.command_parts import invoke, write_jobs
+from tests.scheduler.commands.submit_parts import submit_file
+
+NUM_POSITIONS = 4096  # of the tiny model
+FOX = "the quick brown fox"
+
+
+@pytest.fixture(scope="module")
+def num_fox_tokens(tiny_model: Path) -> int:
+    return len(TextCodec(locate_model(str(tiny_model))).encode(FOX))
+
+
+def limits(run: Run) -> dict[str, int]:
+    return {record.job.custom_id: record.job.sampling.max_tokens for record in run.jobs()}
+
+
+OPEN: dict[str, Any] = {"custom_id": "open", "prompt": FOX}
+LIMITED: dict[str, Any] = {"custom_id": "limited", "prompt": FOX, "max_tokens": 5}
+
+
+def test_an_open_limit_is_what_the_positions_leave_and_the_same_file_again_is_the_same_jobs(
+    tmp_path: Path, tiny_model: Path, num_fox_tokens: int
+) -> None:
+    path, place = write_jobs(tmp_path / "jobs.jsonl", OPEN, LIMITED), str(tmp_path / "run")
+    run = submit_file(path, place, model=str(tiny_model)).run
+    assert limits(run) == {"open": NUM_POSITIONS - num_fox_tokens, "limited": 5}
+    again = submit_file(path, place)
+    assert (again.rejects, again.run.jobs()) == ([], run.jobs())
+
+
+def test_an_open_limit_is_the_run_s_where_that_has_one_for_all_files_that_come(
+    tmp_path: Path, tiny_model: Path, num_fox_tokens: int
+) -> None:
+    path, place = write_jobs(tmp_path / "jobs.jsonl", OPEN, LIMITED), str(tmp_path / "run")
+    run = submit_file(path, place, model=str(tiny_model), max_tokens=7).run
+    assert limits(run) == {"open": 7, "limited": 5}
+    more = write_jobs(tmp_path / "more.jsonl", OPEN, OPEN | {"custom_id": "later"})
+    for said in ({}, {"max_tokens": 7}):
+        later = submit_file(more, place, **said)
+        assert (later.rejects, limits(later.run)) == ([], {"open": 7, "limited": 5, "later": 7})
+    with pytest.raises(RunError, match="was made with max_tokens 7, found 8; leave the option away"):
+        submit_file(more, place, max_tokens=8)
+    submit_file(more, str(tmp_path / "open"), model=str(tiny_model))
+    with pytest.raises(RunError, match="was made without max_tokens, found 8; leave the option away"):
+        submit_file(more, str(tmp_path / "open"), max_tokens=8)
+    large = submit_file(path, str(tmp_path / "large"), model=str(tiny_model), max_tokens=10**6).run
+    assert limits(large) == {"open": NUM_POSITIONS - num_fox_tokens, "limited": 5}
+
+
+def test_a_line_that_says_nothing_of_loops_has_the_run_s_guard(tmp_path: Path, tiny_model: Path) -> None:
+    own = {"max_pattern_size": 8, "min_count": 5}
+    said = {"unsaid": None, "off": {}, "off-too": {"max_pattern_size": 0, "min_count": 3}, "own": own}
+    lines = [LIMITED | {"custom_id": name, "repetition_detection": value} for name, value in said.items()]
+    path, place = write_jobs(tmp_path / "jobs.jsonl", LIMITED, *lines), str(tmp_path / "run")
+    run = submit_file(path, place, model=str(tiny_model), loop_guard="stop").run
+    found = {record.job.custom_id: record.job.sampling.repetition_detection for record in run.jobs()}
+    assert found == {
+        "limited": loop_guard("stop"),
+        "unsaid": loop_guard("stop"),
+        "off": None,
+        "off-too": None,
+        "own": RepetitionDetection(**own),
+    }
+    again = submit_file(path, place)
+    assert (again.rejects, again.run.jobs()) == ([], run.jobs())
+    unguarded = submit_file(path, str(tmp_path / "unguarded"), model=str(tiny_model)).run
+    ids = [{record.job.custom_id: record.job_id for record in each.jobs()} for each in (run, unguarded)]
+    assert {name for name in ids[0] if ids[0][name] != ids[1][name]} == {"limited", "unsaid"}
+    with pytest.raises(RunError, match="was made without loop_guard, found stop; leave the option away"):
+        submit_file(path, str(tmp_path / "unguarded"), loop_guard="stop")
+
+
+def test_a_line_that_says_nothing_of_a_thought_s_end_has_the_run_s(tmp_path: Path, tiny_model: Path) -> None:
+    said: dict[str, dict[str, object]] = {
+        "unsaid": {},
+        "off": {"thinking_end": "stop"},
+        "own": {"thinking_end": "close"},
+        "measured": {"logprobs": 1},
+        "both": {"logprobs": 1, "thinking_end": "close"},
+    }
+    lines = [LIMITED | {"custom_id": name} | fields for name, fields in said.items()]
+    path, place = write_jobs(tmp_path / "jobs.jsonl", *lines), str(tmp_path / "run")
+    asked = {"model": str(tiny_model), "thinking_end": "close"}
+    with pytest.raises(UserError, match=r"^--thinking-end: found close, and no markers of thinking are known"):
+        submit_file(path, place, **asked)
+    made = submit_file(path, place, thinking_markers=(" the", " dog"), loop_guard="close", **asked)
+    found = {record.job.custom_id: record.job.sampling for record in made.run.jobs()}
+    ends = {name: sampling.thinking_end for name, sampling in found.items()}
+    assert ends == {"unsaid": "close", "off": None, "own": "close", "measured": None}
+    guards = {name: sampling.repetition_detection for name, sampling in found.items()}
+    assert guards == dict.fromkeys(("unsaid", "off", "own"), loop_guard("close")) | {"measured": loop_guard("stop")}
+    [reject] = made.rejects
+    assert reject.reason.startswith("field 'thinking_end': found 'close' with logprobs, expected no such field")
+
+
+def test_a_run_of_an_earlier_version_goes_on_and_has_no_limit_of_its_own(tmp_path: Path, tiny_model: Path) -> None:
+    path, place = write_jobs(tmp_path / "jobs.jsonl", LIMITED), str(tmp_path / "run")
+    run = submit_file(path, place, model=str(tiny_model)).run
+    newer = ("max_tokens", "loop_guard", "thinking_end", "thinking_markers")
+    older = {name: value for name, value in run.manifest.model_dump().items() if name not in newer}
+    run.store.write("run.json", json.dumps(older).encode())
+    again = submit_file(path, place)
+    assert (again.rejects, again.run.jobs()) == ([], run.jobs())
+
+
+def test_a_prompt_that_leaves_no_position_is_a_reject(tmp_path: Path, tiny_model: Path) -> None:
+    full = {"custom_id": "full", "prompt": [1] * NUM_POSITIONS}
+    path = write_jobs(tmp_path / "jobs.jsonl", full, full | {"custom_id": "last", "prompt": [1] * (NUM_POSITIONS - 1)})
+    submission = submit_file(path, str(tmp_path / "run"), model=str(tiny_model))
+    assert limits(submission.run) == {"last": 1}
+    (reject,) = submission.rejects
+    assert reject.reason == (
+        "prompt: its 4096 tokens leave none to generate, expected fewer than the model's 4096 positions"
+    )
+
+
+def test_token_ids_are_taken_as_they_are_and_those_of_no_token_are_refused(tmp_path: Path, tiny_model: Path) -> None:
+    codec = TextCodec(locate_model(str(tiny_model)))
+    vocab_size = codec._vocab_size
+    same = LIMITED | {"custom_id": "same", "prompt": codec.encode(FOX)}
+    path = write_jobs(tmp_path / "jobs.jsonl", LIMITED, same, LIMITED | {"custom_id": "bad", "prompt": [1, vocab_size]})
+    submission = submit_file(path, str(tmp_path / "run"), model=str(tiny_model))
+    text, ids = submission.run.jobs()
+    assert codec.encode_job(text.job) == codec.encode_job(ids.job)
+    assert text.num_prompt_tokens == ids.num_prompt_tokens
+    (reject,) = submission.rejects
+    assert reject.reason == f"prompt: found the token id {vocab_size}, expected ids below {vocab_size}"
+
+
+def test_every_choice_has_the_length_and_the_limit_of_its_own_prompt(tmp_path: Path, tiny_model: Path) -> None:
+    line = {"custom_id": "many", "prompt": [[1] * 4000, [1, 2]], "n": 2}
+    path = write_jobs(tmp_path / "jobs.jsonl", line, line | {"custom_id": "too-long", "max_tokens": 97})
+    submission = submit_file(path, str(tmp_path / "run"), model=str(tiny_model))
+    found = [(record.num_prompt_tokens, record.job.sampling.max_tokens) for record in submission.run.jobs()]
+    assert found == [(4000, 96)] * 2 + [(2, 4094)] * 2
+    assert [record.prompt_keys for record in submission.run.jobs()] == [prompt_keys([1] * 4000)] * 2 + [b""] * 2
+    (reject,) = submission.rejects
+    assert reject.reason.endswith("need 4097 positions, expected at most the model's 4096 (prompt 1 of 2)")
+
+
+def test_fields_without_effect_are_told_of_in_one_line(tmp_path: Path, tiny_model: Path) -> None:
+    chat = {"messages": [{"role": "user", "content": FOX, "name": "Ann"}], "reasoning_effort": "low"}
+    path = write_jobs(
+        tmp_path / "jobs.jsonl",
+        LIMITED | {"user": "a", "stream": True},
+        LIMITED | {"user": "b", "custom_id": "b"},
+        LIMITED | {"user": "c", "custom_id": "too-long", "max_tokens": 10**6},
+        {"custom_id": "chat", **chat},
+    )
+    submission = submit_file(path, str(tmp_path / "run"), model=str(tiny_model))
+    assert submission.without_effect == {"user": 2, "stream": 1, "messages[].name": 1, "reasoning_effort": 1}
+    write_cancelled(submission.run, submission.jobs.entries())
+    found = "messages[].name (1 line), reasoning_effort (1 line), stream (1 line), user (2 lines)"
+    told = invoke("submit", path, "--run", str(tmp_path / "run")).output
+    assert told.count("without effect") == 1
+    assert f"fields without effect here: {found}" in told.splitlines()
+    shown = invoke("submit", path, "--run", str(tmp_path / "run"), "--json").output.splitlines()
+    (event,) = [each for each in map(json.loads, shown) if each["event"] == "fields_without_effect"]
+    assert event["fields"] == submission.without_effect
+    assert "without effect" not in invoke("submit", path, "--run", str(tmp_path / "run"), "--quiet").output
+
+
+def test_fields_that_only_the_model_can_tell_to_be_wrong_are_rejects_with_their_line(
+    tmp_path: Path, tiny_model: Path, num_fox_tokens: int
+) -> None:
+    lines = [
+        OPEN | {"custom_id": "late", "min_tokens": NUM_POSITIONS},
+        OPEN | {"custom_id": "bias", "logit_bias": {str(10**6): 1}},
+        OPEN | {"custom_id": "stop", "stop_token_ids": [10**6]},
+        LIMITED,
+    ]
+    found = submit_file(write_jobs(tmp_path / "jobs.jsonl", *lines), str(tmp_path / "run"), model=str(tiny_model))
+    assert [reject.line_number for reject in found.rejects] == [1, 2, 3]
+    late, bias, stop = (reject.reason for reject in found.rejects)
+    most = NUM_POSITIONS - num_fox_tokens
+    assert late == f"field 'min_tokens': found {NUM_POSITIONS}, expected at most the {most} that may come"
+    assert bias.startswith("field 'logit_bias': found token 1000000, the model's are 0 to ")
+    assert stop.startswith("field 'stop_token_ids': found token 1000000, the model's are 0 to ")
+    assert limits(found.run) == {"limited": 5}
+
+
+def test_a_budget_of_thinking_needs_markers_which_the_run_keeps(tmp_path: Path, tiny_model: Path) -> None:
+    line = LIMITED | {"thinking_token_budget": 3}
+    path, place = write_jobs(tmp_path / "jobs.jsonl", line), str(tmp_path / "run")
+    (reject,) = submit_file(path, place, model=str(tiny_model)).rejects
+    assert (reject.line_number, reject.reason) == (
+        1,
+        "field 'thinking_token_budget': found 3, and no markers of thinking are known of this model; expected no such "
+        "field, or a run with --thinking-markers",
+    )
+    kept = str(tmp_path / "kept")
+    run = submit_file(path, kept, model=str(tiny_model), thinking_markers=("the fox", "lazy dog")).run
+    assert [record.job.sampling.thinking_token_budget for record in run.jobs()] == [3]
+    again = submit_file(path, kept)
+    assert (again.rejects, again.run.jobs()) == ([], run.jobs())
+    assert again.run.manifest.thinking_markers == ("the fox", "lazy dog")
+    with pytest.raises(RunError, match=r"was made with thinking_markers .*; leave the option away"):
+        submit_file(path, kept, thinking_markers=("fox", "dog"))
+
+
+def test_markers_that_were_found_are_kept_and_so_is_that_there_were_none(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What another version would find is of no matter to a run that is there."""
+    thinker = Path(shutil.copytree(tiny_model, tmp_path / "thinker"))
+    (thinker / "chat_template.jinja").write_text("<think>{{ messages[0].content }}</think>")
+    path = write_jobs(tmp_path / "jobs.jsonl", LIMITED)
+    for model, kept in ((thinker, ("<think>", "</think>")), (tiny_model, ())):
+        place = str(tmp_path / f"run-{len(kept)}")
+        assert submit_file(path, place, model=str(model)).run.manifest.thinking_markers == kept
+        found = TextCodec(locate_model(str(model)), kept).markers
+        with monkeypatch.context() as patch:
+            patch.setattr(thinking, "_own", lambda _: ("the", "fox"))
+            manifest = Run.open(place).manifest
+            assert computation_of(manifest, Settings()).thinking_markers == kept  # what workers are started with
+            assert TextCodec(locate_model(str(model)), manifest.thinking_markers).markers == found
+        assert found is None or found.texts == kept
+    with pytest.raises(RunError, match=r"was made without thinking_markers, found \('fox', 'dog'\)"):
+        submit_file(path, place, thinking_markers=("fox", "dog"))
+
+
+def test_a_structure_that_can_t_be_met_is_a_reject_with_the_library_s_reason(tmp_path: Path, tiny_model: Path) -> None:
+    """Whichever field it came in; equal structures are the same job, whichever that is."""
+    schema = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "null"}}}
+    said: list[dict[str, Any]] = [
+        {"structured_outputs": {"json": schema}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}},
+        {"structured_outputs": {"regex": "fox("}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}},
+        {"structured_outputs": {"json": schema | {"properties": dict(reversed(schema["properties"].items()))}}},
+    ]
+    lines = [LIMITED | {"custom_id": str(number), "seed": 1} | fields for number, fields in enumerate(said)]
+    submission = submit_file(write_jobs(tmp_path / "jobs.jsonl", *lines), str(tmp_path / "run"), model=str(tiny_model))
+    assert [(reject.line_number, reject.reason) for reject in submission.rejects] == [
+        (3, "field 'structured_outputs.regex': unclosed group"),
+        (4, "field 'response_format.json_schema.schema': Unimplemented keys: [\"not\"]"),
+    ]
+    first, second, other = (record.job for record in submission.run.jobs())
+    assert first.sampling == second.sampling
+    assert first.model_copy(update={"custom_id": "1"}).job_id("m") == second.job_id("m")
+    assert first.model_copy(update={"custom_id": "4"}).job_id("m") != other.job_id("m")  # the order is the output's
+
+
+def test_who_submits_with_another_engine_is_told_how_the_run_goes_on_with_it(tmp_path: Path, tiny_model: Path) -> None:
+    path, place = write_jobs(tmp_path / "jobs.jsonl", LIMITED), str(tmp_path / "run")
+    submit_file(path, place, model=str(tiny_model), engine="auto")
+    message = rf"found suffix; leave .*; `swiftbatch resume {place} --engine suffix` goes on with it"
+    with pytest.raises(RunError, match=message):
+        submit_file(path, place, engine="suffix")
