@@ -35,7 +35,7 @@ from tests.jobs.storage.fault_proxy import FaultProxy
 from tests.jobs.storage.s3_server import S3Server, running_s3_server
 
 if TYPE_CHECKING:  # fixtures import these: the process that hands out the tests needs none, and all wait for it
-    from swiftbatch.worker.model.files import ModelFiles
+    from swiftbatch.worker.model.model_files import ModelFiles
     from swiftbatch.worker.target.target import TargetModel
 
 # No example has a time to keep: the machine may be busy. What fixtures of a test give is the same for all its examples
@@ -136,7 +136,7 @@ def _costs_timed_once() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def embedded_files() -> ModelFiles:
-    from swiftbatch.worker.model.files import locate_model
+    from swiftbatch.worker.model.model_files import locate_model
 
     return locate_model("embedded")
 

@@ -18,7 +18,7 @@ from swiftbatch.jobs.run.option_values import (
 )
 from swiftbatch.jobs.sampling import ThinkingEnd
 from swiftbatch.worker.drafters.catalogue import DEFAULT_ENGINE
-from swiftbatch.worker.kernels.choice import CudaKernels
+from swiftbatch.worker.kernels.kernel_choice import CudaKernels
 
 CheckpointKind = Literal["tokens", "state"]
 

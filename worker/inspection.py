@@ -17,11 +17,15 @@ from swiftbatch.worker.caches.memory.row_choice import most_together
 from swiftbatch.worker.caches.room import ITEM_SIZES, NUM_UNWRITTEN, bytes_per_position, held_of, state_bytes_of
 from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.model.compute_path import path_on
-from swiftbatch.worker.model.config_faults import config_fault, keys_fault
-from swiftbatch.worker.model.config_values import shown
+from swiftbatch.worker.model.config_conflicts import config_fault, keys_fault
+from swiftbatch.worker.model.config_value_rules import shown
 from swiftbatch.worker.model.digests import has_tekken_alone, weight_files
-from swiftbatch.worker.model.faults import adapter_fault, folder_fault, small_files_fault
-from swiftbatch.worker.model.files import (
+from swiftbatch.worker.model.folder_faults import adapter_fault, folder_fault, small_files_fault
+from swiftbatch.worker.model.formats.catalogue import format_of
+from swiftbatch.worker.model.formats.contract import FormatError, StoredTensor
+from swiftbatch.worker.model.formats.layout import Layout, heads_in, layout_of
+from swiftbatch.worker.model.gguf.links import SUFFIX
+from swiftbatch.worker.model.model_files import (
     CONFIG_FILES,
     EMBEDDED,
     PARTS_FOLDER,
@@ -30,13 +34,9 @@ from swiftbatch.worker.model.files import (
     read_whole_config,
     what_refuses,
 )
-from swiftbatch.worker.model.formats.catalogue import format_of
-from swiftbatch.worker.model.formats.contract import FormatError, StoredTensor
-from swiftbatch.worker.model.formats.layout import Layout, heads_in, layout_of
-from swiftbatch.worker.model.gguf.links import SUFFIX
-from swiftbatch.worker.model.predictors import NoPredictorError, predictor_of
+from swiftbatch.worker.model.mtp_layers import NoPredictorError, predictor_of
 from swiftbatch.worker.model.recurrent_sizes import recurrent_shape
-from swiftbatch.worker.model.text_view import is_of_text, text_view
+from swiftbatch.worker.model.text_config import is_of_text, text_view
 from swiftbatch.worker.model.thought_markers import KNOWN
 
 SMALL_FILES = ("*config.json", "*.index.json", "*.jinja", "chat_template*.json")

@@ -27,7 +27,7 @@ from swiftbatch.scheduler.bench.batch_run import (
 )
 from swiftbatch.worker.bench.bench_tables import new_table, number
 from swiftbatch.worker.caches.room import GB, bytes_per_position
-from swiftbatch.worker.model.files import CONFIG_FILES, locate_model, model_folder, read_config
+from swiftbatch.worker.model.model_files import CONFIG_FILES, locate_model, model_folder, read_config
 
 NUM_LONG, LONG = 10, 40_000
 NUM_SHORT, SHORT = 90, (1000, 4000)

@@ -14,7 +14,7 @@ from swiftbatch.scheduler.cluster import worker_code
 from swiftbatch.scheduler.cluster.worker_actor import WorkerInfo, WorkerSpec
 from swiftbatch.scheduler.cluster.worker_code import STARTING, Code, OtherCodeError
 from swiftbatch.worker.caches.room import KVRoomError
-from swiftbatch.worker.model.files import OtherModelError
+from swiftbatch.worker.model.model_files import OtherModelError
 
 if TYPE_CHECKING:
     from ray.exceptions import RayError

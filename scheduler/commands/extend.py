@@ -52,7 +52,7 @@ def extend(
     from swiftbatch.scheduler.runs.extension import extend_jobs
     from swiftbatch.scheduler.runs.fixed_settings import refuse_changed_model
     from swiftbatch.scheduler.runs.submission import kv_room
-    from swiftbatch.worker.model.files import locate_model
+    from swiftbatch.worker.model.model_files import locate_model
 
     showing, settings = shown(options), make_settings(**options)
     run = Run.open(run_uri, settings.start_retries)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from swiftbatch.scheduler.commands.launching import SOME_FAILED
-from swiftbatch.worker.kernels.sizes import ROW_CHOICES
+from swiftbatch.worker.kernels.kernel_sizes import ROW_CHOICES
 
 if TYPE_CHECKING:
     from swiftbatch.worker.inspection import DevicePath, Inspection

@@ -10,7 +10,7 @@ import click
 from swiftbatch.scheduler.commands.options.model_options import say
 
 if TYPE_CHECKING:
-    from swiftbatch.worker.model.files import ModelFiles
+    from swiftbatch.worker.model.model_files import ModelFiles
 
 FORMATS = ("int4", "int8", "fp8")
 
@@ -37,7 +37,7 @@ def quantize(model: str, format_: str, output: Path, text: Path | None) -> None:
     Example:
       swiftbatch quantize Qwen/Qwen3-0.6B --format int8 --output qwen3-int8 --text book.txt
     """
-    from swiftbatch.worker.model.files import locate_model
+    from swiftbatch.worker.model.model_files import locate_model
     from swiftbatch.worker.quantization.quantizing import quantize_model
 
     files = locate_model(model)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from swiftbatch.worker.caches.memory.page_counts import PAGE, ROOM_BEHIND, Growth, has_window_pages, most_pages
-from swiftbatch.worker.kernels.sizes import MOST_SLOTS
+from swiftbatch.worker.kernels.kernel_sizes import MOST_SLOTS
 
 if TYPE_CHECKING:
     from swiftbatch.scheduler.driver.worker_fleet import Fleet, Worker

@@ -36,7 +36,7 @@ from swiftbatch.worker.caches.room import GB, KVRoomError, bytes_per_position, c
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.drafters.catalogue import check_parts
 from swiftbatch.worker.model.compute_path import path_on
-from swiftbatch.worker.model.files import CONFIG_FILES, model_folder, read_config
+from swiftbatch.worker.model.model_files import CONFIG_FILES, model_folder, read_config
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from swiftbatch.jobs.sampling import SamplingParams, ThinkingEnd
 from swiftbatch.jobs.shared_prompts import prompt_keys
 from swiftbatch.worker.caches.room import KVRoom, KVRoomError
 from swiftbatch.worker.constraints.grammar_definitions import StructureError
-from swiftbatch.worker.model.files import ModelFiles
-from swiftbatch.worker.model.text import Chat, TextCodec
+from swiftbatch.worker.model.model_files import ModelFiles
+from swiftbatch.worker.model.tokenizer import Chat, TextCodec
 
 LINES_AT_ONCE = 256
 LETTERS_AT_ONCE = 2**20

@@ -64,8 +64,8 @@ def follow_text(run: Run, custom_id: str, follow: bool, choice: int = 0) -> Iter
 
     Raises RunError for an unknown job, ModelError if the run's tokenizer is not there.
     """
-    from swiftbatch.worker.model.files import locate_model
-    from swiftbatch.worker.model.text import TextCodec
+    from swiftbatch.worker.model.model_files import locate_model
+    from swiftbatch.worker.model.tokenizer import TextCodec
 
     record = _find_choice(run, custom_id, choice)
     checkpoints, packed = CheckpointStore.of(run), PackedLogs.of(run)

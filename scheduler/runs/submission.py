@@ -46,8 +46,8 @@ from swiftbatch.worker.caches.room import (
     state_bytes,
 )
 from swiftbatch.worker.drafters.catalogue import engine_entry
-from swiftbatch.worker.model.files import ModelFiles, locate_model, read_config
-from swiftbatch.worker.model.text import NO_MARKERS, TextCodec
+from swiftbatch.worker.model.model_files import ModelFiles, locate_model, read_config
+from swiftbatch.worker.model.tokenizer import NO_MARKERS, TextCodec
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

@@ -14,7 +14,7 @@ from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.store import Store
 
 if TYPE_CHECKING:
-    from swiftbatch.worker.model.text import TextCodec
+    from swiftbatch.worker.model.tokenizer import TextCodec
 
 NUM_KNOWN_RUNS = 8  # runs whose names stay in memory: pages and clients ask again and again
 
@@ -55,7 +55,7 @@ def _names(uri: str, _tables: tuple[str, ...]) -> tuple[JobName, ...]:
 
 @functools.lru_cache(maxsize=2)
 def _codec(model: str) -> TextCodec:
-    from swiftbatch.worker.model.files import locate_model
-    from swiftbatch.worker.model.text import TextCodec
+    from swiftbatch.worker.model.model_files import locate_model
+    from swiftbatch.worker.model.tokenizer import TextCodec
 
     return TextCodec(locate_model(model))

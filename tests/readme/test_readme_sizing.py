@@ -26,7 +26,7 @@ from swiftbatch.worker.caches.room import bytes_per_position
 from swiftbatch.worker.config import CheckpointSettings
 from swiftbatch.worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
 from swiftbatch.worker.exactness.doctor import NUM_PROBED_ROWS
-from swiftbatch.worker.model.files import EMBEDDED
+from swiftbatch.worker.model.model_files import EMBEDDED
 from swiftbatch.worker.session.checkpointing import MAX_SEGMENT_BYTES, state_interval
 from tests.jobs.checkpoints.checkpoint_parts import FINGERPRINT, IDENTITY, JOB, Cache, claim, output_ids, tokens_at
 from tests.jobs.run.run_parts import FINISHED, MANIFEST, PROGRESS

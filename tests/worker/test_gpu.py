@@ -27,9 +27,9 @@ from swiftbatch.worker.drawing.cuda.cuda_drawing import CudaDrawing
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.exactness.doctor import diagnose
-from swiftbatch.worker.kernels.cuda.graph import CudaGraph
-from swiftbatch.worker.model.files import ModelFiles, locate_model
-from swiftbatch.worker.model.text import TextCodec
+from swiftbatch.worker.kernels.cuda.cuda_graph import CudaGraph
+from swiftbatch.worker.model.model_files import ModelFiles, locate_model
+from swiftbatch.worker.model.tokenizer import TextCodec
 from swiftbatch.worker.target.cuda.cuda_forwards import CudaForwards
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.drafters.drafter_parts import free_rows

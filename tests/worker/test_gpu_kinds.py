@@ -18,8 +18,8 @@ from swiftbatch.worker.exactness.first_run.parts import Parts
 from swiftbatch.worker.exactness.probe import MAX_LENGTH, NUM_CACHES, probe_rows
 from swiftbatch.worker.exactness.transformers_agreement import compare
 from swiftbatch.worker.model.dense_kinds import KINDS
-from swiftbatch.worker.model.files import locate_model
-from swiftbatch.worker.model.kinds import RECURRENT_KINDS
+from swiftbatch.worker.model.model_files import locate_model
+from swiftbatch.worker.model.model_kinds import RECURRENT_KINDS
 from tests.worker.model.kind_parts import save_tiny, tiny_config
 
 pytestmark = [

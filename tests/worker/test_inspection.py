@@ -27,9 +27,9 @@ from swiftbatch.worker.inspection import (
 )
 from swiftbatch.worker.kernels.instruction_sets import chosen_variant
 from swiftbatch.worker.model.compute_path import path_on
-from swiftbatch.worker.model.files import locate_model
-from swiftbatch.worker.model.kinds import KERNELS_LACK, SUPPORTED_KINDS
-from swiftbatch.worker.model.text_view import text_view
+from swiftbatch.worker.model.model_files import locate_model
+from swiftbatch.worker.model.model_kinds import KERNELS_LACK, SUPPORTED_KINDS
+from swiftbatch.worker.model.text_config import text_view
 from swiftbatch.worker.target.native_forwards import NativeForwards
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.model.expert_configs import WITH_LATENTS, write_experts

@@ -27,7 +27,7 @@ from swiftbatch.worker.bench.decode import (
 from swiftbatch.worker.bench.options import BenchOptions, Positions, Temperatures, check_length
 from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.target.clock import by_processor
 from swiftbatch.worker.target.step_costs import Costs, step_costs_of
 from swiftbatch.worker.target.target import TargetModel

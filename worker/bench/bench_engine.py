@@ -17,7 +17,7 @@ from swiftbatch.worker.drafters.catalogue import DEFAULT_ENGINE, create_drafter
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.verification import Verification
 from swiftbatch.worker.engine.engine import Engine
-from swiftbatch.worker.model.files import ModelFiles
+from swiftbatch.worker.model.model_files import ModelFiles
 from swiftbatch.worker.target.step_costs import step_costs_of
 from swiftbatch.worker.target.target import TargetModel
 

@@ -18,8 +18,8 @@ from swiftbatch.worker.bench.bench_tables import new_table, write_json
 from swiftbatch.worker.bench.bench_worker import BenchWorker, Turn, make_run
 from swiftbatch.worker.bench.options import BenchOptions, Positions, check_length
 from swiftbatch.worker.config import EngineConfig
-from swiftbatch.worker.model.files import locate_model
-from swiftbatch.worker.model.text import TextCodec
+from swiftbatch.worker.model.model_files import locate_model
+from swiftbatch.worker.model.tokenizer import TextCodec
 
 MIB = 2**20
 SPARE_TOKENS = 1024  # the last step goes beyond what is measured: the job may not end with it

@@ -20,7 +20,7 @@ from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.drafters.base import Drafter
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.reading import read_tile
-from swiftbatch.worker.model.files import ModelFiles, locate_model
+from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 from swiftbatch.worker.target.step_costs import Costs, step_costs_of
 from swiftbatch.worker.target.target import TargetModel
 

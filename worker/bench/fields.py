@@ -24,8 +24,8 @@ from swiftbatch.worker.bench.options import BenchOptions, check_length
 from swiftbatch.worker.constraints.thinking import Markers, Thinking, ThinkingRule
 from swiftbatch.worker.drawing.rules import Rule
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.model.files import ModelFiles, locate_model
-from swiftbatch.worker.model.text import TextCodec
+from swiftbatch.worker.model.model_files import ModelFiles, locate_model
+from swiftbatch.worker.model.tokenizer import TextCodec
 from swiftbatch.worker.target.step_costs import step_costs_of
 from swiftbatch.worker.target.target import TargetModel
 

@@ -18,7 +18,7 @@ from swiftbatch.worker.bench.bench_tables import write_json
 from swiftbatch.worker.caches.memory.memory_plan import SlotsWanted
 from swiftbatch.worker.caches.room import check_folder
 from swiftbatch.worker.config import Computation
-from swiftbatch.worker.model.files import ModelFiles
+from swiftbatch.worker.model.model_files import ModelFiles
 from swiftbatch.worker.target.hardware import cpu_capability
 from swiftbatch.worker.target.target import TargetModel
 

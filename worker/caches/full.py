@@ -18,9 +18,9 @@ from swiftbatch.worker.caches.cpu_pages import FilledPages
 from swiftbatch.worker.caches.room import MAX_TREE_NODES as MAX_TREE_NODES
 from swiftbatch.worker.caches.room import NUM_UNWRITTEN, HeldPositions, held_positions, state_bytes_of
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights
+from swiftbatch.worker.kernels.kernel_sizes import KV_SCALE_BYTES
 from swiftbatch.worker.kernels.kv_codes import CODES, coded, numbers_of
 from swiftbatch.worker.kernels.mixer_sizes import MixerSizes
-from swiftbatch.worker.kernels.sizes import KV_SCALE_BYTES
 from swiftbatch.worker.model.layer_windows import Windows
 from swiftbatch.worker.model.recurrent_sizes import RecurrentShape
 

@@ -15,7 +15,7 @@ import torch
 
 from swiftbatch.worker.caches.full import CacheShape
 from swiftbatch.worker.caches.host_copies import CopyComputation, CopyEvent, CopyLane
-from swiftbatch.worker.kernels.sizes import RING_LAYERS
+from swiftbatch.worker.kernels.kernel_sizes import RING_LAYERS
 
 NO_LAYER = -1
 

@@ -13,7 +13,7 @@ import torch
 
 from swiftbatch.worker.caches.full import MAX_TREE_NODES, CacheShape, FullKVCache, keep_path
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.kernels.sizes import BLOCK
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK
 
 CHAIN_ROOM = 2 * MAX_TREE_NODES  # entries for a chain of drawn tokens and one tree below it
 NUM_PINNED = 16  # first positions that are always seen (TokenSwift's |S|)

@@ -21,8 +21,8 @@ from swiftbatch.worker.caches.recurrent_layer import KeptStates, LayerState, Rec
 from swiftbatch.worker.caches.room import FIRST_STEPS
 from swiftbatch.worker.caches.room import NUM_STEPS as NUM_STEPS
 from swiftbatch.worker.caches.windowed import WindowedKVCache
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK, TILE_ROWS
 from swiftbatch.worker.kernels.recurrence import StepBuffers, are_known_states, folding_team
-from swiftbatch.worker.kernels.sizes import BLOCK, TILE_ROWS
 from swiftbatch.worker.model.recurrent_sizes import RecurrentShape
 
 

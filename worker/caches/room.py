@@ -12,7 +12,7 @@ from typing import Any
 
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.run.option_values import KVDtype
-from swiftbatch.worker.kernels.sizes import BLOCK, KV_SCALE_BYTES
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK, KV_SCALE_BYTES
 from swiftbatch.worker.model.dense_config import kernel_windows, latent_sizes
 from swiftbatch.worker.model.layer_windows import Windows
 from swiftbatch.worker.model.recurrent_sizes import RecurrentShape, num_attending_layers, recurrent_shape

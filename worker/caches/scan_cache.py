@@ -17,13 +17,13 @@ from swiftbatch.worker.caches.cpu_pages import ask_for_huge_pages
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
 from swiftbatch.worker.caches.partial import NUM_PINNED, Entries, Keys, NewEntries, PartialCache, Queries
 from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.kernels.compute_threads import ELEMENTS, shared_team
 from swiftbatch.worker.kernels.instruction_sets import chosen_variant, load_library
+from swiftbatch.worker.kernels.kernel_sizes import KV_SCALE_BYTES
 from swiftbatch.worker.kernels.kv_codes import KV_CODES
-from swiftbatch.worker.kernels.native import CAttentionSizes
+from swiftbatch.worker.kernels.native_decoder import CAttentionSizes
 from swiftbatch.worker.kernels.row_tables import CachePlace, LayerCacheShape
 from swiftbatch.worker.kernels.scan_coding import CLOUD_CHUNKS, SCAN_CHUNK, flat_deviation, most_chunks
-from swiftbatch.worker.kernels.sizes import KV_SCALE_BYTES
-from swiftbatch.worker.kernels.team import ELEMENTS, shared_team
 
 NUM_RECENT = 256  # newest positions that are never scanned
 MOST_ENTRIES = SHORTEST_SCANNED = NUM_PINNED + NUM_RECENT + SCAN_CHUNK

@@ -14,6 +14,7 @@ from swiftbatch.worker.caches.partial import NUM_PINNED, capacity_for
 from swiftbatch.worker.caches.scan_cache import MOST_ENTRIES, SHORTEST_SCANNED
 from swiftbatch.worker.caches.slot_arena import ArenaKVCache
 from swiftbatch.worker.kernels.cuda.scan.scanned_texts import ScannedTexts, ScanScratch, TextSizes
+from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
 from swiftbatch.worker.kernels.scan_coding import (
     CLOUD_CHUNKS,
     SCAN_CHUNK,
@@ -23,7 +24,6 @@ from swiftbatch.worker.kernels.scan_coding import (
     flat_deviation,
     most_chunks,
 )
-from swiftbatch.worker.kernels.sizes import NUM_ROWS
 
 if TYPE_CHECKING:
     from swiftbatch.worker.caches.memory.model_sizes import ModelSizes

@@ -23,7 +23,7 @@ from swiftbatch.worker.caches.slot_arena import SlotLease
 from swiftbatch.worker.kernels.cuda.move_rows import PADDING, moves_of
 from swiftbatch.worker.kernels.cuda.states.state_buffers import StateBuffers, move_steps, number_of_state
 from swiftbatch.worker.kernels.cuda.upload import Upload
-from swiftbatch.worker.kernels.sizes import BLOCK
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK
 
 MOST_READ = MAX_TREE_NODES + 1  # known tokens of one forward: as many steps as the largest tree has
 

@@ -24,7 +24,7 @@ from swiftbatch.worker.caches.paged_arena import NO_PAGE, PagedArena, PagedKVCac
 from swiftbatch.worker.caches.room import PagesError
 from swiftbatch.worker.caches.slot_arena import SlotLease
 from swiftbatch.worker.caches.windowed import ForgettingCache
-from swiftbatch.worker.kernels.sizes import BLOCK, ROW_CHOICES
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK, ROW_CHOICES
 from swiftbatch.worker.model.layer_windows import Windows
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from swiftbatch.worker.caches.cpu_pages import FilledPages, ask_for_small_pages, give_back
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
 from swiftbatch.worker.caches.room import FORGETS_EVERY, NUM_ASKED
-from swiftbatch.worker.kernels.sizes import BLOCK
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK
 
 
 class ForgettingCache(FullKVCache):

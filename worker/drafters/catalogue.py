@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from safetensors import SafetensorError, safe_open
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.worker.model.files import (
+from swiftbatch.worker.model.model_files import (
     DRAFT_FOLDER,
     GRIFFIN_FILE,
     HEADS_FILE,
@@ -23,7 +23,7 @@ from swiftbatch.worker.model.files import (
     model_folder,
     read_config,
 )
-from swiftbatch.worker.model.predictors import NoPredictorError, predictor_in
+from swiftbatch.worker.model.mtp_layers import NoPredictorError, predictor_in
 
 if TYPE_CHECKING:
     from swiftbatch.worker.caches.memory.memory_plan import DraftMemoryOf

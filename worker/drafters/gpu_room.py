@@ -9,8 +9,8 @@ from swiftbatch.worker.caches.memory.memory_plan import SlotsWanted
 from swiftbatch.worker.caches.memory.model_sizes import num_parameters, read_sizes
 from swiftbatch.worker.caches.room import ITEM_SIZES
 from swiftbatch.worker.drafters.catalogue import EngineEntry, engine_entry
-from swiftbatch.worker.kernels.sizes import NUM_ROWS
-from swiftbatch.worker.model.files import ModelFiles, locate_model
+from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
+from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 
 
 def slots_wanted(engine: str, files: ModelFiles, dtype: str, longest_job: int, parts: str | Path | None) -> SlotsWanted:

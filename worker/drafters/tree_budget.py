@@ -11,7 +11,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from swiftbatch.worker.kernels.sizes import TILE_ROWS
+from swiftbatch.worker.kernels.kernel_sizes import TILE_ROWS
 from swiftbatch.worker.target.step_costs import StepCosts
 
 NODE_CHOICES = (0, 1, 3, 5, 7, 11, 15, 23, 31)

@@ -9,7 +9,7 @@ import torch
 
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
-from swiftbatch.worker.kernels.sizes import NUM_ROWS, TILE_ROWS
+from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS, TILE_ROWS
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.tiles import max_tree_depth, tree_rows
 

@@ -11,7 +11,7 @@ import torch
 
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.caches.recurrent import new_cache_of
-from swiftbatch.worker.kernels.sizes import TILE_ROWS
+from swiftbatch.worker.kernels.kernel_sizes import TILE_ROWS
 from swiftbatch.worker.target.target import TargetModel
 
 NUM_COMPARED_ROWS = 300

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from swiftbatch.worker.kernels.expert_weights import ExpertWeights, expert_shapes
-from swiftbatch.worker.kernels.forms import Activation, NormForm
-from swiftbatch.worker.kernels.frequencies import Rotary, rotary_of
+from swiftbatch.worker.kernels.kernel_sizes import LatentSizes, sizes_fault
+from swiftbatch.worker.kernels.layer_forms import Activation, NormForm
 from swiftbatch.worker.kernels.mixer_weights import MixerWeights, mixer_shapes
-from swiftbatch.worker.kernels.packed import PackedMatrix, Weight
-from swiftbatch.worker.kernels.sizes import LatentSizes, sizes_fault
+from swiftbatch.worker.kernels.packed_weights import PackedMatrix, Weight
+from swiftbatch.worker.kernels.rotary_frequencies import Rotary, rotary_of
 
 DENSE_CLASSES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 TYPED_CLASSES = {"Qwen2ForCausalLM", "Qwen3ForCausalLM"}  # whose layers are of the types that the config names

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from swiftbatch.worker.kernels.forms import Routing
-from swiftbatch.worker.kernels.packed import Weight
-from swiftbatch.worker.kernels.sizes import LANES
+from swiftbatch.worker.kernels.kernel_sizes import LANES
+from swiftbatch.worker.kernels.layer_forms import Routing
+from swiftbatch.worker.kernels.packed_weights import Weight
 
 if TYPE_CHECKING:
     from swiftbatch.worker.kernels.decoder_weights import AnyLinear, Linear

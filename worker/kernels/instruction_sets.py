@@ -16,7 +16,7 @@ from swiftbatch.worker.kernels.build import is_of_this_source, is_whole, library
 from swiftbatch.worker.kernels.kv_dtypes import with_kv
 
 if TYPE_CHECKING:
-    from swiftbatch.worker.kernels.choice import CudaKernels
+    from swiftbatch.worker.kernels.kernel_choice import CudaKernels
 
 CPU_FLAGS = {  # what the processor must have, in the words of /proc/cpuinfo
     "amx-bf16": {"amx_tile", "amx_bf16", "avx512_bf16"},

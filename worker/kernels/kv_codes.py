@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from swiftbatch.jobs.run.option_values import KVDtype
-from swiftbatch.worker.kernels.sizes import CUDA_SCALE_BYTES, KV_SCALE_BYTES
+from swiftbatch.worker.kernels.kernel_sizes import CUDA_SCALE_BYTES, KV_SCALE_BYTES
 
 CODES: dict[KVDtype, torch.dtype] = {"int8": torch.int8, "fp8": torch.uint8}  # numpy and copies know no dtype of e4m3
 LARGEST = {torch.int8: 127.0, torch.uint8: 448.0}

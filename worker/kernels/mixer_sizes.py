@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
-from swiftbatch.worker.kernels.sizes import LANES
+from swiftbatch.worker.kernels.kernel_sizes import LANES
 
 MOST_ROWS = 128  # of a sequence in a call, as source/api.h has it
 MOST_HEADS = 1024  # units of a stage

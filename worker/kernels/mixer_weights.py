@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from swiftbatch.worker.kernels.mixer_sizes import MixerSizes
-from swiftbatch.worker.kernels.packed import Weight
+from swiftbatch.worker.kernels.packed_weights import Weight
 
 if TYPE_CHECKING:
     from swiftbatch.worker.kernels.decoder_weights import AnyLinear

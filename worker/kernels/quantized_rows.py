@@ -12,7 +12,7 @@ from torch import Tensor
 
 from swiftbatch.worker.kernels.decoder_weights import AnyLinear, PackedLinear, plain_linear
 from swiftbatch.worker.kernels.expert_weights import ExpertWeights
-from swiftbatch.worker.kernels.packed import CODE_BITS, TABLES, Code, PackedMatrix, Weight
+from swiftbatch.worker.kernels.packed_weights import CODE_BITS, TABLES, Code, PackedMatrix, Weight
 
 CODE_TYPES: dict[Code, int] = {"uint4": 0, "e2m1": 0, "iq4_nl": 0, "int8": 1, "uint8": 2, "e4m3": 3}  # in source/api.h
 SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # in the order of `scale_type`, the first that holds all

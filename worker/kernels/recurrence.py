@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from swiftbatch.worker.kernels.compute_threads import Team, shared_team
 from swiftbatch.worker.kernels.instruction_sets import INT, POINTER, chosen_variant, load_library
-from swiftbatch.worker.kernels.layers import checked
+from swiftbatch.worker.kernels.kernel_sizes import LANES
 from swiftbatch.worker.kernels.mixer_sizes import MOST_HEADS, MOST_ROWS
-from swiftbatch.worker.kernels.sizes import LANES
-from swiftbatch.worker.kernels.team import Team, shared_team
+from swiftbatch.worker.kernels.packed_layers import checked
 
 
 class CRecurrence(ctypes.Structure):

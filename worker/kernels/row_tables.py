@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK, KV_SCALE_BYTES
 from swiftbatch.worker.kernels.kv_codes import KV_CODES
-from swiftbatch.worker.kernels.sizes import BLOCK, KV_SCALE_BYTES
 
 MOST_POSITIONS = 2**21
 

@@ -17,12 +17,12 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.utils import logging
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.worker.kernels.packed import plain
-from swiftbatch.worker.model.config_values import shown
-from swiftbatch.worker.model.files import ModelFiles, eos_token_ids_of, read_config, read_whole_config
+from swiftbatch.worker.kernels.packed_weights import plain
+from swiftbatch.worker.model.config_value_rules import shown
 from swiftbatch.worker.model.formats.catalogue import CONFIG_KEYS
-from swiftbatch.worker.model.tensors import read_tensors
-from swiftbatch.worker.model.text_view import class_name, is_another, is_turned
+from swiftbatch.worker.model.model_files import ModelFiles, eos_token_ids_of, read_config, read_whole_config
+from swiftbatch.worker.model.text_config import class_name, is_another, is_turned
+from swiftbatch.worker.model.weight_reading import read_tensors
 
 MAX_WORDS = 500  # characters of another program's error
 OLD_BUFFERS = ("rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias")  # constants that were once saved

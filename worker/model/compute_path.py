@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from swiftbatch.worker.kernels.sizes import HEAD_DIMS
+from swiftbatch.worker.kernels.kernel_sizes import HEAD_DIMS
 from swiftbatch.worker.model.dense_config import (
     OtherDecoderError,
     read_dense,

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from swiftbatch.worker.kernels.forms import Activation
-from swiftbatch.worker.kernels.frequencies import Rotary
-from swiftbatch.worker.kernels.sizes import LatentSizes, sizes_fault
-from swiftbatch.worker.model.config_values import number_of, numbers_of
+from swiftbatch.worker.kernels.kernel_sizes import LatentSizes, sizes_fault
+from swiftbatch.worker.kernels.layer_forms import Activation
+from swiftbatch.worker.kernels.rotary_frequencies import Rotary
+from swiftbatch.worker.model.config_value_rules import number_of, numbers_of
 from swiftbatch.worker.model.dense_kinds import KINDS
 from swiftbatch.worker.model.dense_names import ALWAYS, ATTENTION, Form
 from swiftbatch.worker.model.expert_config import ExpertConfig, read_experts
@@ -21,7 +21,7 @@ from swiftbatch.worker.model.latent_forms import LatentConfig, read_latent
 from swiftbatch.worker.model.layer_angles import num_turned_of, other_layers, other_rotary, own_rotary
 from swiftbatch.worker.model.layer_windows import Windows, that_hide
 from swiftbatch.worker.model.mixer_forms import MixerConfig, read_mixers
-from swiftbatch.worker.model.text_view import EMBEDDING, HEAD, HEAD_BIAS
+from swiftbatch.worker.model.text_config import EMBEDDING, HEAD, HEAD_BIAS
 from swiftbatch.worker.model.unsupported_keys import what_is_not_understood
 
 SINKS = "self_attn.sinks"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from swiftbatch.worker.kernels.forms import Activation, NormForm
+from swiftbatch.worker.kernels.layer_forms import Activation, NormForm
 from swiftbatch.worker.model.dense_names import (
     ACTIVATIONS,
     ALWAYS,

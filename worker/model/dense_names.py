@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from swiftbatch.worker.kernels.forms import Activation, NormForm
+from swiftbatch.worker.kernels.layer_forms import Activation, NormForm
 from swiftbatch.worker.model.expert_forms import ExpertForm
 from swiftbatch.worker.model.latent_forms import LatentForm
 from swiftbatch.worker.model.layer_windows import IS_WINDOWED, WindowForm

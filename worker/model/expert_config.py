@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from swiftbatch.worker.kernels.forms import Routing
-from swiftbatch.worker.kernels.sizes import LANES
-from swiftbatch.worker.model.config_values import number_of
+from swiftbatch.worker.kernels.kernel_sizes import LANES
+from swiftbatch.worker.kernels.layer_forms import Routing
+from swiftbatch.worker.model.config_value_rules import number_of
 from swiftbatch.worker.model.expert_forms import CHOSEN_KEYS, COUNT_KEYS, ExpertForm, ExpertNames
 
 Config = Mapping[str, Any]

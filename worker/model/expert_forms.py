@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from swiftbatch.worker.kernels.forms import Score
+from swiftbatch.worker.kernels.layer_forms import Score
 from swiftbatch.worker.model.recurrent_sizes import EXPERTS_ALONE, layer_types
 
 LayerForm = Callable[[Mapping[str, Any]], frozenset[int]]

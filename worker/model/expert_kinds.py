@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from swiftbatch.worker.kernels.forms import NormForm, Score
+from swiftbatch.worker.kernels.layer_forms import NormForm, Score
 from swiftbatch.worker.model.dense_names import (
     COHERE,
     GRANITE,

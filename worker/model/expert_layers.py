@@ -9,7 +9,7 @@ from torch import Tensor
 
 from swiftbatch.worker.kernels.decoder_weights import AnyLinear, Linear, linear_from
 from swiftbatch.worker.kernels.expert_weights import ExpertWeights
-from swiftbatch.worker.kernels.packed import PackedExperts, PackedMatrix, Weight, plain
+from swiftbatch.worker.kernels.packed_weights import PackedExperts, PackedMatrix, Weight, plain
 from swiftbatch.worker.model.expert_config import ExpertConfig
 from swiftbatch.worker.model.expert_forms import ROLES, FusedNames
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from swiftbatch.worker.kernels.sizes import LatentSizes
+from swiftbatch.worker.kernels.kernel_sizes import LatentSizes
 
 KEYS = ("kv_lora_rank", "q_lora_rank", "qk_head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 UP = "key_value_up"  # the role of the product from a latent vector to all heads' keys and values

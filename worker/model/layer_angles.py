@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from swiftbatch.worker.kernels.frequencies import QueryGrowth, Rotary, rotary_of
-from swiftbatch.worker.model.config_values import number_of
+from swiftbatch.worker.kernels.rotary_frequencies import QueryGrowth, Rotary, rotary_of
+from swiftbatch.worker.model.config_value_rules import number_of
 from swiftbatch.worker.model.dense_kinds import KINDS
 from swiftbatch.worker.model.dense_names import Form, WindowAngles
 from swiftbatch.worker.model.layer_windows import Windows

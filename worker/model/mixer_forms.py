@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from swiftbatch.worker.kernels.mixer_sizes import MixerForm, MixerSizes
-from swiftbatch.worker.model.config_values import number_of, numbers_of
+from swiftbatch.worker.model.config_value_rules import number_of, numbers_of
 from swiftbatch.worker.model.recurrent_sizes import ATTENDING, RECURRENT, RecurrentShape, layer_types, recurrent_shape
 
 Config = Mapping[str, Any]

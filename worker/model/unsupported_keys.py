@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from swiftbatch.worker.model.config_values import shown
+from swiftbatch.worker.model.config_value_rules import shown
 from swiftbatch.worker.model.dense_kinds import KINDS
 from swiftbatch.worker.model.dense_names import Form
-from swiftbatch.worker.model.kinds import KERNELS_LACK
 from swiftbatch.worker.model.latent_forms import KEYS as LATENT_KEYS
 from swiftbatch.worker.model.layer_windows import IS_WINDOWED, TypesOrPattern, looks_at_types
 from swiftbatch.worker.model.layers_without_rotary import by_no_rope_layers
+from swiftbatch.worker.model.model_kinds import KERNELS_LACK
 from swiftbatch.worker.model.recurrent_sizes import ATTENDING, RECURRENT, STATELESS
 
 SIZES = {

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from swiftbatch.worker.model.files import DRAFT_FOLDER, PARTS_FOLDER
+from swiftbatch.worker.model.model_files import DRAFT_FOLDER, PARTS_FOLDER
 from swiftbatch.worker.papers.griffin.training.feature_texts import FOLDER as FEATURES
 from swiftbatch.worker.papers.griffin.training.recipe import GRIFFIN_RECIPE, GriffinRecipe
 from swiftbatch.worker.papers.griffin.training.training import train_griffin

@@ -18,15 +18,15 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.worker.kernels.sizes import TILE_ROWS
+from swiftbatch.worker.kernels.kernel_sizes import TILE_ROWS
 from swiftbatch.worker.model.digests import text_files, weight_files
-from swiftbatch.worker.model.faults import INDEX_FILE, SINGLE_FILE
-from swiftbatch.worker.model.files import ModelFiles, let_others_read, read_whole_config, stored_layout
+from swiftbatch.worker.model.folder_faults import INDEX_FILE, SINGLE_FILE
 from swiftbatch.worker.model.formats.contract import ITEM_BITS, StoredTensor
 from swiftbatch.worker.model.formats.layout import heads_in
 from swiftbatch.worker.model.gguf.links import link_names
-from swiftbatch.worker.model.text import TextCodec
-from swiftbatch.worker.model.text_view import text_name, text_view
+from swiftbatch.worker.model.model_files import ModelFiles, let_others_read, read_whole_config, stored_layout
+from swiftbatch.worker.model.text_config import text_name, text_view
+from swiftbatch.worker.model.tokenizer import TextCodec
 from swiftbatch.worker.quantization.group_rounding import Rounding, rounding_of
 from swiftbatch.worker.target.target import TargetModel
 

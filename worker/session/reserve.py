@@ -19,7 +19,7 @@ from swiftbatch.worker.caches.memory.page_counts import (
     pages_of,
 )
 from swiftbatch.worker.caches.room import HeldPositions
-from swiftbatch.worker.kernels.sizes import ROW_CHOICES
+from swiftbatch.worker.kernels.kernel_sizes import ROW_CHOICES
 from swiftbatch.worker.session.work import Assignment, Orders
 
 MOST_READ = 5 * ROW_CHOICES[-1]  # known tokens of a job in a step: twice copied, then read in three forwards at most

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from swiftbatch.jobs.run.run import Run, RunError
 from swiftbatch.worker.model.digests import digests_of
-from swiftbatch.worker.model.files import ModelFiles, OtherModelError, locate_model
+from swiftbatch.worker.model.model_files import ModelFiles, OtherModelError, locate_model
 
 
 def located_model(model: str, run: Run) -> ModelFiles:

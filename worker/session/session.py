@@ -38,8 +38,8 @@ from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.engine.stopping import closed, may_be_extended, may_rewind, rewind_distance, rewound, text_of
 from swiftbatch.worker.exactness.verdicts import exactness_of
-from swiftbatch.worker.model.files import ModelFiles
-from swiftbatch.worker.model.text import TextCodec
+from swiftbatch.worker.model.model_files import ModelFiles
+from swiftbatch.worker.model.tokenizer import TextCodec
 from swiftbatch.worker.session.checkpointing import Checkpointing
 from swiftbatch.worker.session.reserve import CacheRoom, JobSizes, Reserve, without_room
 from swiftbatch.worker.session.result_sealing import Sealing, SealingRule

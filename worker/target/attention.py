@@ -10,8 +10,8 @@ import torch
 from torch.nn.functional import pad
 from transformers import AttentionInterface
 
-from swiftbatch.worker.kernels.sizes import TILE_ROWS
-from swiftbatch.worker.model.span import FULL, Span
+from swiftbatch.worker.kernels.kernel_sizes import TILE_ROWS
+from swiftbatch.worker.model.attention_masks import FULL, Span
 from swiftbatch.worker.target.tiles import SequenceRows
 from swiftbatch.worker.target.torch_attention import (
     Seen,

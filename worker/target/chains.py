@@ -15,10 +15,10 @@ import torch
 from swiftbatch.worker.drawing.native_calls import CTreeWalk, address_of, scratch
 from swiftbatch.worker.drawing.native_drawing import NativeSampler
 from swiftbatch.worker.drawing.tree import DraftTree
-from swiftbatch.worker.kernels.layers import CForwardCall
-from swiftbatch.worker.kernels.native import NativeDecoder
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK
+from swiftbatch.worker.kernels.native_decoder import NativeDecoder
+from swiftbatch.worker.kernels.packed_layers import CForwardCall
 from swiftbatch.worker.kernels.row_tables import Rows, RowTable
-from swiftbatch.worker.kernels.sizes import BLOCK
 
 MOST_ROUNDS = BLOCK - 1  # behind a partial cache the first row and those drawn behind it are each other's tail
 

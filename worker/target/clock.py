@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from swiftbatch.worker.kernels.cuda.graph import Work, capture
+from swiftbatch.worker.kernels.cuda.cuda_graph import Work, capture
 
 
 def _passing() -> float:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from swiftbatch.worker.kernels.sizes import TILE_ROWS
+from swiftbatch.worker.kernels.kernel_sizes import TILE_ROWS
 
 LEARNING_RATE = 0.05  # of a mean that has seen enough
 

@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import linear, pad
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from swiftbatch.worker.kernels.sizes import TILE_ROWS
+from swiftbatch.worker.kernels.kernel_sizes import TILE_ROWS
 
 EXPERTS_NAME = "swiftbatch_whole_tiles"
 

@@ -9,8 +9,8 @@ import torch
 
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
 from swiftbatch.worker.caches.partial import NewEntries, PartialCacheFactory
+from swiftbatch.worker.kernels.compute_threads import Team
 from swiftbatch.worker.kernels.row_tables import Rows
-from swiftbatch.worker.kernels.team import Team
 from swiftbatch.worker.target.chains import Drawn
 from swiftbatch.worker.target.expert_counts import ExpertCounts
 from swiftbatch.worker.target.partial_rows import PartialRows

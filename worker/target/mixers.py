@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from swiftbatch.worker.caches.recurrent_layer import RecurrentLayer
+from swiftbatch.worker.kernels.compute_threads import Team
+from swiftbatch.worker.kernels.kernel_sizes import TILE_ROWS
 from swiftbatch.worker.kernels.recurrence import Steps, native_steps
-from swiftbatch.worker.kernels.sizes import TILE_ROWS
-from swiftbatch.worker.kernels.team import Team
 from swiftbatch.worker.model.recurrent_sizes import RecurrentShape
 
 

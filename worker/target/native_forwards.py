@@ -16,7 +16,7 @@ from swiftbatch.worker.kernels.decoder_weights import DecoderSizes, DecoderWeigh
 from swiftbatch.worker.kernels.instruction_sets import numerics_of
 from swiftbatch.worker.kernels.kv_dtypes import with_kv
 from swiftbatch.worker.kernels.mixer_sizes import MOST_ROWS
-from swiftbatch.worker.kernels.native import NativeDecoder
+from swiftbatch.worker.kernels.native_decoder import NativeDecoder
 from swiftbatch.worker.kernels.row_tables import Rows
 from swiftbatch.worker.target.chains import Drawn, draw_chains
 from swiftbatch.worker.target.expert_counts import ExpertCounts

@@ -13,7 +13,7 @@ import numpy as np
 
 from swiftbatch.worker.caches.partial import PartialCache, Scanned
 from swiftbatch.worker.drawing.tree import DraftTree
-from swiftbatch.worker.kernels.sizes import BLOCK
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK
 from swiftbatch.worker.target.tiles import tails
 
 

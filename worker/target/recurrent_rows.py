@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from swiftbatch.worker.caches.recurrent import RecurrentCache
+from swiftbatch.worker.kernels.compute_threads import Team, shared_team
 from swiftbatch.worker.kernels.instruction_sets import load_library
 from swiftbatch.worker.kernels.recurrence import are_known_states
-from swiftbatch.worker.kernels.team import Team, shared_team
+from swiftbatch.worker.model.attention_needs import attention_of, form_of, recurrent_layers
 from swiftbatch.worker.model.causal_lm import decoder_of
-from swiftbatch.worker.model.layer_needs import attention_of, form_of, recurrent_layers
 from swiftbatch.worker.model.recurrent_sizes import RecurrentShape
 from swiftbatch.worker.target.attention import ExactRows
 from swiftbatch.worker.target.mixers import Mixer, Projected, StateWalk

@@ -13,7 +13,7 @@ import torch
 from swiftbatch.worker.caches.full import MAX_TREE_NODES, FullKVCache
 from swiftbatch.worker.caches.recurrent import new_cache_of
 from swiftbatch.worker.drawing.tree import DraftTree
-from swiftbatch.worker.kernels.sizes import BLOCK, TILE_ROWS
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK, TILE_ROWS
 from swiftbatch.worker.target.clock import clock_of
 from swiftbatch.worker.target.expert_counts import ExpertCounts, ExpertSpread
 from swiftbatch.worker.target.target import TargetModel

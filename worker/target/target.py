@@ -20,8 +20,8 @@ from swiftbatch.worker.caches.recurrent import new_cache_of
 from swiftbatch.worker.caches.room import MEMORY, HeldPositions, KVRoom, place_of_caches
 from swiftbatch.worker.drawing.split_rows import SplitRows
 from swiftbatch.worker.drawing.tree import DraftTree
-from swiftbatch.worker.kernels.choice import DEFAULT_KERNELS, CudaKernels
-from swiftbatch.worker.model.files import ModelFiles
+from swiftbatch.worker.kernels.kernel_choice import DEFAULT_KERNELS, CudaKernels
+from swiftbatch.worker.model.model_files import ModelFiles
 from swiftbatch.worker.target.forwards import Forwards
 from swiftbatch.worker.target.loading import DTYPES, load_forwards, load_transformers, resolve_device
 from swiftbatch.worker.target.tiles import SequenceRows, tree_rows

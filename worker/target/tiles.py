@@ -17,7 +17,7 @@ import torch
 
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
-from swiftbatch.worker.kernels.sizes import BLOCK, FEWEST_COLUMNS, MIN_ROWS, TILE_ROWS
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK, FEWEST_COLUMNS, MIN_ROWS, TILE_ROWS
 
 PLACES = np.arange(BLOCK)  # in a tail
 TAILS = np.tril(np.broadcast_to(PLACES, (BLOCK + 1, BLOCK)), -1)  # by their lengths: places behind one repeat the first

@@ -14,8 +14,8 @@ from typing import Literal
 import torch
 from torch.nn.functional import pad
 
-from swiftbatch.worker.kernels.sizes import BLOCK, TILE_ROWS
-from swiftbatch.worker.model.span import Span
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK, TILE_ROWS
+from swiftbatch.worker.model.attention_masks import Span
 from swiftbatch.worker.target.tiles import SequenceRows, tail_mask
 
 

@@ -18,12 +18,12 @@ from swiftbatch.worker.caches.partial import Entries, NewEntries, PartialCacheFa
 from swiftbatch.worker.drawing.drawing import Drawing, create_drawing
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.kernels.instruction_sets import kernel_numerics
+from swiftbatch.worker.kernels.kernel_sizes import TILE_ROWS
 from swiftbatch.worker.kernels.kv_dtypes import with_kv
-from swiftbatch.worker.kernels.sizes import TILE_ROWS
+from swiftbatch.worker.model.attention_masks import FULL
+from swiftbatch.worker.model.attention_needs import observe_layers
 from swiftbatch.worker.model.causal_lm import Head, decoder_of
-from swiftbatch.worker.model.files import ModelFiles
-from swiftbatch.worker.model.layer_needs import observe_layers
-from swiftbatch.worker.model.span import FULL
+from swiftbatch.worker.model.model_files import ModelFiles
 from swiftbatch.worker.target.attention import (
     ATTENTION_NAME,
     Asked,

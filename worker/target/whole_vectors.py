@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
 
-from swiftbatch.worker.kernels.sizes import FEWEST_COLUMNS, TILE_ROWS
+from swiftbatch.worker.kernels.kernel_sizes import FEWEST_COLUMNS, TILE_ROWS
 
 VECTORS = 64  # numbers that a loop takes at a time, at most: two vectors of bf16
 ON_ONE_THREAD = 16384  # numbers that torch does not share out among threads, in any of these functions

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from swiftbatch.worker.model.files import DRAFT_FOLDER, PARTS_FOLDER
+from swiftbatch.worker.model.model_files import DRAFT_FOLDER, PARTS_FOLDER
 from swiftbatch.worker.training import part_cards
 from swiftbatch.worker.training.target.evaluate import NEAR
 

@@ -20,8 +20,8 @@ from swiftbatch.worker.caches.memory.memory_plan import SlotsWanted
 from swiftbatch.worker.drafters.catalogue import create_drafter
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine
-from swiftbatch.worker.model.files import ModelFiles
-from swiftbatch.worker.model.text import TextCodec
+from swiftbatch.worker.model.model_files import ModelFiles
+from swiftbatch.worker.model.tokenizer import TextCodec
 from swiftbatch.worker.target.loading import load_transformers, resolve_device
 from swiftbatch.worker.target.step_costs import measure_step_costs
 from swiftbatch.worker.target.target import TargetModel, check_model

@@ -15,7 +15,7 @@ from swiftbatch.scheduler.limits import Limits, parse_deadline
 from swiftbatch.scheduler.runs.default_settings import STORE_SLACK_SECONDS, WORKER_TIMEOUT, Settings
 from swiftbatch.worker.config import CheckpointKind, CheckpointSettings, Computation
 from swiftbatch.worker.drafters.catalogue import ENGINES
-from swiftbatch.worker.kernels.sizes import MOST_SLOTS, ROW_CHOICES
+from swiftbatch.worker.kernels.kernel_sizes import MOST_SLOTS, ROW_CHOICES
 
 MAX_HOURS = 1_000_000_000
 

@@ -15,8 +15,8 @@ from swiftbatch.jobs.run.output_line import success_line
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
 from swiftbatch.scheduler.driver.queue_loading import load_queue
-from swiftbatch.worker.model.files import locate_model
-from swiftbatch.worker.model.text import TextCodec
+from swiftbatch.worker.model.model_files import locate_model
+from swiftbatch.worker.model.tokenizer import TextCodec
 from tests.jobs.checkpoints.checkpoint_parts import claim
 from tests.jobs.run.run_parts import write_result
 from tests.scheduler.commands.command_parts import invoke, job, refusal, write_jobs

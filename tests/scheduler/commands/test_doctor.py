@@ -22,8 +22,8 @@ from swiftbatch.worker.exactness.first_run.findings import Check, Finding
 from swiftbatch.worker.exactness.first_run.first_run import FirstRun, run_checks
 from swiftbatch.worker.exactness.first_run.parts import Parts
 from swiftbatch.worker.exactness.verdicts import known_verdict, verdict_key
-from swiftbatch.worker.kernels.choice import CudaKernels
-from swiftbatch.worker.model.files import ModelFiles, locate_model
+from swiftbatch.worker.kernels.kernel_choice import CudaKernels
+from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 from swiftbatch.worker.target import loading
 from swiftbatch.worker.target.hardware import hardware_of
 from tests.worker.exactness.first_run.small_parts import small_parts

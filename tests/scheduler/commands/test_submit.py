@@ -19,8 +19,8 @@ from swiftbatch.scheduler.runs.launch import Outcome
 from swiftbatch.worker.config import Computation
 from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.exactness.doctor import diagnose
-from swiftbatch.worker.model.files import locate_model
-from swiftbatch.worker.model.text import TextCodec
+from swiftbatch.worker.model.model_files import locate_model
+from swiftbatch.worker.model.tokenizer import TextCodec
 from tests import ROOT
 from tests.readme.command_lines import table
 from tests.scheduler.commands.command_parts import finish, invoke, job, refusal, write_jobs

@@ -13,8 +13,8 @@ from swiftbatch.jobs.checkpoints.token_log import Rewind, TokenLog
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
 from swiftbatch.scheduler.runs.run_watch import TAKEN_BACK, follow_text
-from swiftbatch.worker.model.files import locate_model
-from swiftbatch.worker.model.text import TextCodec
+from swiftbatch.worker.model.model_files import locate_model
+from swiftbatch.worker.model.tokenizer import TextCodec
 from tests.jobs.checkpoints.checkpoint_parts import claim
 from tests.scheduler.commands.command_parts import finish, invoke, refusal
 

@@ -8,8 +8,8 @@ from swiftbatch.jobs.input.reader import read_jobs
 from swiftbatch.jobs.run.run import WorkerStatus
 from swiftbatch.scheduler.demo.__main__ import NUM_TOKENS, DemoKill, kill_lines, prepare
 from swiftbatch.scheduler.runs.prompt_checks import LineNotes, make_records
-from swiftbatch.worker.model.files import ModelFiles
-from swiftbatch.worker.model.text import TextCodec
+from swiftbatch.worker.model.model_files import ModelFiles
+from swiftbatch.worker.model.tokenizer import TextCodec
 
 
 def test_the_demos_jobs_are_all_taken_and_long(tmp_path: Path, embedded_files: ModelFiles) -> None:

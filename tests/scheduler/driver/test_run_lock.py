@@ -20,8 +20,8 @@ from swiftbatch.scheduler.driver.takeover import Epoch, RunTakenError
 from swiftbatch.scheduler.runs import submission
 from swiftbatch.scheduler.runs.cancellation import cancel_jobs
 from swiftbatch.scheduler.runs.default_settings import Settings
-from swiftbatch.worker.model.files import locate_model
-from swiftbatch.worker.model.text import TextCodec
+from swiftbatch.worker.model.model_files import locate_model
+from swiftbatch.worker.model.tokenizer import TextCodec
 from tests.jobs.run.run_parts import MANIFEST, PROGRESS, failed_line, make_record
 from tests.jobs.storage.fault_proxy import FaultProxy
 

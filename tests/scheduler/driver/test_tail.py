@@ -17,7 +17,7 @@ from swiftbatch.scheduler.driver.job_queue import JobQueue
 from swiftbatch.scheduler.driver.load_balancing import Balance, Last
 from swiftbatch.scheduler.driver.throughput import StepPace
 from swiftbatch.scheduler.driver.worker_fleet import Worker
-from swiftbatch.worker.kernels.sizes import MOST_SLOTS
+from swiftbatch.worker.kernels.kernel_sizes import MOST_SLOTS
 from tests.scheduler.driver.simulated_fleet import SimulatedRun, StepModel
 
 STEP = StepModel(base=0.04, per_job=0.002)

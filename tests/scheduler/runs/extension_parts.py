@@ -14,7 +14,7 @@ from swiftbatch.jobs.run.output_line import success_line
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.driver.run_lock import Hold
 from swiftbatch.scheduler.runs.extension import Extension, extend_jobs
-from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.model.model_files import locate_model
 from tests.jobs.run.run_parts import write_result
 from tests.worker.session.session_parts import claimed, session, to_the_end
 

@@ -15,8 +15,8 @@ from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.segment_format import SealedResult
 from swiftbatch.worker.drafters.catalogue import ENGINES
-from swiftbatch.worker.model.files import locate_model
-from swiftbatch.worker.model.text import TextCodec
+from swiftbatch.worker.model.model_files import locate_model
+from swiftbatch.worker.model.tokenizer import TextCodec
 from tests.scheduler.runs.extension_parts import extend, run_all
 from tests.worker.session.recurrent_parts import save_recurrent_model
 from tests.worker.session.session_parts import body, claimed, digest, make_run, record, session, to_the_end, until

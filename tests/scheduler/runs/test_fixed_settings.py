@@ -21,10 +21,10 @@ from swiftbatch.scheduler.runs.fixed_settings import computation_of, kept_or_new
 from swiftbatch.worker.config import Computation
 from swiftbatch.worker.exactness.doctor import diagnose
 from swiftbatch.worker.exactness.verdicts import keep_verdict, verdict_key
-from swiftbatch.worker.kernels import choice
-from swiftbatch.worker.kernels.choice import CudaKernels
+from swiftbatch.worker.kernels import kernel_choice
 from swiftbatch.worker.kernels.instruction_sets import OVERRIDE, chosen_numerics
-from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.kernels.kernel_choice import CudaKernels
+from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.target.hardware import hardware_of, has_cuda
 from tests import ROOT
 from tests.worker.caches.memory.test_plan import LLAMA
@@ -34,7 +34,7 @@ PROGRAM = """
 import sys
 from swiftbatch.scheduler.runs.fixed_settings import kept_or_new_manifest, with_model
 from swiftbatch.scheduler.runs.default_settings import Settings
-from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.model.model_files import locate_model
 
 manifest = kept_or_new_manifest(sys.argv[1] + "/absent", Settings(said={"device": "auto"}))
 print(with_model(manifest, locate_model("embedded")).device, "torch" in sys.modules)
@@ -138,7 +138,7 @@ def test_a_verdict_is_known_to_runs_with_the_chosen_kernels_of_a_gpu_alone(
 def test_a_cluster_s_workers_say_themselves_whether_flash_attn_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choice, "flash_version", lambda: None)
+    monkeypatch.setattr(kernel_choice, "flash_version", lambda: None)
     said = {"device": "cuda", "attention": "flash"}
     settings = Settings(said=said, address="head:6379")
     assert kept_or_new_manifest(str(tmp_path / "absent"), settings).attention == "flash"

@@ -17,8 +17,8 @@ from swiftbatch.scheduler.driver.queue_loading import write_cancelled
 from swiftbatch.scheduler.runs.default_settings import Settings
 from swiftbatch.scheduler.runs.fixed_settings import computation_of
 from swiftbatch.worker.model import thought_markers as thinking
-from swiftbatch.worker.model.files import locate_model
-from swiftbatch.worker.model.text import TextCodec
+from swiftbatch.worker.model.model_files import locate_model
+from swiftbatch.worker.model.tokenizer import TextCodec
 from tests.scheduler.commands.command_parts import invoke, write_jobs
 from tests.scheduler.commands.submit_parts import submit_file
 

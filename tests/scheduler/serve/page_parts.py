@@ -27,8 +27,8 @@ from swiftbatch.scheduler.serve.batches import Batch
 from swiftbatch.scheduler.serve.driving.batch_driver import DriverOptions
 from swiftbatch.scheduler.serve.server_options import ServeOptions
 from swiftbatch.scheduler.serve.service import Service
-from swiftbatch.worker.model.files import locate_model
-from swiftbatch.worker.model.text import TextCodec
+from swiftbatch.worker.model.model_files import locate_model
+from swiftbatch.worker.model.tokenizer import TextCodec
 from tests.jobs.checkpoints.checkpoint_parts import claim
 from tests.jobs.run.run_parts import MANIFEST, PROGRESS
 from tests.metrics.report_parts import finish, record

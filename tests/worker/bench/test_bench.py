@@ -16,7 +16,7 @@ from swiftbatch.worker.bench.decode import DecodeBenchOptions, read_tokens, run_
 from swiftbatch.worker.bench.decode_figures import render
 from swiftbatch.worker.drafters.catalogue import create_drafter
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.session.recurrent_parts import save_recurrent_model

@@ -9,8 +9,8 @@ from swiftbatch.worker.bench.bench_engine import BenchError
 from swiftbatch.worker.bench.bench_worker import BenchWorker, make_run
 from swiftbatch.worker.bench.checkpoints import CheckpointBenchOptions, run_checkpoint_bench
 from swiftbatch.worker.config import EngineConfig
-from swiftbatch.worker.model.files import locate_model
-from swiftbatch.worker.model.text import TextCodec
+from swiftbatch.worker.model.model_files import locate_model
+from swiftbatch.worker.model.tokenizer import TextCodec
 
 PROMPT = "The quick brown fox jumps over the lazy dog."
 

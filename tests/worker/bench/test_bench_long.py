@@ -27,7 +27,7 @@ from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.engine.plain_runs import PlainRuns
-from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.papers.tokenswift.heads import save_heads
 from swiftbatch.worker.target.target import TargetModel
 from tests.simulated_clock import SimulatedClock

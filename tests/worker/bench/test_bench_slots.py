@@ -19,7 +19,7 @@ from swiftbatch.worker.bench.long import long
 from swiftbatch.worker.bench.long.long import LongBenchOptions, run_long_bench
 from swiftbatch.worker.bench.options import BenchOptions
 from swiftbatch.worker.caches.memory.memory_plan import SlotsWanted
-from swiftbatch.worker.model.files import ModelFiles
+from swiftbatch.worker.model.model_files import ModelFiles
 from swiftbatch.worker.papers.tokenswift.tables import ablation
 from swiftbatch.worker.papers.tokenswift.tables.ablation import AblationOptions, run_ablation
 from swiftbatch.worker.papers.triforce.tables.ablation import PromptAblationOptions, run_prompt_ablation

@@ -10,10 +10,10 @@ from torch import Tensor
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
 from swiftbatch.worker.caches.scan_cache import ScannedKeys
 from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.kernels.compute_threads import Team
 from swiftbatch.worker.kernels.instruction_sets import load_library
-from swiftbatch.worker.kernels.native import native_attention
+from swiftbatch.worker.kernels.native_decoder import native_attention
 from swiftbatch.worker.kernels.scan_coding import SCAN_CHUNK
-from swiftbatch.worker.kernels.team import Team
 from swiftbatch.worker.target.partial_rows import PartialRows, partial_rows
 from tests.worker.caches.cache_parts import everything_of
 

@@ -26,7 +26,7 @@ from swiftbatch.worker.caches.room import (
     check_folder,
     place_of_caches,
 )
-from swiftbatch.worker.model.files import locate_model, read_config
+from swiftbatch.worker.model.model_files import locate_model, read_config
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.session.session_parts import body, claimed, make_run, record, session, to_the_end
 

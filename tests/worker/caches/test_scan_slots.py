@@ -22,7 +22,7 @@ from swiftbatch.worker.caches.slot_arena import ArenaKVCache, KVArena
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.kernels.cuda.scan.scanned_texts import ScannedTexts, ScanScratch
 from swiftbatch.worker.kernels.scan_coding import SCAN_CHUNK
-from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.target.cuda.cuda_loading import MOST_SCANNED, with_rounds
 from swiftbatch.worker.target.cuda.partial_arena import PartialArena, arena_for
 from swiftbatch.worker.target.target import TargetModel

@@ -12,7 +12,7 @@ import torch
 from swiftbatch.worker.caches.full import MAX_TREE_NODES, FullKVCache
 from swiftbatch.worker.caches.room import KVRoomError
 from swiftbatch.worker.caches.slot_arena import ArenaKVCache, KVArena
-from swiftbatch.worker.kernels.sizes import BLOCK
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK
 from tests.worker.caches.cache_parts import shape, use_side_by_side
 
 LENGTH = 500

@@ -8,7 +8,7 @@ import pytest
 
 from swiftbatch.worker.caches.memory.page_counts import PoolSize
 from swiftbatch.worker.caches.state_arena import StateArena, StateSlotCache
-from swiftbatch.worker.kernels.sizes import BLOCK
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK
 from swiftbatch.worker.model.recurrent_sizes import RecurrentShape
 from tests.worker.caches.cache_parts import shape, write
 

@@ -27,7 +27,7 @@ from swiftbatch.worker.drafters.two_level.drafter import TwoLevelDrafter
 from swiftbatch.worker.drafters.two_level.measured import MeasuredDrafter
 from swiftbatch.worker.drafters.two_level.repeating import RepeatingDrafter
 from swiftbatch.worker.drawing.tree import DraftTree
-from swiftbatch.worker.model.files import read_config
+from swiftbatch.worker.model.model_files import read_config
 from swiftbatch.worker.papers.griffin.griffin import GriffinDrafter
 from swiftbatch.worker.papers.mtp.mtp import MTPDrafter
 from swiftbatch.worker.target.target import TargetModel

@@ -12,8 +12,8 @@ from swiftbatch.jobs.structured_output import structure_of
 from swiftbatch.worker.constraints import grammar as grammars
 from swiftbatch.worker.constraints.grammar import TRIED_FUEL, Grammar, GrammarConstraint
 from swiftbatch.worker.drawing.rules import ConstraintError, allows, tokens_of
-from swiftbatch.worker.model.files import ModelFiles
-from swiftbatch.worker.model.text import TextCodec
+from swiftbatch.worker.model.model_files import ModelFiles
+from swiftbatch.worker.model.tokenizer import TextCodec
 from tests.worker.constraints.words import END, VOCAB, grammar, mask_behind
 
 TEXTS = {"abc", "abd", "abcda", "da", "dab", "cccc"}

@@ -76,7 +76,7 @@ def run(target: TargetModel, factor: float, num_tokens: int) -> tuple[list[bool]
 
 @pytest.fixture(scope="module")
 def small(tiny_model: Path) -> TargetModel:
-    from swiftbatch.worker.model.files import locate_model
+    from swiftbatch.worker.model.model_files import locate_model
 
     return TargetModel.load(locate_model(str(tiny_model)), "float32", "cpu")
 

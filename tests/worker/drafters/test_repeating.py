@@ -19,8 +19,8 @@ from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.drawing.verification import Verification
 from swiftbatch.worker.engine.engine import Engine
-from swiftbatch.worker.kernels.sizes import TILE_ROWS
-from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.kernels.kernel_sizes import TILE_ROWS
+from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.target.step_costs import StepCosts
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.drafters.drafter_parts import free_rows

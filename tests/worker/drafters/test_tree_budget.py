@@ -28,8 +28,8 @@ from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.drawing.verification import Verification
 from swiftbatch.worker.engine.engine import Engine
-from swiftbatch.worker.kernels.sizes import TILE_ROWS
-from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.kernels.kernel_sizes import TILE_ROWS
+from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.target import step_costs
 from swiftbatch.worker.target.step_costs import ROW_COUNTS, StepCosts, measure_step_costs
 from swiftbatch.worker.target.target import TargetModel

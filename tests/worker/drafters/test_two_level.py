@@ -27,7 +27,7 @@ from swiftbatch.worker.drawing.drawing import create_drawing
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.engine.engine import Engine
-from swiftbatch.worker.model.text import TextCodec
+from swiftbatch.worker.model.tokenizer import TextCodec
 from swiftbatch.worker.papers.tokenswift.tokenswift import TokenSwiftOptions, tokenswift
 from swiftbatch.worker.papers.tokenswift.variants import PAPER as TOKENSWIFT_PAPER
 from swiftbatch.worker.target.target import RowOutputs, TargetModel
@@ -295,7 +295,7 @@ from swiftbatch.worker.caches import summary
 from swiftbatch.worker.papers.tokenswift.tokenswift import TokenSwiftOptions, tokenswift
 from swiftbatch.worker.papers.triforce.triforce import TriForceOptions, triforce
 from swiftbatch.worker.engine.engine import Engine
-from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.target.target import TargetModel
 

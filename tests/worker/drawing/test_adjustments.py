@@ -11,7 +11,7 @@ import torch
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.drawing.sampling import TokenSampler
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.model.text import TextCodec
+from swiftbatch.worker.model.tokenizer import TextCodec
 
 VOCAB = 6
 LOGITS = torch.tensor([1.0, -1.0, 2.0, 0.5, -3.0, 4.0])

@@ -17,8 +17,8 @@ from swiftbatch.worker.drafters.catalogue import ENGINES, create_drafter
 from swiftbatch.worker.drawing.drawing import TorchDrawing
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine
-from swiftbatch.worker.model.files import ModelFiles
-from swiftbatch.worker.model.text import TextCodec
+from swiftbatch.worker.model.model_files import ModelFiles
+from swiftbatch.worker.model.tokenizer import TextCodec
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.test_exactness import PROMPTS

@@ -7,7 +7,7 @@ import torch
 
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
 from swiftbatch.worker.drawing.tree import DraftTree
-from swiftbatch.worker.kernels.sizes import BLOCK, TILE_ROWS
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK, TILE_ROWS
 from swiftbatch.worker.target.tiles import chain_rows, max_tree_depth, pack_tiles, tree_rows
 
 SHAPE = CacheShape(2, 1, 4, torch.float32, torch.device("cpu"))

@@ -13,7 +13,7 @@ from swiftbatch.worker.drafters.two_level.auto import auto
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.engine.plain_runs import MOST_STEPS, PlainRuns
-from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.kernels.kernel_parts import needs_kernels

@@ -9,7 +9,7 @@ import pytest
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.caches.room import KVRoomError
 from swiftbatch.worker.engine.prefixes import MEMORY_SHARE, SHORTEST, KeptPrefixes
-from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.engine.prefix_parts import decode, new_engine, rows_of, sequence, text
 

@@ -12,7 +12,7 @@ from swiftbatch.jobs.shared_prompts import prompt_keys, shared_prompts
 from swiftbatch.worker.bench.bench_variants import BENCH_ENGINES, VARIANTS
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.prefixes import SHORTEST
-from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.engine.prefix_parts import decode, new_engine, rows_of, sequence, text, to_the_end
 from tests.worker.model.kind_parts import native_target, tiny_target

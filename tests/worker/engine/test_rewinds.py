@@ -13,7 +13,7 @@ from swiftbatch.worker.bench.bench_variants import BENCH_ENGINES, VARIANTS, crea
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.engine.stopping import may_rewind, rewound
-from swiftbatch.worker.model.text import TextCodec
+from swiftbatch.worker.model.tokenizer import TextCodec
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.engine.test_repetition import ends_in_a_loop

@@ -9,7 +9,7 @@ from swiftbatch.worker.drafters.catalogue import create_drafter
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.engine.stopping import StopRule, text_of
-from swiftbatch.worker.model.text import TextCodec
+from swiftbatch.worker.model.tokenizer import TextCodec
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.texts.output_text import LibraryText
 from tests.worker.drafters.drafter_parts import free_rows

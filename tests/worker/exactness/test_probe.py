@@ -11,8 +11,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from swiftbatch.worker.exactness.probe import probe_rows, random_tree
-from swiftbatch.worker.kernels.sizes import MIN_ROWS
-from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.kernels.kernel_sizes import MIN_ROWS
+from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.tiles import SequenceRows
 from tests.worker.exactness.spoilt_attention import rows_that_depend_on_neighbours

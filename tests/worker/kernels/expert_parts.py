@@ -9,7 +9,7 @@ from torch import Tensor
 
 from swiftbatch.worker.kernels.decoder_weights import Linear
 from swiftbatch.worker.kernels.expert_weights import ExpertWeights
-from swiftbatch.worker.kernels.forms import Routing, Score
+from swiftbatch.worker.kernels.layer_forms import Routing, Score
 
 Normal = Callable[..., Tensor]
 

@@ -19,12 +19,12 @@ from swiftbatch.worker.caches.full import CacheShape, FullKVCache
 from swiftbatch.worker.caches.scan_cache import ScannedKeys
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 from swiftbatch.worker.kernels.decoder_weights import DecoderSizes, DecoderWeights, LayerWeights, Linear
-from swiftbatch.worker.kernels.forms import Activation, NormForm
-from swiftbatch.worker.kernels.frequencies import QueryGrowth, Rotary, default_frequencies
 from swiftbatch.worker.kernels.instruction_sets import runnable_variants
-from swiftbatch.worker.kernels.native import NativeDecoder
+from swiftbatch.worker.kernels.kernel_sizes import LatentSizes
+from swiftbatch.worker.kernels.layer_forms import Activation, NormForm
+from swiftbatch.worker.kernels.native_decoder import NativeDecoder
+from swiftbatch.worker.kernels.rotary_frequencies import QueryGrowth, Rotary, default_frequencies
 from swiftbatch.worker.kernels.scan_coding import SCAN_CHUNK
-from swiftbatch.worker.kernels.sizes import LatentSizes
 from swiftbatch.worker.papers.griffin.native_griffin import GriffinWeights
 from swiftbatch.worker.target.partial_rows import PartialRows, partial_rows
 from swiftbatch.worker.target.tiles import SequenceRows, max_tree_depth, tree_rows

@@ -14,7 +14,7 @@ from swiftbatch.worker.kernels.decoder_weights import (
     PackedLinear,
     plain_linear,
 )
-from swiftbatch.worker.kernels.packed import CODE_BITS, SIGNIFICANT_BITS, Code, PackedMatrix
+from swiftbatch.worker.kernels.packed_weights import CODE_BITS, SIGNIFICANT_BITS, Code, PackedMatrix
 from tests.worker.kernels.kernel_parts import Shape, random_weights
 
 LINEARS = ("query", "key", "value", "output", "gate", "up", "down")

@@ -10,7 +10,7 @@ from torch.nn.functional import linear
 
 from swiftbatch.worker.kernels.decoder_weights import AnyLinear, plain_linear
 from swiftbatch.worker.kernels.expert_weights import ExpertWeights
-from swiftbatch.worker.kernels.forms import Routing, Score
+from swiftbatch.worker.kernels.layer_forms import Routing, Score
 
 Rounded = Callable[[Tensor], Tensor]
 

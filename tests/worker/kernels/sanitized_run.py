@@ -28,11 +28,11 @@ from swiftbatch.worker.drawing import native_calls as sampling_calls
 from swiftbatch.worker.drawing import native_drawing as sampling
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.verification import TOP_K
-from swiftbatch.worker.kernels import causal, native
+from swiftbatch.worker.kernels import causal_attention, native_decoder
+from swiftbatch.worker.kernels.compute_threads import Team
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights
 from swiftbatch.worker.kernels.instruction_sets import open_library
-from swiftbatch.worker.kernels.native import NativeDecoder, native_attention
-from swiftbatch.worker.kernels.team import Team
+from swiftbatch.worker.kernels.native_decoder import NativeDecoder, native_attention
 from swiftbatch.worker.papers.griffin.native_griffin import NativeGriffin
 from swiftbatch.worker.target.partial_rows import PartialRows
 from swiftbatch.worker.target.tiles import SequenceRows, tree_rows
@@ -149,7 +149,7 @@ def fuzz_causal(numbers: random.Random, num_rounds: int) -> None:
             torch.randn(batch_size, length, count, 64).to(torch.bfloat16).transpose(1, 2).requires_grad_()
             for count in (num_kv_heads * group, num_kv_heads, num_kv_heads)
         )
-        output = causal.causal_attention(query, key, value, 0.125)
+        output = causal_attention.causal_attention(query, key, value, 0.125)
         output.backward(torch.randn_like(output))
         assert all(torch.isfinite(each).all() for each in (output, query.grad, key.grad, value.grad))
 
@@ -158,7 +158,7 @@ if __name__ == "__main__":
     rounds = int(sys.argv[2])
     LENGTHS = LENGTHS if rounds > 1 else LENGTHS[:8]  # long texts take most of the time
     scan_cache.load_library = lambda _: sanitized()  # type: ignore[attr-defined]
-    causal.load_library = native.load_library = sampling_calls.load_library = lambda _: sanitized()  # type: ignore[assignment]
+    causal_attention.load_library = native_decoder.load_library = sampling_calls.load_library = lambda _: sanitized()  # type: ignore[assignment]
     sampling_calls.chosen_variant = lambda: "sanitized"
     # a single round has every second shape, plain and packed weights in turns, and each form of draft models once
     for number, each in enumerate(SHAPES if rounds > 1 else SHAPES[::2]):
@@ -170,7 +170,7 @@ if __name__ == "__main__":
         fuzz(each, random_weights(each), random.Random(str(each)), rounds)
     for size in (1, 7, 8, 64, 65, 1000):
         fuzz_sampling(size, random.Random(size), rounds)
-    if (isa := sanitized().kernels_variant().decode()) in causal.FAST_VARIANTS:
-        causal.chosen_variant = lambda: isa
+    if (isa := sanitized().kernels_variant().decode()) in causal_attention.FAST_VARIANTS:
+        causal_attention.chosen_variant = lambda: isa
         fuzz_causal(random.Random(isa), rounds)
     print("nothing found")

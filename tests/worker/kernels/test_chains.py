@@ -15,7 +15,7 @@ from swiftbatch.worker.drafters.two_level.chain import Chain, RoundPlan
 from swiftbatch.worker.drawing.drawing import Drawing
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
-from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.target import chains
 from swiftbatch.worker.target.native_forwards import NativeForwards
 from swiftbatch.worker.target.target import TargetModel

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights, LayerWeights, Linear
-from swiftbatch.worker.kernels.forms import Routing, Score
-from swiftbatch.worker.kernels.native import NativeDecoder
+from swiftbatch.worker.kernels.layer_forms import Routing, Score
+from swiftbatch.worker.kernels.native_decoder import NativeDecoder
 from swiftbatch.worker.target.tiles import tree_rows
 from tests.worker.kernels.expert_parts import EXPERT_SHAPES, ExpertShape
 from tests.worker.kernels.kernel_parts import (

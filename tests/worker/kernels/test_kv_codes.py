@@ -11,10 +11,10 @@ from torch import Tensor
 
 from swiftbatch.jobs.run.option_values import KVDtype
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
+from swiftbatch.worker.kernels.compute_threads import Team
 from swiftbatch.worker.kernels.instruction_sets import load_library
 from swiftbatch.worker.kernels.kv_codes import CODES, coded, numbers_of
-from swiftbatch.worker.kernels.native import native_attention
-from swiftbatch.worker.kernels.team import Team
+from swiftbatch.worker.kernels.native_decoder import native_attention
 from tests.worker.caches.scan_parts import Text, queries
 from tests.worker.kernels.kernel_parts import (
     BF16,

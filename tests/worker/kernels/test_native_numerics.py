@@ -20,10 +20,10 @@ from transformers import (
 )
 
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
+from swiftbatch.worker.kernels.compute_threads import Team
 from swiftbatch.worker.kernels.decoder_weights import decoder_weights
 from swiftbatch.worker.kernels.instruction_sets import load_library
-from swiftbatch.worker.kernels.native import NativeDecoder, native_attention
-from swiftbatch.worker.kernels.team import Team
+from swiftbatch.worker.kernels.native_decoder import NativeDecoder, native_attention
 from tests.worker.kernels.kernel_parts import (
     BF16,
     FLOAT32,

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from swiftbatch.worker.bench.kernels.roof import with_roof
-from swiftbatch.worker.kernels import native as native_module
+from swiftbatch.worker.kernels import native_decoder as native_module
 from swiftbatch.worker.kernels.build import find_compiler
+from swiftbatch.worker.kernels.compute_threads import ELEMENTS, Team
 from swiftbatch.worker.kernels.instruction_sets import load_library, open_library
-from swiftbatch.worker.kernels.native import NativeDecoder
-from swiftbatch.worker.kernels.packed import CODE_BITS, TABLES, Code, PackedMatrix
+from swiftbatch.worker.kernels.native_decoder import NativeDecoder
+from swiftbatch.worker.kernels.packed_weights import CODE_BITS, TABLES, Code, PackedMatrix
 from swiftbatch.worker.kernels.quantized_rows import quantized_rows
-from swiftbatch.worker.kernels.team import ELEMENTS, Team
 from tests.worker.kernels.compiled_once import compiled_once
 from tests.worker.kernels.emulation import CAN_EMULATE, EMULATED, FLAGS_OF_EMULATION
 from tests.worker.kernels.kernel_parts import (

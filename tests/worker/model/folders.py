@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from swiftbatch.worker.model.digests import digests_of
-from swiftbatch.worker.model.files import ModelFiles
+from swiftbatch.worker.model.model_files import ModelFiles
 
 
 def saved_as(config: dict[str, Any], folder: Path) -> ModelFiles:

@@ -14,12 +14,12 @@ from swiftbatch.worker.exactness.transformers_agreement import Agreement, compar
 from swiftbatch.worker.model.compute_path import path_on
 from swiftbatch.worker.model.dense_kinds import KINDS as DENSE_KINDS
 from swiftbatch.worker.model.digests import Digests
-from swiftbatch.worker.model.files import ModelFiles, locate_model
 from swiftbatch.worker.model.gguf.architectures import ARCHITECTURES
 from swiftbatch.worker.model.gguf.tensor_types import READABLE
 from swiftbatch.worker.model.hybrid_kinds import HYBRID_KINDS
-from swiftbatch.worker.model.kinds import RECURRENT_KINDS, SUPPORTED_KINDS
-from swiftbatch.worker.model.text_view import NESTING, SAME_AS, text_view
+from swiftbatch.worker.model.model_files import ModelFiles, locate_model
+from swiftbatch.worker.model.model_kinds import RECURRENT_KINDS, SUPPORTED_KINDS
+from swiftbatch.worker.model.text_config import NESTING, SAME_AS, text_view
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.transformers_forwards import TransformersForwards
 

@@ -11,13 +11,13 @@ from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.exactness.transformers_agreement import compare
 from swiftbatch.worker.model.causal_lm import load_causal_lm
-from swiftbatch.worker.model.files import DRAFT_FOLDER, PARTS_FOLDER, locate_model
+from swiftbatch.worker.model.model_files import DRAFT_FOLDER, PARTS_FOLDER, locate_model
 from swiftbatch.worker.papers.griffin.griffin_weights import save_griffin
 from swiftbatch.worker.papers.griffin.model import GriffinConfig, GriffinModel
 from swiftbatch.worker.papers.tokenswift.heads import save_heads
 from swiftbatch.worker.target.native_forwards import NativeForwards
 from swiftbatch.worker.target.target import TargetModel
-from tests.worker.model.test_dense import saved
+from tests.worker.model.test_dense_loading import saved
 from tests.worker.model.test_kinds_engines import decode
 from tests.worker.model.test_published_configs import PUBLISHED
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from swiftbatch.jobs.chat import Message, TemplateOptions
-from swiftbatch.worker.model.files import locate_model
-from swiftbatch.worker.model.text import TextCodec
+from swiftbatch.worker.model.model_files import locate_model
+from swiftbatch.worker.model.tokenizer import TextCodec
 
 PLAIN = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"

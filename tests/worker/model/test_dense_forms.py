@@ -14,11 +14,11 @@ from transformers import AutoConfig
 
 from swiftbatch.worker.exactness.probe import probe_rows
 from swiftbatch.worker.exactness.transformers_agreement import _our_logits
-from swiftbatch.worker.kernels.angles import angles
-from swiftbatch.worker.kernels.forms import Activation
+from swiftbatch.worker.kernels.layer_forms import Activation
+from swiftbatch.worker.kernels.rotary_angles import angles
 from swiftbatch.worker.model.causal_lm import load_causal_lm
-from swiftbatch.worker.model.dense import dense_weights
-from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.model.dense_loading import dense_weights
+from swiftbatch.worker.model.model_files import locate_model
 from tests.worker.kernels.kernel_parts import needs_kernels
 from tests.worker.kernels.reference import ACTIVATIONS, ReferenceDecoder
 from tests.worker.model.kind_promises import (
@@ -28,7 +28,7 @@ from tests.worker.model.kind_promises import (
     loaded,
     save_parts,
 )
-from tests.worker.model.test_dense import saved
+from tests.worker.model.test_dense_loading import saved
 from tests.worker.model.test_published_configs import OTHER_FORMS
 
 pytestmark = [pytest.mark.long, needs_kernels]

@@ -15,8 +15,8 @@ from swiftbatch.worker.exactness.probe import probe_rows
 from swiftbatch.worker.exactness.transformers_agreement import compare
 from swiftbatch.worker.model.compute_path import path_on
 from swiftbatch.worker.model.dense_config import OtherDecoderError, read_dense
-from swiftbatch.worker.model.files import locate_model
-from swiftbatch.worker.model.text_view import text_view
+from swiftbatch.worker.model.model_files import locate_model
+from swiftbatch.worker.model.text_config import text_view
 from swiftbatch.worker.target.step_costs import measure_step_costs
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.tiles import tree_rows

@@ -18,12 +18,12 @@ from transformers import AutoConfig
 from swiftbatch.worker.exactness.probe import probe_rows
 from swiftbatch.worker.inspection import inspect_model
 from swiftbatch.worker.kernels.decoder_weights import PackedLinear
-from swiftbatch.worker.kernels.sizes import BLOCK
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK
 from swiftbatch.worker.model.causal_lm import load_causal_lm
-from swiftbatch.worker.model.dense import dense_weights
 from swiftbatch.worker.model.dense_config import OtherDecoderError, read_dense
-from swiftbatch.worker.model.files import locate_model
-from swiftbatch.worker.model.text_view import text_view
+from swiftbatch.worker.model.dense_loading import dense_weights
+from swiftbatch.worker.model.model_files import locate_model
+from swiftbatch.worker.model.text_config import text_view
 from swiftbatch.worker.target.native_forwards import NativeForwards
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.model.formats.examples import EXAMPLES

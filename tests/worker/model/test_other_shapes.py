@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.model.expert_configs import WITH_LATENTS, write_experts
 from tests.worker.model.formats.twins import logits_of

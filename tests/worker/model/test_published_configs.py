@@ -20,14 +20,14 @@ from swiftbatch.worker.caches.full import CacheShape, FullKVCache
 from swiftbatch.worker.caches.memory.model_sizes import read_sizes
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights, decoder_weights
 from swiftbatch.worker.model.causal_lm import load_causal_lm
-from swiftbatch.worker.model.dense import dense_weights
 from swiftbatch.worker.model.dense_config import OtherDecoderError, read_dense
-from swiftbatch.worker.model.files import ModelFiles
-from swiftbatch.worker.model.text_view import text_view
+from swiftbatch.worker.model.dense_loading import dense_weights
+from swiftbatch.worker.model.model_files import ModelFiles
+from swiftbatch.worker.model.text_config import text_view
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.kernels.kernel_parts import chain
 from tests.worker.kernels.reference import ReferenceDecoder
-from tests.worker.model.test_dense import files_in, saved
+from tests.worker.model.test_dense_loading import files_in, saved
 
 BF16, CPU = torch.bfloat16, torch.device("cpu")
 LLAMA3 = {

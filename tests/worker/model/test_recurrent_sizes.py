@@ -8,7 +8,7 @@ import pytest
 
 from swiftbatch.worker.caches.recurrent import RecurrentCache
 from swiftbatch.worker.caches.room import MEMORY, NUM_STEPS, KVRoom, KVRoomError, bytes_per_position, state_bytes
-from swiftbatch.worker.model.kinds import RECURRENT_KINDS
+from swiftbatch.worker.model.model_kinds import RECURRENT_KINDS
 from swiftbatch.worker.model.recurrent_sizes import layer_types, num_attending_layers, recurrent_shape
 from tests.worker.model.kind_parts import tiny_target
 

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from swiftbatch.worker.exactness.transformers_agreement import compare
-from swiftbatch.worker.model.files import what_refuses
+from swiftbatch.worker.model.model_files import what_refuses
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.model.folders import saved_as
 

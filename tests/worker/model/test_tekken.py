@@ -18,8 +18,8 @@ from swiftbatch.jobs.job import Job
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.inspection import inspect_model
 from swiftbatch.worker.model.digests import TEKKEN_FILE, digests_of
-from swiftbatch.worker.model.files import ModelFiles, locate_model
-from swiftbatch.worker.model.text import TextCodec
+from swiftbatch.worker.model.model_files import ModelFiles, locate_model
+from swiftbatch.worker.model.tokenizer import TextCodec
 
 MERGES = ("th", "the", " q", " qu", " qui", " quic", " quick")
 NUM_SPECIAL = 22

@@ -17,8 +17,8 @@ from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.constraints.grammar import Grammar
 from swiftbatch.worker.constraints.thinking import Markers, Thinking, ThinkingRule
 from swiftbatch.worker.drawing.rules import ConstraintError
-from swiftbatch.worker.model.files import locate_model
-from swiftbatch.worker.model.text import TextCodec
+from swiftbatch.worker.model.model_files import locate_model
+from swiftbatch.worker.model.tokenizer import TextCodec
 
 MESSAGES = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
 OPENING = MESSAGES + (

@@ -16,7 +16,7 @@ from swiftbatch.worker.drafters.base import Drafter
 from swiftbatch.worker.drafters.catalogue import ENGINES, FINGERPRINT, EngineEntry, check_parts, create_drafter
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine
-from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.papers.toy.toy import PART

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from swiftbatch.worker.drafters.catalogue import ENGINES, check_parts
-from swiftbatch.worker.model.files import PARTS_FOLDER, locate_model
+from swiftbatch.worker.model.model_files import PARTS_FOLDER, locate_model
 from swiftbatch.worker.papers import all_trainings as everything
 from swiftbatch.worker.papers.all_trainings import train_all
 from swiftbatch.worker.papers.triforce.recipe import DraftRecipe

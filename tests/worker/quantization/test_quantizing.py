@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.inspection import inspect_model
-from swiftbatch.worker.kernels.packed import PackedMatrix
-from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.kernels.packed_weights import PackedMatrix
 from swiftbatch.worker.model.formats.contract import StoredTensor
-from swiftbatch.worker.model.tensors import read_tensors
-from swiftbatch.worker.model.text import TextCodec
+from swiftbatch.worker.model.model_files import locate_model
+from swiftbatch.worker.model.tokenizer import TextCodec
+from swiftbatch.worker.model.weight_reading import read_tensors
 from swiftbatch.worker.quantization import quantizing
 from swiftbatch.worker.quantization.group_rounding import FORMATS, FloatRounding, rounding_of
 from swiftbatch.worker.quantization.quantizing import quantize_model, write_tensors

@@ -24,7 +24,7 @@ from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.segment_format import SealedResult
 from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.worker.config import EngineConfig
-from swiftbatch.worker.model.files import OtherModelError
+from swiftbatch.worker.model.model_files import OtherModelError
 from swiftbatch.worker.session.reserve import CacheRoom, Reserve
 from swiftbatch.worker.session.result_sealing import Sealing, SealingRule
 from swiftbatch.worker.session.work import Assignment, JobProgress, Orders, WorkReport

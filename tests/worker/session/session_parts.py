@@ -18,7 +18,7 @@ from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.scheduler.driver.queue_loading import put_logs_in_place
 from swiftbatch.scheduler.runs.fixed_settings import with_model
 from swiftbatch.worker.config import EngineConfig
-from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.session.session import WorkerSession
 from swiftbatch.worker.session.work import Assignment, Orders, WorkReport
 from swiftbatch.worker.target.step_costs import StepCosts

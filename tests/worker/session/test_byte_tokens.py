@@ -10,8 +10,8 @@ import pytest
 
 from swiftbatch.jobs.chat import Message
 from swiftbatch.jobs.job import JobRecord
-from swiftbatch.worker.model.files import locate_model
-from swiftbatch.worker.model.text import TextCodec
+from swiftbatch.worker.model.model_files import locate_model
+from swiftbatch.worker.model.tokenizer import TextCodec
 from tests.worker.session.session_parts import body, claimed, make_run, preempted, record, session, to_the_end
 from tests.worker.texts.text_parts import KINDS
 

@@ -10,7 +10,7 @@ import pytest
 from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.worker.model.files import eos_token_ids_of, locate_model
+from swiftbatch.worker.model.model_files import eos_token_ids_of, locate_model
 from tests.scheduler.runs.extension_parts import extend
 from tests.worker.session.session_parts import claimed, digest, make_run, session, to_the_end, until
 from tests.worker.session.test_thinking import ENGINES, MARKERS, chat, done, end_of, model, run

@@ -11,7 +11,7 @@ import pytest
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.worker.kernels.sizes import BLOCK
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK
 from swiftbatch.worker.session.session import WorkerSession
 from tests.worker.session.recurrent_parts import save_recurrent_model
 from tests.worker.session.session_parts import (

@@ -10,8 +10,8 @@ import torch
 from swiftbatch.worker.exactness.probe import probe_rows
 from swiftbatch.worker.exactness.transformers_agreement import compare
 from swiftbatch.worker.kernels.instruction_sets import NO_KERNELS, OVERRIDE
-from swiftbatch.worker.model.files import locate_model
-from swiftbatch.worker.model.span import FULL
+from swiftbatch.worker.model.attention_masks import FULL
+from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.target import attention
 from swiftbatch.worker.target.attention import attend_in_torch
 from swiftbatch.worker.target.attention_choice import attends_of

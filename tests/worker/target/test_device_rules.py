@@ -11,8 +11,8 @@ import torch
 
 from swiftbatch.worker.exactness.probe import probe_rows
 from swiftbatch.worker.exactness.verdicts import verdict_key
-from swiftbatch.worker.kernels.sizes import BLOCK, TILE_ROWS
-from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK, TILE_ROWS
+from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.target import attention, hardware, step_costs, torch_attention
 from swiftbatch.worker.target.loading import DTYPES, load_transformers
 from swiftbatch.worker.target.step_costs import PROBE_LENGTHS, measure_step_costs

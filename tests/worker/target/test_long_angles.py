@@ -18,10 +18,10 @@ from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.engine.prefixes import SHORTEST
 from swiftbatch.worker.exactness.transformers_agreement import compare
 from swiftbatch.worker.inspection import inspect_model
-from swiftbatch.worker.kernels.angles import angles
+from swiftbatch.worker.kernels.rotary_angles import angles
 from swiftbatch.worker.model.causal_lm import load_causal_lm
 from swiftbatch.worker.model.dense_config import read_dense
-from swiftbatch.worker.model.files import ModelFiles, what_refuses
+from swiftbatch.worker.model.model_files import ModelFiles, what_refuses
 from swiftbatch.worker.target import loading
 from swiftbatch.worker.target.native_forwards import NativeForwards
 from swiftbatch.worker.target.partial_rows import partial_rows

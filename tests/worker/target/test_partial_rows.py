@@ -14,8 +14,8 @@ import torch
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.caches.offloaded import OffloadedKVCache
 from swiftbatch.worker.drawing.tree import DraftTree
-from swiftbatch.worker.kernels.sizes import BLOCK
-from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK
+from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.target.forwards import Forwards
 from swiftbatch.worker.target.loading import DTYPES, load_forwards, load_transformers
 from swiftbatch.worker.target.native_forwards import NativeForwards

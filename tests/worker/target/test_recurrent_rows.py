@@ -17,8 +17,8 @@ from swiftbatch.worker.drafters.catalogue import create_drafter
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 from swiftbatch.worker.exactness.probe import random_tree
 from swiftbatch.worker.kernels.instruction_sets import chosen_variant
-from swiftbatch.worker.kernels.sizes import BLOCK
-from swiftbatch.worker.model.kinds import RECURRENT_KINDS
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK
+from swiftbatch.worker.model.model_kinds import RECURRENT_KINDS
 from swiftbatch.worker.target.step_costs import measure_step_costs
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.tiles import max_tree_depth, tree_rows

@@ -18,7 +18,7 @@ from swiftbatch.worker.drafters.shared_budget import NUM_ROWS, best_shares
 from swiftbatch.worker.drafters.tree_budget import NODE_CHOICES, NodeBudget
 from swiftbatch.worker.drafters.two_level.auto_plan import RoundsPlanner
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.papers.griffin.griffin_tree import PricePlanner
 from swiftbatch.worker.target import step_costs
 from swiftbatch.worker.target.expert_counts import ExpertCounts, ExpertSpread

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.model.digests import Digests
-from swiftbatch.worker.model.files import ModelFiles
+from swiftbatch.worker.model.model_files import ModelFiles
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.tiles import tree_rows
 from swiftbatch.worker.target.transformers_forwards import TransformersForwards

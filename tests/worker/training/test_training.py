@@ -17,8 +17,8 @@ from swiftbatch.jobs.chat import Message
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.job import Job
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.model.files import locate_model
-from swiftbatch.worker.model.text import TextCodec
+from swiftbatch.worker.model.model_files import locate_model
+from swiftbatch.worker.model.tokenizer import TextCodec
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.training import defaults
 from swiftbatch.worker.training.corpus import CorpusError, read_books

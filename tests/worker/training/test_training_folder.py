@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.worker.model.files import DRAFT_FOLDER, PARTS_FOLDER
+from swiftbatch.worker.model.model_files import DRAFT_FOLDER, PARTS_FOLDER
 from swiftbatch.worker.papers.all_trainings import train_all
 from swiftbatch.worker.papers.griffin.training.recipe import GRIFFIN_RECIPE
 from swiftbatch.worker.papers.griffin.training.training import train_griffin

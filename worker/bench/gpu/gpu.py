@@ -9,8 +9,8 @@ import torch
 
 from swiftbatch.worker.bench.bench_engine import BenchError
 from swiftbatch.worker.bench.gpu.gpu_figures import GPUBenchOptions
-from swiftbatch.worker.kernels.choice import CudaKernels
-from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.kernels.kernel_choice import CudaKernels
+from swiftbatch.worker.model.model_files import locate_model
 
 if TYPE_CHECKING:
     from swiftbatch.worker.bench.gpu.gpu_figures import GPUBenchResult

@@ -17,7 +17,7 @@ from swiftbatch.worker.bench.decode_figures import DecodeRecord
 from swiftbatch.worker.bench.options import BenchOptions, Positions
 from swiftbatch.worker.config import Computation
 from swiftbatch.worker.drafters.catalogue import ENGINES
-from swiftbatch.worker.kernels.sizes import NUM_ROWS
+from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
 
 
 def _slots(numbers: tuple[int, ...]) -> tuple[int, ...]:

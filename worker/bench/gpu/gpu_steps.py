@@ -16,7 +16,7 @@ from swiftbatch.worker.bench.gpu.gpu_figures import GPUResumeRecord, GPUStepReco
 from swiftbatch.worker.caches.slot_arena import ArenaKVCache
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 from swiftbatch.worker.exactness.first_run.parts import ArenaTarget, Parts
-from swiftbatch.worker.kernels.cuda.graph import Graph, Repeated, Work, capture
+from swiftbatch.worker.kernels.cuda.cuda_graph import Graph, Repeated, Work, capture
 from swiftbatch.worker.target.clock import Clock, clock_of
 from swiftbatch.worker.target.tiles import SequenceRows, max_tree_depth, tree_rows
 

@@ -22,7 +22,7 @@ from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.drafters.shared_budget import best_shares, rate_of
 from swiftbatch.worker.drafters.tree_budget import NODE_CHOICES, PRIOR_ACCEPTANCE
 from swiftbatch.worker.inspection import CONTEXT_BYTES, GPU_BYTES, GPUS
-from swiftbatch.worker.kernels.sizes import BLOCK, NUM_ROWS, least_blocks
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK, NUM_ROWS, least_blocks
 from swiftbatch.worker.target.cuda.cuda_loading import with_rounds
 from swiftbatch.worker.target.step_costs import ROW_COUNTS, StepCosts
 

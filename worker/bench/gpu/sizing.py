@@ -18,7 +18,7 @@ from swiftbatch.worker.caches.room import GB, NUM_UNWRITTEN
 from swiftbatch.worker.caches.summary import summary_positions
 from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.inspection import CONTEXT_BYTES, GPU_BYTES, GPUS, SLOT_LENGTHS
-from swiftbatch.worker.kernels.sizes import LatentSizes
+from swiftbatch.worker.kernels.kernel_sizes import LatentSizes
 
 DENSE = {  # models whose weights are published in 8 or 4 bits; sizes follow from their configs
     "Llama 3.1 8B": ModelSizes(8_030_261_248, 131_072, 32, 8, 128, 4096, 14336, 128_256, 2),

@@ -24,11 +24,11 @@ from swiftbatch.worker.bench.kernels.operations import (
 from swiftbatch.worker.bench.kernels.roof import LARGEST, Roof
 from swiftbatch.worker.bench.options import BenchOptions, check_length
 from swiftbatch.worker.caches.full import FullKVCache
+from swiftbatch.worker.kernels.compute_threads import ELEMENTS, Team
 from swiftbatch.worker.kernels.decoder_weights import DecoderSizes
 from swiftbatch.worker.kernels.instruction_sets import chosen_variant, load_library, why_none
-from swiftbatch.worker.kernels.sizes import BLOCK
-from swiftbatch.worker.kernels.team import ELEMENTS, Team
-from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK
+from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.target.native_forwards import NativeForwards
 from swiftbatch.worker.target.target import TargetModel
 

@@ -17,12 +17,12 @@ from swiftbatch.worker.drawing import native_drawing as sampling
 from swiftbatch.worker.drawing.native_calls import address_of
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.kernels.compute_threads import ELEMENTS, Team
 from swiftbatch.worker.kernels.decoder_weights import DecoderSizes
-from swiftbatch.worker.kernels.native import native_attention
-from swiftbatch.worker.kernels.packed import CODE_BITS, Code, PackedMatrix
+from swiftbatch.worker.kernels.kernel_sizes import LANES
+from swiftbatch.worker.kernels.native_decoder import native_attention
+from swiftbatch.worker.kernels.packed_weights import CODE_BITS, Code, PackedMatrix
 from swiftbatch.worker.kernels.quantized_rows import quantized_rows
-from swiftbatch.worker.kernels.sizes import LANES
-from swiftbatch.worker.kernels.team import ELEMENTS, Team
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.tiles import SequenceRows, tree_rows
 

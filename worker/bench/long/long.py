@@ -17,7 +17,7 @@ from swiftbatch.worker.bench.long.plain_windows import PlainWindows
 from swiftbatch.worker.bench.options import BenchOptions, check_length
 from swiftbatch.worker.drafters.base import Drafter
 from swiftbatch.worker.drawing.filters.filter_list import FILTERS
-from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.target.step_costs import step_costs_of
 from swiftbatch.worker.target.target import TargetModel
 

@@ -16,7 +16,7 @@ from swiftbatch.worker.bench.kernels.kernels import KernelBenchOptions, run_kern
 from swiftbatch.worker.bench.long.long import LongBenchOptions, run_long_bench
 from swiftbatch.worker.bench.options import BenchOptions
 from swiftbatch.worker.drafters.catalogue import ENGINES, check_parts
-from swiftbatch.worker.model.files import ModelFiles
+from swiftbatch.worker.model.model_files import ModelFiles
 
 SMALL_MINUTES = 0.5  # of each stage, with few tokens
 PLACES = ("positions", "lengths")  # options that hold positions

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from swiftbatch.jobs.run.option_values import AttentionName
 from swiftbatch.worker.caches.memory.page_counts import GPU_PAGE, WindowPages
 from swiftbatch.worker.caches.room import GB, MAX_TREE_NODES, KVRoomError
-from swiftbatch.worker.kernels.sizes import MOST_SLOTS, NUM_ROWS, most_slots
+from swiftbatch.worker.kernels.kernel_sizes import MOST_SLOTS, NUM_ROWS, most_slots
 
 if TYPE_CHECKING:
     from swiftbatch.worker.caches.memory.model_sizes import ModelSizes

@@ -11,19 +11,19 @@ from swiftbatch.jobs.run.option_values import KVDtype
 from swiftbatch.worker.caches.memory.packed_sizes import PackedPart, num_beside, num_floats, packed_parts
 from swiftbatch.worker.caches.room import ITEM_SIZES, MAX_TREE_NODES, HeldPositions, bytes_per_position
 from swiftbatch.worker.kernels.cuda.states.step_layout import slot_bytes
-from swiftbatch.worker.kernels.sizes import CUDA_SCALE_BYTES, LatentSizes
+from swiftbatch.worker.kernels.kernel_sizes import CUDA_SCALE_BYTES, LatentSizes
 from swiftbatch.worker.model.dense_config import (
     DenseConfig,
     OtherDecoderError,
     latent_sizes,
     read_dense,
 )
-from swiftbatch.worker.model.files import ModelFiles, read_config, stored_layout
 from swiftbatch.worker.model.formats.contract import StoredTensor
 from swiftbatch.worker.model.formats.layout import heads_in
 from swiftbatch.worker.model.layer_windows import Windows
+from swiftbatch.worker.model.model_files import ModelFiles, read_config, stored_layout
 from swiftbatch.worker.model.recurrent_sizes import RecurrentShape, recurrent_shape
-from swiftbatch.worker.model.text_view import is_of_text
+from swiftbatch.worker.model.text_config import is_of_text
 
 PACKED_DTYPE = "bfloat16"  # the dtype whose kernels multiply packed weights
 

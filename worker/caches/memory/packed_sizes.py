@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from swiftbatch.worker.kernels.sizes import fills_blocks
+from swiftbatch.worker.kernels.kernel_sizes import fills_blocks
 from swiftbatch.worker.model.dense_config import SINKS
 from swiftbatch.worker.model.expert_config import ExpertConfig
 from swiftbatch.worker.model.formats.contract import StoredTensor
 from swiftbatch.worker.model.gguf.tensor_types import PACKED, PackedKind
 from swiftbatch.worker.model.mixer_forms import MixerConfig
-from swiftbatch.worker.model.text_view import EMBEDDING, HEAD
+from swiftbatch.worker.model.text_config import EMBEDDING, HEAD
 
 PRODUCT = re.compile(r"^(model\.layers\.\d+\.(?:self_attn|mlp)\.)(\w+)_proj(?:_with_mqa)?\.weight$")
 STACKED = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}  # parts, and the product of them

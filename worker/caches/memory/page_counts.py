@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from swiftbatch.worker.caches.room import MAX_TREE_NODES, NUM_ASKED, HeldPositions
-from swiftbatch.worker.kernels.sizes import BLOCK, ROW_CHOICES
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK, ROW_CHOICES
 from swiftbatch.worker.model.layer_windows import Windows
 
 PAGE = 64  # positions; a CPU's memory is taken in less

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from swiftbatch.worker.caches.memory.memory_plan import NO_DRAFTS, DraftMemory, GPUMemory, one_slot
 from swiftbatch.worker.caches.memory.model_sizes import ModelSizes
 from swiftbatch.worker.caches.memory.page_counts import HORIZON
-from swiftbatch.worker.kernels.sizes import NUM_ROWS, ROW_CHOICES, most_slots
+from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS, ROW_CHOICES, most_slots
 
 ROWS_OF_A_DRAFT = 4  # of each job among many; the nodes behind these are seldom accepted
 WIDE_CAPABILITY = 9  # from Hopper on, products of 256 rows take little longer than reading the weights

@@ -12,8 +12,8 @@ from swiftbatch.worker.drafters.step_clock import together
 from swiftbatch.worker.drafters.tree_budget import NODE_CHOICES
 from swiftbatch.worker.drafters.two_level.chain import ChainTree, RoundPlan
 from swiftbatch.worker.drafters.two_level.round_plan import Planner
+from swiftbatch.worker.kernels.kernel_sizes import TILE_ROWS
 from swiftbatch.worker.kernels.scan_coding import CLOUD_CHUNKS, SCAN_CHUNK
-from swiftbatch.worker.kernels.sizes import TILE_ROWS
 from swiftbatch.worker.target.step_costs import StepCosts
 
 CHAIN_LENGTHS = (3, 5, 7, 9, 11, 15, 19, 23, 27, 31)

@@ -7,7 +7,7 @@ import numpy as np
 from swiftbatch.worker.caches.full import MAX_TREE_NODES
 from swiftbatch.worker.drafters.tree_budget import EXPLORE_EVERY, LEARNING_RATE, NODE_CHOICES, BudgetChoice, NodeBudget
 from swiftbatch.worker.drafters.two_level.chain import ChainTree, Round, RoundPlan
-from swiftbatch.worker.kernels.sizes import TILE_ROWS
+from swiftbatch.worker.kernels.kernel_sizes import TILE_ROWS
 from swiftbatch.worker.target.step_costs import Costs, StepCosts
 
 PRIOR_CHAIN_ACCEPTANCE = 0.9 ** np.arange(1, TILE_ROWS + 1)  # of token i, before anything was seen

@@ -24,9 +24,9 @@ from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.split_rows import together
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 from swiftbatch.worker.drawing.verification import Walk
-from swiftbatch.worker.kernels.cuda.graph import Capture, capture
+from swiftbatch.worker.kernels.cuda.cuda_graph import Capture, capture
 from swiftbatch.worker.kernels.cuda.upload import Upload
-from swiftbatch.worker.kernels.sizes import NUM_ROWS, most_slots
+from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS, most_slots
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 NO_SLOT = 0  # of sequences without penalties and bias, of which nobody reads anything

@@ -15,7 +15,7 @@ from swiftbatch.worker.drawing.cuda.counts import update_counts
 from swiftbatch.worker.drawing.cuda.draw import UNDECIDED, Draw, DrawBuffers, FilteredDraw, QuickDraw
 from swiftbatch.worker.drawing.cuda.draw_rows import DrawLayout
 from swiftbatch.worker.drawing.verification import TOP_K
-from swiftbatch.worker.kernels.cuda.graph import Capture, Work
+from swiftbatch.worker.kernels.cuda.cuda_graph import Capture, Work
 from swiftbatch.worker.kernels.cuda.upload import Download
 
 WORDS_OUT = 2 + 2 * TOP_K  # of a row: token, highest logit, candidates and their log-probabilities

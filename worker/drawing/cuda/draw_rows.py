@@ -20,7 +20,7 @@ from swiftbatch.worker.drawing.cuda.buffers import SlotBuffers
 from swiftbatch.worker.drawing.cuda.row_words import NUM_DRAFTED, NUM_MASKED, NUM_WORDS, PADDING, ROW, fill_row
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
-from swiftbatch.worker.kernels.sizes import NUM_ROWS
+from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
 
 
 @dataclass(frozen=True)

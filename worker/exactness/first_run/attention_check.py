@@ -14,10 +14,10 @@ from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.exactness.first_run.findings import Finding, Row, differing_bits
 from swiftbatch.worker.exactness.first_run.parts import Parts
 from swiftbatch.worker.exactness.probe import random_tree
-from swiftbatch.worker.kernels.cuda.attentions import ATTENTION_KERNELS, new_attention, shape_of
+from swiftbatch.worker.kernels.cuda.cuda_attention_choice import ATTENTION_KERNELS, new_attention, shape_of
 from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, TableLayout
 from swiftbatch.worker.kernels.cuda.upload import Upload
-from swiftbatch.worker.kernels.sizes import NUM_ROWS
+from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
 from swiftbatch.worker.target.tiles import SequenceRows, max_tree_depth, tree_rows
 
 MOST_ERROR = {torch.bfloat16: 0.02, torch.float32: 1e-5}  # of the greatest number of a row

@@ -25,9 +25,9 @@ from swiftbatch.worker.exactness.first_run.whole_forwards import (
     check_transformers,
 )
 from swiftbatch.worker.exactness.verdicts import keep_verdict, verdict_key
-from swiftbatch.worker.kernels.choice import CudaKernels
 from swiftbatch.worker.kernels.instruction_sets import chosen_numerics
-from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.kernels.kernel_choice import CudaKernels
+from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.target.hardware import hardware_of
 from swiftbatch.worker.target.loading import resolve_device
 

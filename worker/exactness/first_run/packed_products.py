@@ -16,7 +16,7 @@ from swiftbatch.worker.exactness.first_run.parts import Parts
 from swiftbatch.worker.exactness.first_run.products import bits, first_columns, random_rows, weight_shapes
 from swiftbatch.worker.kernels.cuda.linear import triton_linear
 from swiftbatch.worker.kernels.cuda.packed_linear import packed_linear
-from swiftbatch.worker.kernels.packed import CODE_BITS, Code, PackedMatrix
+from swiftbatch.worker.kernels.packed_weights import CODE_BITS, Code, PackedMatrix
 
 FORMS: tuple[tuple[Code, int, bool], ...] = (  # code, group (0: the whole depth), offsets
     ("uint4", 128, True),

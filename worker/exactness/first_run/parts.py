@@ -16,12 +16,12 @@ from swiftbatch.worker.caches.memory.memory_plan import splits_of
 from swiftbatch.worker.caches.memory.model_sizes import read_sizes
 from swiftbatch.worker.caches.slot_arena import ArenaKVCache, KVArena
 from swiftbatch.worker.exactness.probe import MOST_NODES
-from swiftbatch.worker.kernels.choice import DEFAULT_KERNELS, CudaKernels
-from swiftbatch.worker.kernels.cuda.graph import Capture, Work, capture
-from swiftbatch.worker.kernels.cuda.stacked import StackedWeights, handed_over, stacked_weights
+from swiftbatch.worker.kernels.cuda.cuda_graph import Capture, Work, capture
+from swiftbatch.worker.kernels.cuda.stacked_weights import StackedWeights, handed_over, stacked_weights
 from swiftbatch.worker.kernels.decoder_weights import DecoderSizes
-from swiftbatch.worker.model.dense import dense_weights
-from swiftbatch.worker.model.files import ModelFiles
+from swiftbatch.worker.kernels.kernel_choice import DEFAULT_KERNELS, CudaKernels
+from swiftbatch.worker.model.dense_loading import dense_weights
+from swiftbatch.worker.model.model_files import ModelFiles
 from swiftbatch.worker.target.clock import captured_seconds, clock_of
 from swiftbatch.worker.target.cuda.cuda_forwards import CudaForwards
 from swiftbatch.worker.target.cuda.cuda_loading import hold_products_steady, whole_arena

@@ -12,9 +12,9 @@ from swiftbatch.worker.exactness.first_run.findings import Finding, Row
 from swiftbatch.worker.exactness.first_run.parts import Parts
 from swiftbatch.worker.kernels.cuda.linear import LINEAR_KERNELS
 from swiftbatch.worker.kernels.cuda.packed_linear import WeightKernel
-from swiftbatch.worker.kernels.cuda.stacked import StackedWeights
+from swiftbatch.worker.kernels.cuda.stacked_weights import StackedWeights
 from swiftbatch.worker.kernels.decoder_weights import AnyLinear
-from swiftbatch.worker.kernels.packed import PackedMatrix, Weight
+from swiftbatch.worker.kernels.packed_weights import PackedMatrix, Weight
 
 COMPARED_COLUMNS = 1024  # in float64
 SUM_ERROR = 1e-5  # error allowed to a float32 sum, as a share of the sum of all products' sizes

@@ -22,10 +22,10 @@ from swiftbatch.worker.exactness.first_run.findings import Finding, Row, differi
 from swiftbatch.worker.exactness.first_run.parts import ArenaTarget, Parts
 from swiftbatch.worker.exactness.probe import MAX_LENGTH, num_caches, probe_rows, random_tree
 from swiftbatch.worker.exactness.transformers_agreement import compare
-from swiftbatch.worker.kernels.choice import CudaKernels
-from swiftbatch.worker.kernels.cuda.graph import Graph, Repeated, Work
-from swiftbatch.worker.kernels.sizes import TILE_ROWS
-from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.kernels.cuda.cuda_graph import Graph, Repeated, Work
+from swiftbatch.worker.kernels.kernel_choice import CudaKernels
+from swiftbatch.worker.kernels.kernel_sizes import TILE_ROWS
+from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.target.tiles import max_tree_depth, tree_rows
 
 NUM_STEPS = 3

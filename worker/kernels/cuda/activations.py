@@ -8,7 +8,7 @@ from torch import Tensor
 
 from swiftbatch.worker.kernels.cuda.layer_kernels import is_padding
 from swiftbatch.worker.kernels.cuda.rounding import rounded
-from swiftbatch.worker.kernels.forms import Activation
+from swiftbatch.worker.kernels.layer_forms import Activation
 
 ACTIVE_COLUMNS = 1024  # of a program
 GELU_TANH, RELU2 = tl.constexpr(int(Activation.GELU_TANH)), tl.constexpr(int(Activation.RELU2))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from swiftbatch.worker.kernels.sizes import NUM_ROWS
+from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
 
 if TYPE_CHECKING:
     from torch import Tensor

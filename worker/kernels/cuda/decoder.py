@@ -17,10 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from swiftbatch.worker.kernels.angles import angles, kept_as, query_scales
 from swiftbatch.worker.kernels.attention_view import SEES_ALL, AttentionView
 from swiftbatch.worker.kernels.cuda.activations import activate, gate_heads
-from swiftbatch.worker.kernels.cuda.attentions import (
+from swiftbatch.worker.kernels.cuda.cuda_attention_choice import (
     Attention,
     AttentionKernel,
     LatentAttention,
@@ -37,13 +36,14 @@ from swiftbatch.worker.kernels.cuda.logit_cap import cap_logits
 from swiftbatch.worker.kernels.cuda.packed_linear import WeightKernel
 from swiftbatch.worker.kernels.cuda.scan.scan import ScanAttention
 from swiftbatch.worker.kernels.cuda.scan.scanned_texts import ScannedTexts
-from swiftbatch.worker.kernels.cuda.stacked import StackedLayer, StackedWeights
+from swiftbatch.worker.kernels.cuda.stacked_weights import StackedLayer, StackedWeights
 from swiftbatch.worker.kernels.cuda.states.state_buffers import StateBuffers
 from swiftbatch.worker.kernels.cuda.states.state_layers import CudaMixers, scale
 from swiftbatch.worker.kernels.decoder_weights import AnyLinear, other_rotary
-from swiftbatch.worker.kernels.frequencies import QueryGrowth, Rotary
+from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS, RING_LAYERS
 from swiftbatch.worker.kernels.kv_codes import cuda_row_width
-from swiftbatch.worker.kernels.sizes import NUM_ROWS, RING_LAYERS
+from swiftbatch.worker.kernels.rotary_angles import angles, kept_as, query_scales
+from swiftbatch.worker.kernels.rotary_frequencies import QueryGrowth, Rotary
 
 
 class CudaDecoder:

@@ -34,9 +34,9 @@ from swiftbatch.worker.kernels.cuda.router import (
 )
 from swiftbatch.worker.kernels.cuda.stacked_experts import StackedExperts
 from swiftbatch.worker.kernels.decoder_weights import AnyLinear
-from swiftbatch.worker.kernels.forms import Activation, Routing
-from swiftbatch.worker.kernels.packed import PackedMatrix
-from swiftbatch.worker.kernels.sizes import BLOCK_DEPTH, NUM_ROWS
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK_DEPTH, NUM_ROWS
+from swiftbatch.worker.kernels.layer_forms import Activation, Routing
+from swiftbatch.worker.kernels.packed_weights import PackedMatrix
 
 SUMMED_COLUMNS = 1024  # of a program
 NO_FORM: dict[str, Any] = {"DECODE": None, "PER_BYTE": 1, "NUM_GROUPS": 1, "GROUP": 1, "HAS_OFFSETS": False}

@@ -1,4 +1,4 @@
-"""Attention over caches that hold latent vectors, in two launches a layer as `attend.py` has it.
+"""Attention over caches that hold latent vectors, in two launches a layer as `tree_attention.py` has it.
 
 A position's entry is one row: the latent vector, which is the value of all heads, and behind it the turned part of the
 keys. So a row that was read serves as key and as value. Scores are sums over parts of the vector, then over the turned
@@ -15,14 +15,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from swiftbatch.worker.kernels.cuda.attend import LOG2_E, TAIL_TILE_ROWS, Scratch
 from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, CudaRowTable, PageTable
-from swiftbatch.worker.kernels.cuda.kept_rows import load_rows
-from swiftbatch.worker.kernels.cuda.prefix import LOG2_E as LOG2_OF_E
-from swiftbatch.worker.kernels.cuda.prefix import split_blocks
+from swiftbatch.worker.kernels.cuda.kv_buffers import load_rows
+from swiftbatch.worker.kernels.cuda.prefix_attention import LOG2_E as LOG2_OF_E
+from swiftbatch.worker.kernels.cuda.prefix_attention import split_blocks
 from swiftbatch.worker.kernels.cuda.rounding import dot, rounded
-from swiftbatch.worker.kernels.cuda.tail import merge_split
-from swiftbatch.worker.kernels.sizes import BLOCK_DEPTH, LANES, NUM_ROWS, LatentSizes, least_blocks
+from swiftbatch.worker.kernels.cuda.tail_attention import merge_split
+from swiftbatch.worker.kernels.cuda.tree_attention import LOG2_E, TAIL_TILE_ROWS, Scratch
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK_DEPTH, LANES, NUM_ROWS, LatentSizes, least_blocks
 
 LEAST_DEPTH = LANES  # of a product of tensor cores
 

@@ -15,15 +15,15 @@ import triton.language as tl
 from torch import Tensor
 
 from swiftbatch.worker.kernels.cuda.cuda_row_table import CudaRowTable
-from swiftbatch.worker.kernels.cuda.kept_rows import store_halves
+from swiftbatch.worker.kernels.cuda.kv_buffers import store_halves
 from swiftbatch.worker.kernels.cuda.layer_kernels import is_padding, normed_row
 from swiftbatch.worker.kernels.cuda.linear import TILE_COLUMNS
 from swiftbatch.worker.kernels.cuda.packed_linear import WeightKernel, read
 from swiftbatch.worker.kernels.cuda.rounding import dot, rounded
-from swiftbatch.worker.kernels.cuda.stacked import StackedLatent
+from swiftbatch.worker.kernels.cuda.stacked_weights import StackedLatent
 from swiftbatch.worker.kernels.decoder_weights import AnyLinear, DecoderSizes
-from swiftbatch.worker.kernels.forms import NormForm
-from swiftbatch.worker.kernels.sizes import BLOCK_DEPTH, LatentSizes
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK_DEPTH, LatentSizes
+from swiftbatch.worker.kernels.layer_forms import NormForm
 
 TILE_ROWS = 64  # of a program: numbers of rows are multiples of it
 EPSILON = 1e-6  # of the norms of latent vectors, whatever that of the others is

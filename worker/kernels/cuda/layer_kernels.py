@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from swiftbatch.worker.kernels.cuda.kept_rows import store_halves, store_kept
+from swiftbatch.worker.kernels.cuda.kv_buffers import store_halves, store_kept
 from swiftbatch.worker.kernels.cuda.rounding import rounded
-from swiftbatch.worker.kernels.forms import NormForm
+from swiftbatch.worker.kernels.layer_forms import NormForm
 
 TWICE, ONE_MORE = tl.constexpr(int(NormForm.TWICE)), tl.constexpr(int(NormForm.ONE_MORE))
 CENTRED, SHIFTED = tl.constexpr(int(NormForm.CENTRED)), tl.constexpr(int(NormForm.SHIFTED))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from swiftbatch.jobs.run.option_values import LinearName
 from swiftbatch.worker.kernels.cuda.rounding import dot, rounded
-from swiftbatch.worker.kernels.sizes import BLOCK_DEPTH, NUM_ROWS
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK_DEPTH, NUM_ROWS
 
 TILE_COLUMNS = 32  # of a program: enough programs for every multiprocessor
 MOST_TILE_BYTES = 256  # of a program's column of rows: stages of its blocks fit the shared memory of an A100

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from swiftbatch.worker.kernels.cuda.prefix import LOG2_E
+from swiftbatch.worker.kernels.cuda.prefix_attention import LOG2_E
 
 CAPPED_COLUMNS = 1024  # of a program
 

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from swiftbatch.worker.kernels.cuda.cuda_row_table import PageTable
-from swiftbatch.worker.kernels.cuda.kept_rows import in_pool, load_kept
+from swiftbatch.worker.kernels.cuda.kv_buffers import in_pool, load_kept
 from swiftbatch.worker.kernels.kv_codes import cuda_row_width
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # of a number's size in bytes

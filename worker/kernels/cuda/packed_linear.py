@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from swiftbatch.worker.kernels.cuda.linear import LinearKernel, multiply_constants, product_grid, tile_rows
 from swiftbatch.worker.kernels.cuda.rounding import dot, in_one_place, narrowed, rounded
-from swiftbatch.worker.kernels.packed import CODE_BITS, Code, PackedMatrix, Weight
-from swiftbatch.worker.kernels.sizes import BLOCK_DEPTH, NUM_ROWS, fills_blocks
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK_DEPTH, NUM_ROWS, fills_blocks
+from swiftbatch.worker.kernels.packed_weights import CODE_BITS, Code, PackedMatrix, Weight
 
 
 @triton.jit

@@ -13,8 +13,8 @@ import triton.language as tl
 
 from swiftbatch.worker.kernels.cuda.layer_kernels import is_padding
 from swiftbatch.worker.kernels.cuda.rounding import dot, rounded
-from swiftbatch.worker.kernels.forms import Routing, Score
-from swiftbatch.worker.kernels.sizes import NUM_ROWS
+from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
+from swiftbatch.worker.kernels.layer_forms import Routing, Score
 
 ROUTER_COLUMNS = 16  # experts of a program
 ROUTER_ROWS = 64  # of a program

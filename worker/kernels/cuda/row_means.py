@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from swiftbatch.worker.kernels.cuda.cuda_row_table import PageTable
-from swiftbatch.worker.kernels.cuda.kept_rows import in_pool, load_kept
+from swiftbatch.worker.kernels.cuda.kv_buffers import in_pool, load_kept
 from swiftbatch.worker.kernels.cuda.rounding import rounded
 from swiftbatch.worker.kernels.kv_codes import cuda_row_width
 

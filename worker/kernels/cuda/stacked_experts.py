@@ -11,8 +11,8 @@ from torch import Tensor
 from swiftbatch.worker.kernels.cuda.packed_linear import is_multiplied_packed
 from swiftbatch.worker.kernels.decoder_weights import AnyLinear, linear_from
 from swiftbatch.worker.kernels.expert_weights import ExpertWeights
-from swiftbatch.worker.kernels.forms import Routing
-from swiftbatch.worker.kernels.packed import PackedMatrix, Weight, plain
+from swiftbatch.worker.kernels.layer_forms import Routing
+from swiftbatch.worker.kernels.packed_weights import PackedMatrix, Weight, plain
 
 
 @dataclass(frozen=True)

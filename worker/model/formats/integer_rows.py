@@ -21,7 +21,7 @@ from swiftbatch.worker.model.gguf.tensor_types import PackedKind
 if TYPE_CHECKING:
     import torch
 
-    from swiftbatch.worker.kernels.packed import Weight
+    from swiftbatch.worker.kernels.packed_weights import Weight
 
 SCALES = ("BF16", "F16", "F32")
 WORD = 32  # bits

@@ -10,7 +10,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from swiftbatch.worker.model.config_values import line_of, shown
+from swiftbatch.worker.model.config_value_rules import line_of, shown
 from swiftbatch.worker.model.digests import weight_files
 from swiftbatch.worker.model.formats.catalogue import format_of
 from swiftbatch.worker.model.formats.contract import UNUSED, Format, FormatError, Scheme, StoredTensor
@@ -18,7 +18,7 @@ from swiftbatch.worker.model.gguf.gguf_model import forms_in_gguf
 from swiftbatch.worker.model.gguf.header import GGUFError
 from swiftbatch.worker.model.gguf.links import SUFFIX
 from swiftbatch.worker.model.gguf.tensor_types import BITS
-from swiftbatch.worker.model.text_view import text_name, text_view
+from swiftbatch.worker.model.text_config import text_name, text_view
 
 FLOATS = ("BF16", "F16", "F32", "F64")
 MOST_SAID = 300  # of the words of an error

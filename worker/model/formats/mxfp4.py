@@ -23,7 +23,7 @@ from swiftbatch.worker.model.gguf.tensor_types import PackedKind
 if TYPE_CHECKING:
     import torch
 
-    from swiftbatch.worker.kernels.packed import Weight
+    from swiftbatch.worker.kernels.packed_weights import Weight
 
 SUFFIXES = {"_blocks": "blocks", "_scales": "scales"}
 KNOWN = ("quant_method", "modules_to_not_convert", "dequantize")

@@ -20,7 +20,7 @@ from swiftbatch.worker.model.gguf.tensor_types import PackedKind
 if TYPE_CHECKING:
     import torch
 
-    from swiftbatch.worker.kernels.packed import Weight
+    from swiftbatch.worker.kernels.packed_weights import Weight
 
 SUFFIXES = {".qweight": "qweight", ".qzeros": "qzeros", ".scales": "scales", ".g_idx": "g_idx"}
 SCALES = ("F16", "BF16", "F32")

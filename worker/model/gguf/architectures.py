@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from swiftbatch.worker.model.text_view import EMBEDDING, HEAD
+from swiftbatch.worker.model.text_config import EMBEDDING, HEAD
 
 Config = dict[str, Any]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from swiftbatch.worker.model.config_values import MOST_REAL
+from swiftbatch.worker.model.config_value_rules import MOST_REAL
 from swiftbatch.worker.model.gguf.architectures import SIZES, Config
 from swiftbatch.worker.model.gguf.gguf_model import FREQUENCIES, GGUFModel
 from swiftbatch.worker.model.gguf.gguf_tokenizer import SPECIAL, token_of

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.worker.model.config_values import line_of
+from swiftbatch.worker.model.config_value_rules import line_of
 from swiftbatch.worker.model.gguf.gguf_config import config_of
 from swiftbatch.worker.model.gguf.gguf_model import FREQUENCIES, GGUFModel, read_gguf, transformers_name
 from swiftbatch.worker.model.gguf.gguf_tokenizer import (

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.kernels.packed import PackedMatrix, Weight
+from swiftbatch.worker.kernels.packed_weights import PackedMatrix, Weight
 from swiftbatch.worker.model.digests import Hashing, exactly, fill
 from swiftbatch.worker.model.gguf.architectures import Architecture
 from swiftbatch.worker.model.gguf.blocks import packed_from

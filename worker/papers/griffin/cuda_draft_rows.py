@@ -23,7 +23,7 @@ from swiftbatch.worker.drawing.cuda.row_words import needs_slot
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.kernels.cuda.cuda_row_table import TableLayout
 from swiftbatch.worker.kernels.cuda.upload import Download, Upload
-from swiftbatch.worker.kernels.sizes import NUM_ROWS
+from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
 from swiftbatch.worker.papers.griffin.cuda_griffin import CudaGriffin, layout_of
 from swiftbatch.worker.papers.griffin.draft_input import (
     NUM_ENTRIES,

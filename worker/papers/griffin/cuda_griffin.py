@@ -6,14 +6,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.kernels.angles import angles
 from swiftbatch.worker.kernels.cuda.activations import activate
-from swiftbatch.worker.kernels.cuda.attend import AttentionShape, Scratch, attend
 from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, CudaRowTable, TableLayout
 from swiftbatch.worker.kernels.cuda.layer_kernels import add_norm, rope_store
-from swiftbatch.worker.kernels.cuda.stacked import stacked_layer
+from swiftbatch.worker.kernels.cuda.stacked_weights import stacked_layer
+from swiftbatch.worker.kernels.cuda.tree_attention import AttentionShape, Scratch, attend
 from swiftbatch.worker.kernels.decoder_weights import AnyLinear, DecoderSizes, Linear
-from swiftbatch.worker.kernels.sizes import NUM_ROWS
+from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
+from swiftbatch.worker.kernels.rotary_angles import angles
 from swiftbatch.worker.papers.griffin.draft_layer_kernels import add, keep, layer_norm, pair, silu
 from swiftbatch.worker.papers.griffin.native_griffin import GriffinWeights
 from swiftbatch.worker.target.cuda.cuda_forwards import Surroundings

@@ -19,7 +19,7 @@ from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
-from swiftbatch.worker.kernels.sizes import BLOCK
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK
 from swiftbatch.worker.papers.griffin.draft_input import (
     NOTHING,
     NUM_SINKS,

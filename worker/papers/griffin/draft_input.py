@@ -17,7 +17,7 @@ import torch
 
 from swiftbatch.worker.caches.full import MAX_TREE_NODES, FullKVCache
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.kernels.sizes import BLOCK
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK
 from swiftbatch.worker.target.tiles import SequenceRows
 
 NUM_SINKS = BLOCK

@@ -12,7 +12,7 @@ from torch import Tensor
 from swiftbatch.worker.kernels.cuda.activations import ACTIVE_COLUMNS
 from swiftbatch.worker.kernels.cuda.layer_kernels import is_padding
 from swiftbatch.worker.kernels.cuda.rounding import rounded
-from swiftbatch.worker.kernels.sizes import NUM_ROWS
+from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
 
 LAYER_NORM_EPSILON = tl.constexpr(1e-5)
 NORM_WARPS = 8

@@ -17,9 +17,9 @@ from swiftbatch.worker.drafters.trained_part import read_part
 from swiftbatch.worker.drawing.cuda.buffers import BLOCK
 from swiftbatch.worker.drawing.cuda.row_words import NUM_MASKED
 from swiftbatch.worker.kernels.decoder_weights import DecoderSizes, layer_weights, linear_of
-from swiftbatch.worker.kernels.frequencies import Rotary, default_frequencies
-from swiftbatch.worker.kernels.sizes import NUM_ROWS
-from swiftbatch.worker.model.files import let_others_read
+from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
+from swiftbatch.worker.kernels.rotary_frequencies import Rotary, default_frequencies
+from swiftbatch.worker.model.model_files import let_others_read
 from swiftbatch.worker.papers.griffin.draft_input import NUM_ENTRIES, NUM_PLACES
 from swiftbatch.worker.papers.griffin.model import SECOND_FUSIONS, GriffinConfig, GriffinModel
 from swiftbatch.worker.papers.griffin.native_griffin import GriffinWeights

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from swiftbatch.worker.kernels.compute_threads import ELEMENTS, Team
 from swiftbatch.worker.kernels.decoder_weights import DecoderSizes, LayerWeights, Linear
-from swiftbatch.worker.kernels.frequencies import Rotary
-from swiftbatch.worker.kernels.layers import NativeLayers, check_weights, checked
+from swiftbatch.worker.kernels.kernel_sizes import LANES
+from swiftbatch.worker.kernels.packed_layers import NativeLayers, check_weights, checked
+from swiftbatch.worker.kernels.rotary_frequencies import Rotary
 from swiftbatch.worker.kernels.row_tables import Rows
-from swiftbatch.worker.kernels.sizes import LANES
-from swiftbatch.worker.kernels.team import ELEMENTS, Team
 
 SOURCES = ("feature", "token", "fused")  # in the order of `fusion_source` in source/api.h
 ROLES = {  # in the order of `griffin_role` in source/api.h

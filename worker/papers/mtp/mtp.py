@@ -25,8 +25,8 @@ from swiftbatch.worker.drafters.ranking import CandidateRanker
 from swiftbatch.worker.drawing.sampling import TokenSampler
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
-from swiftbatch.worker.kernels.layers import NativeLayers
-from swiftbatch.worker.kernels.sizes import BLOCK
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK
+from swiftbatch.worker.kernels.packed_layers import NativeLayers
 from swiftbatch.worker.papers.griffin.draft_forwards import Level
 from swiftbatch.worker.papers.griffin.draft_input import Candidates
 from swiftbatch.worker.papers.griffin.griffin import GriffinDrafter, GriffinOptions

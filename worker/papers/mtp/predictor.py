@@ -24,17 +24,17 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.drafters.catalogue import MTP
 from swiftbatch.worker.kernels.decoder_weights import DecoderSizes, LayerWeights
-from swiftbatch.worker.kernels.forms import NormForm
-from swiftbatch.worker.kernels.frequencies import Rotary
-from swiftbatch.worker.kernels.packed import Weight, plain
+from swiftbatch.worker.kernels.layer_forms import NormForm
+from swiftbatch.worker.kernels.packed_weights import Weight, plain
+from swiftbatch.worker.kernels.rotary_frequencies import Rotary
 from swiftbatch.worker.model.causal_lm import decoder_of
-from swiftbatch.worker.model.dense import layer_alone
+from swiftbatch.worker.model.dense_loading import layer_alone
 from swiftbatch.worker.model.digests import weight_files
-from swiftbatch.worker.model.files import read_config
 from swiftbatch.worker.model.formats.catalogue import CONFIG_KEYS
 from swiftbatch.worker.model.formats.contract import FormatError
 from swiftbatch.worker.model.formats.layout import heads_in
-from swiftbatch.worker.model.predictors import (
+from swiftbatch.worker.model.model_files import read_config
+from swiftbatch.worker.model.mtp_layers import (
     ONE_LAYER,
     OWN,
     ROLES,
@@ -44,8 +44,8 @@ from swiftbatch.worker.model.predictors import (
     predictor_in,
     predictor_of,
 )
-from swiftbatch.worker.model.tensors import Assembly
-from swiftbatch.worker.model.text_view import Config
+from swiftbatch.worker.model.text_config import Config
+from swiftbatch.worker.model.weight_reading import Assembly
 from swiftbatch.worker.target.target import TargetModel
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from swiftbatch.worker.drafters.catalogue import FINGERPRINT
 from swiftbatch.worker.model.causal_lm import decoder_of
-from swiftbatch.worker.model.files import MTP_FILE, let_others_read, locate_model, read_config
+from swiftbatch.worker.model.model_files import MTP_FILE, let_others_read, locate_model, read_config
 from swiftbatch.worker.papers.griffin.training.feature_texts import FOLDER, GriffinFeatures, Windows, griffin_features
 from swiftbatch.worker.papers.griffin.training.passes import token_loss
 from swiftbatch.worker.papers.griffin.training.recipe import TEXTS, GriffinRecipe

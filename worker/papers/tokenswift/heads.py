@@ -16,8 +16,8 @@ from torch.nn.functional import linear
 
 from swiftbatch.worker.drafters.catalogue import FINGERPRINT, HEADS
 from swiftbatch.worker.drafters.trained_part import read_part
-from swiftbatch.worker.kernels.sizes import NUM_ROWS
-from swiftbatch.worker.model.files import let_others_read
+from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
+from swiftbatch.worker.model.model_files import let_others_read
 from swiftbatch.worker.target.target import TargetModel
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.nn.functional import cross_entropy
 
-from swiftbatch.worker.model.files import HEADS_FILE, ModelFiles, locate_model
+from swiftbatch.worker.model.model_files import HEADS_FILE, ModelFiles, locate_model
 from swiftbatch.worker.papers.tokenswift.heads import head_states, save_heads
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.training.head_recipe import HeadRecipe

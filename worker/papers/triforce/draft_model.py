@@ -18,7 +18,7 @@ import torch
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.drafters.catalogue import DRAFT_MODEL, ENGINES
-from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.target.step_costs import seconds_of
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.tiles import SequenceRows, chain_rows

@@ -20,7 +20,7 @@ from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.drawing.noise import GumbelNoise
 from swiftbatch.worker.drawing.sampling import draw
-from swiftbatch.worker.model.files import ModelFiles, locate_model
+from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 from swiftbatch.worker.papers.triforce.draft_model import NUM_SINKS, WINDOW, window_of
 from swiftbatch.worker.papers.triforce.recipe import NUM_BOOK_TOKENS, DraftRecipe, draft_config
 from swiftbatch.worker.target.target import TargetModel

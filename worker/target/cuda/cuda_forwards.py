@@ -19,19 +19,19 @@ from swiftbatch.worker.caches.partial import NewEntries, PartialCacheFactory
 from swiftbatch.worker.caches.slot_arena import ArenaKVCache, KVArena
 from swiftbatch.worker.drawing.cuda.cuda_drawing import CudaDrawing
 from swiftbatch.worker.drawing.tree import DraftTree
-from swiftbatch.worker.kernels.choice import CUBLAS_WORKSPACES, CudaKernels, triton_version
-from swiftbatch.worker.kernels.cuda.attentions import ATTENTION_KERNELS
+from swiftbatch.worker.kernels.cuda.cuda_attention_choice import ATTENTION_KERNELS
+from swiftbatch.worker.kernels.cuda.cuda_graph import Capture, capture
 from swiftbatch.worker.kernels.cuda.decoder import CudaDecoder
-from swiftbatch.worker.kernels.cuda.graph import Capture, capture
 from swiftbatch.worker.kernels.cuda.linear import LINEAR_KERNELS
 from swiftbatch.worker.kernels.cuda.packed_linear import WeightKernel, packed_product
-from swiftbatch.worker.kernels.cuda.stacked import StackedWeights
+from swiftbatch.worker.kernels.cuda.stacked_weights import StackedWeights
 from swiftbatch.worker.kernels.cuda.states.state_layers import NAME as STATES_NAME
 from swiftbatch.worker.kernels.cuda.states.state_table import StateRows
 from swiftbatch.worker.kernels.cuda.upload import Upload
 from swiftbatch.worker.kernels.decoder_weights import AnyLinear, PackedLinear
+from swiftbatch.worker.kernels.kernel_choice import CUBLAS_WORKSPACES, CudaKernels, triton_version
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK
 from swiftbatch.worker.kernels.kv_dtypes import with_kv
-from swiftbatch.worker.kernels.sizes import BLOCK
 from swiftbatch.worker.target.cuda.partial_arena import PartialArena, RowMover, arena_for
 from swiftbatch.worker.target.cuda.rounds import CudaRounds, entries_of
 from swiftbatch.worker.target.expert_counts import CudaExpertCounts

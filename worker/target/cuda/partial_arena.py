@@ -19,7 +19,7 @@ from swiftbatch.worker.caches.room import KVRoomError
 from swiftbatch.worker.caches.scan_slots import SlotKeys
 from swiftbatch.worker.caches.slot_arena import ArenaKVCache, Place, SlotLease
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.kernels.cuda.graph import Capture, capture
+from swiftbatch.worker.kernels.cuda.cuda_graph import Capture, capture
 from swiftbatch.worker.kernels.cuda.move_rows import (
     PADDING,
     Move,

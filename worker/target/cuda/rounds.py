@@ -8,8 +8,8 @@ from typing import cast
 
 import torch
 
+from swiftbatch.worker.kernels.cuda.cuda_graph import Capture
 from swiftbatch.worker.kernels.cuda.decoder import CudaDecoder
-from swiftbatch.worker.kernels.cuda.graph import Capture
 from swiftbatch.worker.kernels.cuda.upload import Upload
 from swiftbatch.worker.target.cuda.partial_arena import PartialArena, SlotEntries
 from swiftbatch.worker.target.partial_rows import PartialRows

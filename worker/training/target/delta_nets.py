@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad, silu, softplus
 
-from swiftbatch.worker.model.layer_needs import recurrent_layers
+from swiftbatch.worker.model.attention_needs import recurrent_layers
 from swiftbatch.worker.training.target.training_attention import EarlierSegments
 
 CHUNK = 64  # positions

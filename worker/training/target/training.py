@@ -12,7 +12,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from swiftbatch.worker.caches.memory.memory_plan import SlotsWanted
-from swiftbatch.worker.model.files import EMBEDDED, let_others_read, locate_model
+from swiftbatch.worker.model.model_files import EMBEDDED, let_others_read, locate_model
 from swiftbatch.worker.target.loading import resolve_device
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.training import defaults

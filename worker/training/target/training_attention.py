@@ -13,7 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from swiftbatch.worker.kernels.causal import causal_attention, is_fast
+from swiftbatch.worker.kernels.causal_attention import causal_attention, is_fast
 
 ATTENTION_NAME = "swiftbatch_training"
 UNKNOWN = ("softcap", "s_aux", "position_bias", "cache")  # what a layer may ask for that `causal_attention` has not

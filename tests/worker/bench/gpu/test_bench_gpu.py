@@ -30,10 +30,10 @@ from swiftbatch.worker.bench.gpu.sizing import MODELS
 from swiftbatch.worker.caches.memory.memory_plan import GPUMemory
 from swiftbatch.worker.caches.slot_arena import ArenaKVCache
 from swiftbatch.worker.exactness.first_run.parts import Parts
-from swiftbatch.worker.kernels import choice
-from swiftbatch.worker.kernels.choice import CudaKernels
+from swiftbatch.worker.kernels import kernel_choice
 from swiftbatch.worker.kernels.cuda.linear import LINEAR_KERNELS
-from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.kernels.kernel_choice import CudaKernels
+from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.target import step_costs
 from tests import ROOT
 from tests.worker.bench.bench_parts import words
@@ -201,7 +201,7 @@ def test_kernels_are_measured_that_were_asked_for(one_layer_model: Path, monkeyp
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: processors)
     monkeypatch.setattr("swiftbatch.worker.bench.gpu.measuring.measured", lambda parts, *args: parts.kernels)
     assert run_gpu_bench(options(one_layer_model, linear="triton")) == CudaKernels(linear="triton")  # type: ignore[comparison-overlap]
-    monkeypatch.setattr(choice, "flash_version", lambda: "2.8.3")
+    monkeypatch.setattr(kernel_choice, "flash_version", lambda: "2.8.3")
     with pytest.raises(ModelError, match="--attention flash: found dtype float32"):
         run_gpu_bench(options(one_layer_model, attention="flash"))
 

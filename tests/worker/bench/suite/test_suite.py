@@ -22,7 +22,7 @@ from swiftbatch.worker.bench.suite.speed_page import NAMES, PAGE, SECTIONS, page
 from swiftbatch.worker.bench.suite.stage_file import MadeWith, StageFile, cpu_name, read_stage_file
 from swiftbatch.worker.bench.suite.suite import SuiteOptions, run_suite
 from swiftbatch.worker.bench.suite.suite_stages import STAGES, SuiteStage, stages_of
-from swiftbatch.worker.model.files import ModelFiles, locate_model
+from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 from swiftbatch.worker.training.training_folder import held
 from tests.worker.kernels.kernel_parts import needs_kernels
 

@@ -15,7 +15,7 @@ from swiftbatch.worker.caches.memory.memory_plan import DraftMemory, slot_capaci
 from swiftbatch.worker.caches.memory.page_plan import HOST_SHARE, plan_offload
 from swiftbatch.worker.caches.room import KVRoomError
 from swiftbatch.worker.inspection import CONTEXT_BYTES, GPU_BYTES, GPUS
-from swiftbatch.worker.kernels.sizes import MOST_SLOTS
+from swiftbatch.worker.kernels.kernel_sizes import MOST_SLOTS
 
 LLAMA, QWEN = MODELS["Llama 3.1 8B"], MODELS["Qwen2.5 32B"]
 A100 = gpu_memory(GPUS["A100 80 GB"], GPU_BYTES - CONTEXT_BYTES)

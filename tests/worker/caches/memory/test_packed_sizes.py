@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from swiftbatch.worker.caches.memory.model_sizes import read_sizes
-from swiftbatch.worker.kernels.cuda.stacked import StackedWeights, stacked_weights
+from swiftbatch.worker.kernels.cuda.stacked_weights import StackedWeights, stacked_weights
 from swiftbatch.worker.kernels.decoder_weights import AnyLinear
-from swiftbatch.worker.kernels.packed import CODE_BITS
-from swiftbatch.worker.model.dense import dense_weights
-from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.kernels.packed_weights import CODE_BITS
+from swiftbatch.worker.model.dense_loading import dense_weights
 from swiftbatch.worker.model.gguf.blocks import UNPACKED, packed_from
 from swiftbatch.worker.model.gguf.tensor_types import PACKED
+from swiftbatch.worker.model.model_files import locate_model
 from tests.worker.model.formats.examples import EXAMPLES
 from tests.worker.model.formats.twins import make_packed
 from tests.worker.model.gguf.block_bytes import random_blocks

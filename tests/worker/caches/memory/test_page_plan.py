@@ -15,7 +15,7 @@ from swiftbatch.worker.caches.memory.page_counts import GPU_PAGE, PoolSize, held
 from swiftbatch.worker.caches.memory.page_plan import DRAFT_SHARE, most_of_a_job, plan_pages
 from swiftbatch.worker.caches.room import KVRoomError
 from swiftbatch.worker.inspection import CONTEXT_BYTES, GPU_BYTES, GPUS
-from swiftbatch.worker.kernels.sizes import MOST_SLOTS
+from swiftbatch.worker.kernels.kernel_sizes import MOST_SLOTS
 from swiftbatch.worker.target.cuda.cuda_loading import arena_of
 
 LLAMA, QWEN = MODELS["Llama 3.1 8B"], MODELS["Qwen2.5 32B"]

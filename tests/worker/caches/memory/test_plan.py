@@ -30,10 +30,10 @@ from swiftbatch.worker.caches.summary import SummaryKVCache, summary_positions
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.inspection import CONTEXT_BYTES, GPU_BYTES, GPUS
 from swiftbatch.worker.kernels.cuda.cuda_row_table import TableLayout
-from swiftbatch.worker.kernels.cuda.stacked import stacked_weights
-from swiftbatch.worker.kernels.packed import Code
-from swiftbatch.worker.kernels.sizes import BLOCK, MOST_SLOTS, NUM_ROWS
-from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.kernels.cuda.stacked_weights import stacked_weights
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK, MOST_SLOTS, NUM_ROWS
+from swiftbatch.worker.kernels.packed_weights import Code
+from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.target.target import TargetModel
 from tests import ROOT
 from tests.worker.kernels.kernel_parts import Shape

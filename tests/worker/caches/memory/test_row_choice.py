@@ -10,7 +10,7 @@ from swiftbatch.worker.caches.memory.memory_plan import one_slot
 from swiftbatch.worker.caches.memory.model_sizes import ModelSizes
 from swiftbatch.worker.caches.memory.page_plan import plan_pages
 from swiftbatch.worker.caches.memory.row_choice import RunLoad, most_rows, most_together, rows_that_pay
-from swiftbatch.worker.kernels.sizes import MOST_SLOTS, ROW_CHOICES, most_slots
+from swiftbatch.worker.kernels.kernel_sizes import MOST_SLOTS, ROW_CHOICES, most_slots
 from tests.worker.caches.memory.test_plan import A100, H100, LLAMA
 
 HOPPER, AMPERE = 9, 8

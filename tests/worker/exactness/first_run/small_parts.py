@@ -9,9 +9,9 @@ from torch import Tensor
 
 from swiftbatch.jobs.run.option_values import LinearName
 from swiftbatch.worker.exactness.first_run.parts import Extent, Parts
-from swiftbatch.worker.kernels.choice import CudaKernels
-from swiftbatch.worker.kernels.cuda.stacked import StackedWeights, stacked_weights
-from swiftbatch.worker.model.files import ModelFiles
+from swiftbatch.worker.kernels.cuda.stacked_weights import StackedWeights, stacked_weights
+from swiftbatch.worker.kernels.kernel_choice import CudaKernels
+from swiftbatch.worker.model.model_files import ModelFiles
 from tests.worker.kernels.kernel_parts import FLOAT32, Shape, random_weights
 
 CPU = torch.device("cpu")

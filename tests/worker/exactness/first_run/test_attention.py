@@ -10,10 +10,10 @@ import torch
 
 from swiftbatch.worker.exactness.first_run.attention_check import TIMED_ROWS, check_attention, check_attention_speed
 from swiftbatch.worker.exactness.first_run.parts import Parts
-from swiftbatch.worker.kernels.choice import CudaKernels
-from swiftbatch.worker.kernels.cuda.attentions import TritonAttention
+from swiftbatch.worker.kernels.cuda.cuda_attention_choice import TritonAttention
 from swiftbatch.worker.kernels.cuda.cuda_row_table import PageTable
-from swiftbatch.worker.model.files import ModelFiles
+from swiftbatch.worker.kernels.kernel_choice import CudaKernels
+from swiftbatch.worker.model.model_files import ModelFiles
 from tests.worker.exactness.first_run.small_parts import SMALL, one_layer, small_parts
 from tests.worker.kernels.cuda import flash_stub
 from tests.worker.kernels.kernel_parts import BF16, FLOAT32, LATENTS

@@ -15,9 +15,9 @@ from swiftbatch.worker.exactness.first_run.findings import Finding
 from swiftbatch.worker.exactness.first_run.first_run import CHECKS, NEVER_PROVED, FirstRun, run_checks, verdicts
 from swiftbatch.worker.exactness.first_run.machine import check_machine, read_bandwidth
 from swiftbatch.worker.exactness.first_run.parts import Extent, Parts
-from swiftbatch.worker.kernels.choice import CudaKernels
 from swiftbatch.worker.kernels.cuda.linear import LINEAR_KERNELS
-from swiftbatch.worker.model.files import ModelFiles, locate_model
+from swiftbatch.worker.kernels.kernel_choice import CudaKernels
+from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 from tests.worker.exactness.first_run.small_parts import SMALL, by_place, row_by_row, small_parts
 
 NAMES = [

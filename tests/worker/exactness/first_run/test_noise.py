@@ -9,7 +9,7 @@ import torch
 
 from swiftbatch.worker.exactness.first_run import machine as noise
 from swiftbatch.worker.exactness.first_run.machine import check_noise, noise_of
-from swiftbatch.worker.model.files import ModelFiles
+from swiftbatch.worker.model.model_files import ModelFiles
 from tests.worker.exactness.first_run.small_parts import small_parts
 
 

@@ -18,13 +18,13 @@ from swiftbatch.worker.exactness.first_run.packed_products import FORMS, check_p
 from swiftbatch.worker.exactness.first_run.parts import Parts
 from swiftbatch.worker.exactness.first_run.products import check_products
 from swiftbatch.worker.exactness.verdicts import known_verdict, verdict_key
-from swiftbatch.worker.kernels.choice import CudaKernels
 from swiftbatch.worker.kernels.cuda.packed_linear import packed_linear
-from swiftbatch.worker.kernels.cuda.stacked import stacked_weights
+from swiftbatch.worker.kernels.cuda.stacked_weights import stacked_weights
 from swiftbatch.worker.kernels.instruction_sets import chosen_numerics
-from swiftbatch.worker.kernels.packed import TABLES, PackedMatrix
-from swiftbatch.worker.kernels.sizes import NUM_ROWS
-from swiftbatch.worker.model.files import ModelFiles, locate_model
+from swiftbatch.worker.kernels.kernel_choice import CudaKernels
+from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
+from swiftbatch.worker.kernels.packed_weights import TABLES, PackedMatrix
+from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 from swiftbatch.worker.target.hardware import hardware_of
 from tests.worker.exactness.first_run.small_parts import CPU, SMALL, small_parts
 from tests.worker.kernels.kernel_parts import BF16, FLOAT32, Shape

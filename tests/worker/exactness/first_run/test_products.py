@@ -6,8 +6,8 @@ import pytest
 
 from swiftbatch.worker.exactness.first_run.products import check_products
 from swiftbatch.worker.kernels.cuda.linear import LINEAR_KERNELS
-from swiftbatch.worker.kernels.sizes import NUM_ROWS
-from swiftbatch.worker.model.files import ModelFiles
+from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
+from swiftbatch.worker.model.model_files import ModelFiles
 from tests.worker.exactness.first_run.small_parts import a_little_off, by_place, row_by_row, small_parts
 
 pytestmark = pytest.mark.long

@@ -17,10 +17,10 @@ from swiftbatch.worker.exactness.first_run.whole_forwards import (
     check_second_process,
     check_transformers,
 )
-from swiftbatch.worker.kernels.choice import CudaKernels
-from swiftbatch.worker.kernels.cuda.graph import Repeated, Work
+from swiftbatch.worker.kernels.cuda.cuda_graph import Repeated, Work
 from swiftbatch.worker.kernels.cuda.linear import LINEAR_KERNELS
-from swiftbatch.worker.model.files import ModelFiles, locate_model
+from swiftbatch.worker.kernels.kernel_choice import CudaKernels
+from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 from tests.worker.exactness.first_run.small_parts import SMALL, row_by_row, small_parts
 
 pytestmark = pytest.mark.long

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.drawing.tree import DraftTree
-from swiftbatch.worker.kernels.cuda.attend import AttentionShape
 from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, CudaRowTable, PageTable, TableLayout
-from swiftbatch.worker.kernels.sizes import NUM_ROWS
+from swiftbatch.worker.kernels.cuda.tree_attention import AttentionShape
+from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
 from swiftbatch.worker.target.tiles import SequenceRows, tree_rows
 from tests.worker.kernels.kernel_parts import Shape, cache_shape, noise, random_tree
 

@@ -26,31 +26,31 @@ from swiftbatch.worker.kernels.attention_view import AttentionView
 from swiftbatch.worker.kernels.cuda import (
     activations,
     expert_products,
-    flash,
+    flash_attention,
     latent_attention,
     latent_products,
     linear,
     logit_cap,
     packed_linear,
-    prefix,
+    prefix_attention,
     router,
-    tail,
+    tail_attention,
 )
 from swiftbatch.worker.kernels.cuda import layer_kernels as layers
-from swiftbatch.worker.kernels.cuda.attend import AttentionShape
 from swiftbatch.worker.kernels.cuda.scan import clouds, scan
 from swiftbatch.worker.kernels.cuda.scan import scan_choice as choice
 from swiftbatch.worker.kernels.cuda.scan.scanned_texts import TextSizes, scan_constants
 from swiftbatch.worker.kernels.cuda.stacked_experts import StackedExperts
-from swiftbatch.worker.kernels.cuda.states import ready, state_walk
+from swiftbatch.worker.kernels.cuda.states import state_inputs, state_walk
 from swiftbatch.worker.kernels.cuda.states.state_buffers import MOVE_WARPS, MOVED_WORDS, move_step_words
 from swiftbatch.worker.kernels.cuda.states.state_layers import finish_constants, finish_group
 from swiftbatch.worker.kernels.cuda.states.step_layout import StepLayout
+from swiftbatch.worker.kernels.cuda.tree_attention import AttentionShape
 from swiftbatch.worker.kernels.decoder_weights import linear_from
-from swiftbatch.worker.kernels.forms import Activation, NormForm, Routing, Score
+from swiftbatch.worker.kernels.kernel_sizes import ROW_CHOICES, LatentSizes
+from swiftbatch.worker.kernels.layer_forms import Activation, NormForm, Routing, Score
 from swiftbatch.worker.kernels.mixer_sizes import MixerForm, MixerSizes
-from swiftbatch.worker.kernels.packed import CODE_BITS, TABLES, Code, PackedMatrix, Weight
-from swiftbatch.worker.kernels.sizes import ROW_CHOICES, LatentSizes
+from swiftbatch.worker.kernels.packed_weights import CODE_BITS, TABLES, Code, PackedMatrix, Weight
 from swiftbatch.worker.papers.griffin import draft_layer_kernels as griffin
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -114,16 +114,19 @@ def kernels(dtype: str) -> dict[str, Made]:
         constants = dataclasses.replace(attention, head_dim=width)
         name = "" if width == HEAD_DIM else f" of heads of {width}"
         plain = without(constants.prefix_constants(), "HAS_BIAS", "bias_ptr") | NO_PAGES
-        found[f"prefix{name}"] = prefix.prefix_split, plain
-        found[f"tail{name}"] = tail.tail_merge, without(constants.tail_constants(), "HAS_SINKS", "sinks_ptr")
-        found[f"packed tail{name}"] = flash.tail_merge_packed, flash.packed_constants(constants)
+        found[f"prefix{name}"] = prefix_attention.prefix_split, plain
+        found[f"tail{name}"] = tail_attention.tail_merge, without(constants.tail_constants(), "HAS_SINKS", "sinks_ptr")
+        found[f"packed tail{name}"] = flash_attention.tail_merge_packed, flash_attention.packed_constants(constants)
     paged = without(attention.prefix_constants(), "HAS_BIAS", "bias_ptr") | {"PAGE": GPU_PAGE}
-    found["prefix in pages"] = prefix.prefix_split, paged
-    found["prefix with biases"] = prefix.prefix_split, attention.prefix_constants() | {"HAS_BIAS": True} | NO_PAGES
+    found["prefix in pages"] = prefix_attention.prefix_split, paged
+    found["prefix with biases"] = (
+        prefix_attention.prefix_split,
+        attention.prefix_constants() | {"HAS_BIAS": True} | NO_PAGES,
+    )
     view = AttentionView(4096, 50.0)
     windowed = without(attention.prefix_constants(view), "HAS_BIAS", "bias_ptr") | {"PAGE": GPU_PAGE}
-    found["prefix with a window"] = prefix.prefix_split, windowed
-    found["tail with a window"] = tail.tail_merge, attention.tail_constants(view) | {"HAS_SINKS": True}
+    found["prefix with a window"] = prefix_attention.prefix_split, windowed
+    found["tail with a window"] = tail_attention.tail_merge, attention.tail_constants(view) | {"HAS_SINKS": True}
     return (
         found
         | scan_kernels(dtype)
@@ -152,12 +155,15 @@ def state_kernels(dtype: str) -> dict[str, Made]:
         absent = {} if has_bias else {"tap_bias_ptr": None}
         if not sizes.num_heads:
             found[f"states: convolution of {model}"] = (
-                ready.gate_convolution,
-                ready.gate_constants(sizes, layout, has_bias) | absent,
+                state_inputs.gate_convolution,
+                state_inputs.gate_constants(sizes, layout, has_bias) | absent,
             )
             continue
         unused = ("own_ptr", "skip_ptr") if sizes.form == MixerForm.DELTA_NET else ()
-        found[f"states: heads of {model}"] = ready.ready_head, ready.ready_constants(sizes, layout, has_bias) | absent
+        found[f"states: heads of {model}"] = (
+            state_inputs.ready_head,
+            state_inputs.ready_constants(sizes, layout, has_bias) | absent,
+        )
         found[f"states: weights of {model}"] = state_walk.weigh_path, state_walk.weight_constants(sizes, layout)
         found[f"states: walk of {model}"] = state_walk.walk_rows, state_walk.walk_constants(sizes, layout)
         finished = finish_constants(sizes) | dict.fromkeys(unused)
@@ -207,8 +213,11 @@ def coded_kernels(dtype: str) -> dict[str, Made]:
     attention = AttentionShape(KV_HEADS, HEADS // KV_HEADS, HEAD_DIM, NUM_SPLITS, DTYPES[dtype])
     paged = {"PAGE": GPU_PAGE}
     plain = {
-        "prefix": (prefix.prefix_split, without(attention.prefix_constants(), "HAS_BIAS", "bias_ptr") | paged),
-        "tail": (tail.tail_merge, without(attention.tail_constants(), "HAS_SINKS", "sinks_ptr")),
+        "prefix": (
+            prefix_attention.prefix_split,
+            without(attention.prefix_constants(), "HAS_BIAS", "bias_ptr") | paged,
+        ),
+        "tail": (tail_attention.tail_merge, without(attention.tail_constants(), "HAS_SINKS", "sinks_ptr")),
         "attend to the best": scan_kernels(dtype)["attend to the best in pages"],
         "rope": kernels_besides_attention()["rope"],
     }
@@ -224,8 +233,8 @@ def wide_kernels(dtype: str) -> dict[str, Made]:
     product = linear.multiply_constants(HIDDEN, False, tile)
     choice_of = router.choice_constants(QWEN3, 2048, DTYPES[dtype], False, False, False, MOST_ROWS)
     found: dict[str, Made] = {
-        "prefix in pages": (prefix.prefix_split, paged),
-        "tail": (tail.tail_merge, without(attention.tail_constants(), "HAS_SINKS", "sinks_ptr")),
+        "prefix in pages": (prefix_attention.prefix_split, paged),
+        "tail": (tail_attention.tail_merge, without(attention.tail_constants(), "HAS_SINKS", "sinks_ptr")),
         "linear": (linear.multiply_columns, without(product, "HAS_BIAS", "bias_ptr")),
         "experts' router": (router.multiply_router, router.router_constants(2880, 128, MOST_ROWS)),
         "choice of Qwen3": (router.choose_row, choice_of | dict.fromkeys(("router_bias_ptr", "choice_bias_ptr"))),

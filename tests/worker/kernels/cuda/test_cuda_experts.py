@@ -17,9 +17,9 @@ from swiftbatch.worker.kernels.cuda.router import TILE, num_tiles
 from swiftbatch.worker.kernels.cuda.stacked_experts import stacked_experts
 from swiftbatch.worker.kernels.decoder_weights import Linear, PackedLinear, linear_from, plain_linear
 from swiftbatch.worker.kernels.expert_weights import ExpertWeights
-from swiftbatch.worker.kernels.forms import Activation, Routing, Score
-from swiftbatch.worker.kernels.packed import Code
-from swiftbatch.worker.kernels.sizes import NUM_ROWS
+from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
+from swiftbatch.worker.kernels.layer_forms import Activation, Routing, Score
+from swiftbatch.worker.kernels.packed_weights import Code
 from tests.worker.kernels.cuda.launches import launched
 from tests.worker.kernels.expert_parts import EXPERT_SHAPES, ExpertShape, random_experts
 from tests.worker.kernels.kernel_parts import BF16, FLOAT32

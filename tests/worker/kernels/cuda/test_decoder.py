@@ -14,9 +14,9 @@ from torch import Tensor
 
 from swiftbatch.worker.kernels.cuda.decoder import CudaDecoder
 from swiftbatch.worker.kernels.cuda.linear import LinearKernel, cublas_linear, triton_linear
-from swiftbatch.worker.kernels.cuda.stacked import stacked_weights
+from swiftbatch.worker.kernels.cuda.stacked_weights import stacked_weights
 from swiftbatch.worker.kernels.decoder_weights import Linear
-from swiftbatch.worker.kernels.sizes import NUM_ROWS
+from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
 from tests.worker.kernels.cuda.arenas import (
     CAPACITY,
     NAN,

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from swiftbatch.worker.kernels.angles import angles
 from swiftbatch.worker.kernels.cuda.activations import activate
 from swiftbatch.worker.kernels.cuda.layer_kernels import add_norm, embed, norm_heads, rope_store
-from swiftbatch.worker.kernels.forms import Activation, NormForm
-from swiftbatch.worker.kernels.sizes import NUM_ROWS
+from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
+from swiftbatch.worker.kernels.layer_forms import Activation, NormForm
+from swiftbatch.worker.kernels.rotary_angles import angles
 from tests.worker.kernels.cuda.arenas import CAPACITY, Arena, padded, random_arena, random_rows
 from tests.worker.kernels.kernel_parts import BF16, FLOAT32, Shape, random_weights
 from tests.worker.kernels.reference import ACTIVATIONS, ReferenceDecoder, xielu

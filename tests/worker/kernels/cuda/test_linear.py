@@ -8,7 +8,7 @@ from torch import Tensor
 
 from swiftbatch.worker.kernels.cuda import linear
 from swiftbatch.worker.kernels.cuda.linear import LinearKernel, cublas_linear, triton_linear
-from swiftbatch.worker.kernels.sizes import NUM_ROWS
+from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
 from tests.worker.kernels.kernel_parts import BF16, FLOAT32
 
 SIZES = [(48, 16), (100, 128), (33, 400)]  # columns and depth

@@ -13,8 +13,8 @@ from torch import Tensor
 from swiftbatch.worker.kernels.cuda.states.state_buffers import StateBuffers, number_of_state
 from swiftbatch.worker.kernels.cuda.states.state_table import StateLayout, StateRows
 from swiftbatch.worker.kernels.cuda.states.state_walk import walk, weigh_paths
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK, NUM_ROWS
 from swiftbatch.worker.kernels.mixer_sizes import MixerForm, MixerSizes
-from swiftbatch.worker.kernels.sizes import BLOCK, NUM_ROWS
 from swiftbatch.worker.target.tiles import known_rows
 
 pytestmark = pytest.mark.long

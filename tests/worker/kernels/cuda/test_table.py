@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from swiftbatch.worker.kernels.cuda.attend import AttentionShape
 from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, TableLayout
-from swiftbatch.worker.kernels.sizes import NUM_ROWS
+from swiftbatch.worker.kernels.cuda.tree_attention import AttentionShape
+from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
 from swiftbatch.worker.target.tiles import SequenceRows
 from tests.worker.kernels.cuda.arenas import CAPACITY, Placed, random_arena, random_rows
 from tests.worker.kernels.kernel_parts import Shape

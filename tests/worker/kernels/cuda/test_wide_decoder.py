@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.kernels.cuda.attend import AttentionShape
 from swiftbatch.worker.kernels.cuda.decoder import CudaDecoder
 from swiftbatch.worker.kernels.cuda.linear import triton_linear
-from swiftbatch.worker.kernels.cuda.stacked import stacked_weights
-from swiftbatch.worker.kernels.sizes import ROW_CHOICES
+from swiftbatch.worker.kernels.cuda.stacked_weights import stacked_weights
+from swiftbatch.worker.kernels.cuda.tree_attention import AttentionShape
+from swiftbatch.worker.kernels.kernel_sizes import ROW_CHOICES
 from tests.worker.kernels.cuda.arenas import NUM_SPLITS, Arena, Placed, random_arena, random_rows
 from tests.worker.kernels.cuda.test_decoder import CPU, NUM_POSITIONS, is_near, run
 from tests.worker.kernels.kernel_parts import BF16, FLOAT32, LATENTS, WITH_EXPERTS, Shape, random_weights

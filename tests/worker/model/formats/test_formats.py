@@ -11,9 +11,9 @@ from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.drafters.catalogue import create_drafter
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine
-from swiftbatch.worker.kernels.packed import PackedMatrix, plain
-from swiftbatch.worker.model.files import locate_model, stored_layout
-from swiftbatch.worker.model.tensors import read_tensors
+from swiftbatch.worker.kernels.packed_weights import PackedMatrix, plain
+from swiftbatch.worker.model.model_files import locate_model, stored_layout
+from swiftbatch.worker.model.weight_reading import read_tensors
 from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.model.formats.examples import EXAMPLES, fp8
 from tests.worker.model.formats.twins import LINEARS, TEXT, load, logits_of, make_twins

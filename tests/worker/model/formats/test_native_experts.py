@@ -13,8 +13,8 @@ from transformers import AutoConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from swiftbatch.worker.kernels.decoder_weights import PackedLinear
-from swiftbatch.worker.model.dense import dense_weights
-from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.model.dense_loading import dense_weights
+from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.target.native_forwards import NativeForwards
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.kernels.kernel_parts import needs_kernels
@@ -22,7 +22,7 @@ from tests.worker.model.expert_configs import WITH_EXPERTS, WITH_LATENTS
 from tests.worker.model.formats.examples import EXAMPLES, Example, fp8
 from tests.worker.model.formats.test_experts import GPT_OSS
 from tests.worker.model.formats.twins import load, logits_of, make_twins, written
-from tests.worker.model.test_dense import saved
+from tests.worker.model.test_dense_loading import saved
 
 pytestmark = [pytest.mark.long, needs_kernels]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.inspection import inspect_model
-from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.model.model_files import locate_model
 from tests.worker.model.formats.examples import EXAMPLES, integers
 from tests.worker.model.formats.twins import LLAMA, load, make_packed, make_twins
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.model.formats.examples import Example, Value, numbers_of
 

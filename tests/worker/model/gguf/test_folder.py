@@ -18,12 +18,18 @@ from transformers import AutoTokenizer
 from swiftbatch.jobs.chat import Message
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.inspection import inspect_model
-from swiftbatch.worker.kernels.packed import PackedMatrix
-from swiftbatch.worker.model.dense import dense_weights
-from swiftbatch.worker.model.files import CONFIG_FILES, OtherModelError, eos_token_ids_of, locate_model, model_folder
+from swiftbatch.worker.kernels.packed_weights import PackedMatrix
+from swiftbatch.worker.model.dense_loading import dense_weights
 from swiftbatch.worker.model.gguf.links import link_names
-from swiftbatch.worker.model.tensors import read_tensors
-from swiftbatch.worker.model.text import TextCodec
+from swiftbatch.worker.model.model_files import (
+    CONFIG_FILES,
+    OtherModelError,
+    eos_token_ids_of,
+    locate_model,
+    model_folder,
+)
+from swiftbatch.worker.model.tokenizer import TextCodec
+from swiftbatch.worker.model.weight_reading import read_tensors
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.model.gguf.tiny_gguf import TOKENS, finish, write_tiny
 

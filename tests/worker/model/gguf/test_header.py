@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.worker.model.files import CONFIG_FILES, locate_model, model_folder
 from swiftbatch.worker.model.gguf.gguf_model import TYPES
 from swiftbatch.worker.model.gguf.header import GGUFError, read_head
+from swiftbatch.worker.model.model_files import CONFIG_FILES, locate_model, model_folder
 from tests.worker.model.gguf.tiny_gguf import write_tiny
 
 HUGE = 1 << 60

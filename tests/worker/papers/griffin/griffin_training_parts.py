@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 from safetensors.torch import load_file
 
 from swiftbatch.scheduler.cli import main
-from swiftbatch.worker.model.files import GRIFFIN_FILE
+from swiftbatch.worker.model.model_files import GRIFFIN_FILE
 from swiftbatch.worker.papers.griffin.model import GriffinModel
 from swiftbatch.worker.papers.griffin.training.recipe import GriffinRecipe
 from swiftbatch.worker.papers.griffin.training.training import FILES

@@ -21,7 +21,7 @@ from swiftbatch.worker.drafters.base import Drafter, DraftRequest
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.drawing.verification import Verification
-from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.papers.griffin.griffin import GriffinOptions
 from swiftbatch.worker.papers.griffin.tables import ablation as griffin_ablation
 from swiftbatch.worker.papers.griffin.tables.ablation import OPTIONS, GriffinAblationOptions, run_griffin_ablation

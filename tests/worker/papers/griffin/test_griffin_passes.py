@@ -13,7 +13,7 @@ import torch
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.drawing.noise import GumbelNoise
 from swiftbatch.worker.drawing.sampling import draw
-from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.papers.griffin.draft_input import NUM_ENTRIES, window_start
 from swiftbatch.worker.papers.griffin.model import GriffinModel
 from swiftbatch.worker.papers.griffin.training import accuracy as griffin_accuracy

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.drafters.catalogue import FINGERPRINT, check_parts
-from swiftbatch.worker.model.files import GRIFFIN_FILE, PARTS_FOLDER, locate_model
+from swiftbatch.worker.model.model_files import GRIFFIN_FILE, PARTS_FOLDER, locate_model
 from swiftbatch.worker.papers.griffin.griffin_weights import CONFIG, load_griffin, save_griffin
 from swiftbatch.worker.papers.griffin.model import SECOND_FUSIONS, GriffinConfig, GriffinModel
 from swiftbatch.worker.target.target import TargetModel

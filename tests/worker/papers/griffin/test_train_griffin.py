@@ -12,7 +12,7 @@ import torch
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.scheduler.commands.train import _griffin_recipe, griffin
-from swiftbatch.worker.model.files import GRIFFIN_FILE, locate_model
+from swiftbatch.worker.model.model_files import GRIFFIN_FILE, locate_model
 from swiftbatch.worker.papers.griffin.griffin_weights import load_griffin
 from swiftbatch.worker.papers.griffin.model import GriffinConfig
 from swiftbatch.worker.papers.griffin.training import training

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from swiftbatch.worker.model.files import locate_model, read_config
-from swiftbatch.worker.model.predictors import FORMS, ONE_LAYER, OWN, PredictorForm
+from swiftbatch.worker.model.model_files import locate_model, read_config
+from swiftbatch.worker.model.mtp_layers import FORMS, ONE_LAYER, OWN, PredictorForm
 from swiftbatch.worker.papers.mtp.predictor import PredictorModule
 from swiftbatch.worker.target.native_forwards import NativeForwards
 from swiftbatch.worker.target.target import TargetModel

@@ -14,7 +14,7 @@ from swiftbatch.worker.drafters.catalogue import create_drafter
 from swiftbatch.worker.drafters.two_level.measured import MeasuredDrafter
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine
-from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.papers.mtp import training
 from swiftbatch.worker.papers.mtp.training import MTPRecipe, train_mtp
 from swiftbatch.worker.target.target import TargetModel

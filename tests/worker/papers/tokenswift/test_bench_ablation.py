@@ -15,7 +15,7 @@ from swiftbatch.scheduler.cli import main
 from swiftbatch.worker.bench.bench_engine import BenchError
 from swiftbatch.worker.bench.compared_caches import PARTIAL_CACHES, ImportanceKVCache
 from swiftbatch.worker.bench.long.long_figures import LongFigures, LongRecord, LongResult
-from swiftbatch.worker.model.files import PARTS_FOLDER, locate_model
+from swiftbatch.worker.model.model_files import PARTS_FOLDER, locate_model
 from swiftbatch.worker.papers.tokenswift.heads import save_heads
 from swiftbatch.worker.papers.tokenswift.tables.ablation import LAYOUTS, MEASURES, AblationOptions, render, run_ablation
 from swiftbatch.worker.papers.tokenswift.tables.catalogue import ABLATIONS

@@ -23,8 +23,8 @@ from transformers import (
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.scheduler.cli import main
-from swiftbatch.worker.model.files import HEADS_FILE, PARTS_FOLDER, ModelFiles, locate_model
-from swiftbatch.worker.model.text import TextCodec
+from swiftbatch.worker.model.model_files import HEADS_FILE, PARTS_FOLDER, ModelFiles, locate_model
+from swiftbatch.worker.model.tokenizer import TextCodec
 from swiftbatch.worker.papers.tokenswift import training as tokenswift
 from swiftbatch.worker.papers.tokenswift.heads import DecodingHeads, head_states, save_heads
 from swiftbatch.worker.papers.tokenswift.training import accumulate_gradients, run_steps, train_heads

@@ -13,8 +13,8 @@ from transformers import LlamaForCausalLM
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.drawing.noise import GumbelNoise
 from swiftbatch.worker.drawing.sampling import draw
-from swiftbatch.worker.model.files import DRAFT_FOLDER, PARTS_FOLDER, ModelFiles, locate_model
-from swiftbatch.worker.model.text import TextCodec
+from swiftbatch.worker.model.model_files import DRAFT_FOLDER, PARTS_FOLDER, ModelFiles, locate_model
+from swiftbatch.worker.model.tokenizer import TextCodec
 from swiftbatch.worker.papers.triforce.draft_model import window_of
 from swiftbatch.worker.papers.triforce.recipe import LENGTH, draft_config
 from swiftbatch.worker.papers.triforce.training import SAMPLING, agreement, windowed_logits

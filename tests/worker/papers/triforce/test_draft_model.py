@@ -17,8 +17,8 @@ from swiftbatch.worker.drawing.drawing import create_drawing
 from swiftbatch.worker.drawing.sampling import TokenSampler
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
-from swiftbatch.worker.kernels.sizes import BLOCK
-from swiftbatch.worker.model.files import DRAFT_FOLDER, PARTS_FOLDER, locate_model
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK
+from swiftbatch.worker.model.model_files import DRAFT_FOLDER, PARTS_FOLDER, locate_model
 from swiftbatch.worker.papers.triforce.draft_model import NUM_SINKS, WINDOW, DraftModel, window_of
 from swiftbatch.worker.papers.triforce.triforce import DraftModelProposer
 from swiftbatch.worker.target.target import TargetModel

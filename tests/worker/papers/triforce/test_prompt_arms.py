@@ -26,7 +26,7 @@ from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.drawing.verification import Verification
 from swiftbatch.worker.engine.engine import Engine
-from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.papers.triforce.tables.ablation import new_drafter
 from swiftbatch.worker.papers.triforce.tables.catalogue import TOP_P, Plan, PromptArm
 from swiftbatch.worker.papers.triforce.triforce import hierarchy

@@ -16,8 +16,8 @@ from transformers import LlamaForCausalLM
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.scheduler.cli import main
-from swiftbatch.worker.model.files import locate_model
-from swiftbatch.worker.model.text import TextCodec
+from swiftbatch.worker.model.model_files import locate_model
+from swiftbatch.worker.model.tokenizer import TextCodec
 from swiftbatch.worker.papers.triforce import recipe as recipes
 from swiftbatch.worker.papers.triforce import training as draft
 from swiftbatch.worker.papers.triforce.draft_model import NUM_SINKS

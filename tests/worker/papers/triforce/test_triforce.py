@@ -15,8 +15,8 @@ from swiftbatch.worker.drafters.catalogue import create_drafter
 from swiftbatch.worker.drafters.two_level.drafter import TwoLevelDrafter
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine
-from swiftbatch.worker.model.files import locate_model
-from swiftbatch.worker.model.text import TextCodec
+from swiftbatch.worker.model.model_files import locate_model
+from swiftbatch.worker.model.tokenizer import TextCodec
 from swiftbatch.worker.papers.triforce.triforce import TriForceOptions, triforce
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.drafters.drafter_parts import free_rows, proposed

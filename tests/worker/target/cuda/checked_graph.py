@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import GridExecutor
 
-from swiftbatch.worker.kernels.cuda.graph import Work
+from swiftbatch.worker.kernels.cuda.cuda_graph import Work
 from tests.worker.library_calls import LibraryCall, Returned
 
 Launch = tuple[Any, ...]  # a kernel's or an operation's name and its arguments, tensors by their places

@@ -16,11 +16,11 @@ from swiftbatch.worker.caches.paged_arena import PagedArena
 from swiftbatch.worker.caches.slot_arena import KVArena, SlotLease
 from swiftbatch.worker.caches.state_arena import StateArena
 from swiftbatch.worker.caches.window_arena import WindowArena
-from swiftbatch.worker.kernels.choice import CudaKernels
-from swiftbatch.worker.kernels.cuda.stacked import stacked_weights
-from swiftbatch.worker.kernels.sizes import NUM_ROWS
-from swiftbatch.worker.model.dense import dense_weights
-from swiftbatch.worker.model.files import ModelFiles
+from swiftbatch.worker.kernels.cuda.stacked_weights import stacked_weights
+from swiftbatch.worker.kernels.kernel_choice import CudaKernels
+from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
+from swiftbatch.worker.model.dense_loading import dense_weights
+from swiftbatch.worker.model.model_files import ModelFiles
 from swiftbatch.worker.target.cuda.cuda_forwards import CudaForwards
 from swiftbatch.worker.target.cuda.cuda_loading import cuda_cache_shape
 from swiftbatch.worker.target.cuda.offloaded_forwards import OffloadedForwards

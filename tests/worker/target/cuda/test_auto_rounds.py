@@ -25,7 +25,7 @@ from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.kernels import scan_coding as coding
 from swiftbatch.worker.kernels.cuda.scan import scan as scan_module
 from swiftbatch.worker.kernels.cuda.scan import scanned_texts as texts_module
-from swiftbatch.worker.model.files import ModelFiles, locate_model
+from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 from swiftbatch.worker.target.cuda.partial_arena import PartialArena
 from swiftbatch.worker.target.partial_rows import partial_rows
 from swiftbatch.worker.target.step_costs import ROW_COUNTS, StepCosts

@@ -18,7 +18,7 @@ from swiftbatch.worker.drafters.gpu_room import slots_wanted
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.kernels.cuda.upload import Download, Upload
-from swiftbatch.worker.model.files import ModelFiles, locate_model
+from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 from swiftbatch.worker.papers.triforce.draft_model import DraftModel
 from swiftbatch.worker.target import step_costs
 from swiftbatch.worker.target.cuda.cuda_loading import drafts_of

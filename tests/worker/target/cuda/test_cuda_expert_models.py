@@ -14,10 +14,10 @@ from swiftbatch.worker.caches.memory.model_sizes import read_sizes
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.exactness.transformers_agreement import compare
-from swiftbatch.worker.kernels.cuda.stacked import stacked_weights
-from swiftbatch.worker.kernels.packed import PackedMatrix
-from swiftbatch.worker.model.dense import dense_weights
-from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.kernels.cuda.stacked_weights import stacked_weights
+from swiftbatch.worker.kernels.packed_weights import PackedMatrix
+from swiftbatch.worker.model.dense_loading import dense_weights
+from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.target import expert_counts
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.tiles import tree_rows

@@ -12,7 +12,7 @@ from swiftbatch.worker.caches.room import KVRoomError
 from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine
-from swiftbatch.worker.model.files import ModelFiles, locate_model
+from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 from swiftbatch.worker.papers.griffin.cuda_draft_rows import CudaRows
 from swiftbatch.worker.papers.griffin.draft_forwards import GriffinForwards
 from swiftbatch.worker.papers.griffin.draft_rows import GriffinRows, TiledRows, rows_of

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.papers.tokenswift.heads import DecodingHeads
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.target.cuda.checked_graph import CheckedGraph

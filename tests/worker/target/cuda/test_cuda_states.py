@@ -18,8 +18,8 @@ from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.exactness.probe import random_tree
 from swiftbatch.worker.exactness.transformers_agreement import compare
-from swiftbatch.worker.kernels.sizes import BLOCK
-from swiftbatch.worker.model.files import ModelFiles, locate_model
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK
+from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 from swiftbatch.worker.session import session as worker_session
 from swiftbatch.worker.target.cuda.cuda_forwards import CudaForwards
 from swiftbatch.worker.target.target import TargetModel

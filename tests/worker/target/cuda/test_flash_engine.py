@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from swiftbatch.worker.model.files import ModelFiles, locate_model
+from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.kernels.cuda import flash_stub
 from tests.worker.target.cuda.checked_graph import CheckedGraph

@@ -14,7 +14,7 @@ from swiftbatch.worker.caches.memory.memory_plan import GPUMemory
 from swiftbatch.worker.caches.memory.model_sizes import read_sizes
 from swiftbatch.worker.caches.memory.page_counts import GPU_PAGE
 from swiftbatch.worker.caches.memory.page_plan import plan_pages
-from swiftbatch.worker.model.files import ModelFiles, locate_model
+from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 from swiftbatch.worker.target.cuda.cuda_forwards import CudaForwards
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.target.cuda.cuda_parts import cuda_target, offloaded_target

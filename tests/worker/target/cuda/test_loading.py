@@ -19,8 +19,8 @@ from swiftbatch.worker.caches.memory.memory_plan import GPUMemory, MemoryPlan, S
 from swiftbatch.worker.caches.memory.model_sizes import ModelSizes, read_sizes
 from swiftbatch.worker.caches.memory.page_counts import held_in_windows
 from swiftbatch.worker.caches.room import KVRoom
-from swiftbatch.worker.kernels.choice import CudaKernels, triton_version
-from swiftbatch.worker.model.files import ModelFiles, locate_model
+from swiftbatch.worker.kernels.kernel_choice import CudaKernels, triton_version
+from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 from swiftbatch.worker.target.cuda import cuda_loading as loading
 from swiftbatch.worker.target.cuda.cuda_loading import planned_forwards
 from swiftbatch.worker.target.cuda.offloaded_forwards import OffloadedForwards

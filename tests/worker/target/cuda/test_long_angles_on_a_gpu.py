@@ -9,7 +9,7 @@ import torch
 
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.drawing.tree import DraftTree
-from swiftbatch.worker.model.files import ModelFiles
+from swiftbatch.worker.model.model_files import ModelFiles
 from swiftbatch.worker.target.cuda.cuda_forwards import CudaForwards
 from swiftbatch.worker.target.partial_rows import partial_rows
 from swiftbatch.worker.target.target import TargetModel

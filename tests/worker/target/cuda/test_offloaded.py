@@ -16,7 +16,7 @@ from swiftbatch.worker.bench.bench_variants import BENCH_ENGINES
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
 from swiftbatch.worker.caches.host_copies import ComputingStream, computing_stream
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
-from swiftbatch.worker.model.files import ModelFiles, locate_model
+from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 from swiftbatch.worker.target import step_costs
 from swiftbatch.worker.target.cuda.offloaded_forwards import OffloadedForwards
 from swiftbatch.worker.target.target import RowOutputs, TargetModel, check_model

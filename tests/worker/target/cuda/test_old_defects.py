@@ -17,8 +17,8 @@ from swiftbatch.worker.drawing.cuda.draw_graphs import DrawGraphs
 from swiftbatch.worker.drawing.cuda.draw_rows import DrawLayout
 from swiftbatch.worker.drawing.filters.filter_list import keep_top_p
 from swiftbatch.worker.drawing.tree import DraftTree
-from swiftbatch.worker.kernels.sizes import NUM_ROWS
-from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
+from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.target.cuda.cuda_forwards import CudaForwards
 from swiftbatch.worker.target.tiles import tree_rows
 from tests.worker.target.cuda.checked_graph import CheckedGraph

@@ -10,10 +10,10 @@ import torch
 from swiftbatch.jobs.run.option_values import LinearName
 from swiftbatch.worker.caches.slot_arena import KVArena
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
-from swiftbatch.worker.kernels.choice import CudaKernels
-from swiftbatch.worker.kernels.cuda.stacked import StackedWeights, stacked_weights
+from swiftbatch.worker.kernels.cuda.stacked_weights import StackedWeights, stacked_weights
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights, Linear, PackedLinear, plain_linear
-from swiftbatch.worker.kernels.packed import Code, PackedMatrix
+from swiftbatch.worker.kernels.kernel_choice import CudaKernels
+from swiftbatch.worker.kernels.packed_weights import Code, PackedMatrix
 from swiftbatch.worker.target.cuda.cuda_forwards import CudaForwards
 from swiftbatch.worker.target.tiles import tree_rows
 from tests.worker.kernels.kernel_parts import FLOAT32, Shape, cache_shape

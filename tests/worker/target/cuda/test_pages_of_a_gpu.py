@@ -14,7 +14,7 @@ from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.worker.caches.memory.page_counts import pages_of
 from swiftbatch.worker.caches.paged_arena import PagedArena
-from swiftbatch.worker.model.files import ModelFiles
+from swiftbatch.worker.model.model_files import ModelFiles
 from swiftbatch.worker.session import session as worker_session
 from swiftbatch.worker.session.session import WorkerSession
 from swiftbatch.worker.session.work import Assignment, JobProgress, Orders

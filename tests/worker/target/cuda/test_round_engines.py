@@ -17,7 +17,7 @@ from swiftbatch.worker.drafters.two_level.drafter import TwoLevelDrafter
 from swiftbatch.worker.drafters.two_level.round_plan import Planner
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine
-from swiftbatch.worker.model.files import DRAFT_FOLDER, PARTS_FOLDER, ModelFiles, locate_model
+from swiftbatch.worker.model.model_files import DRAFT_FOLDER, PARTS_FOLDER, ModelFiles, locate_model
 from swiftbatch.worker.papers.tokenswift.tokenswift import TokenSwiftOptions, tokenswift
 from swiftbatch.worker.papers.triforce import draft_model
 from swiftbatch.worker.papers.triforce.triforce import TriForceOptions, triforce

@@ -14,8 +14,8 @@ from swiftbatch.worker.caches.full import CacheShape
 from swiftbatch.worker.caches.partial import NewEntries, PartialCache
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
-from swiftbatch.worker.model.dense import dense_weights
-from swiftbatch.worker.model.files import ModelFiles, locate_model
+from swiftbatch.worker.model.dense_loading import dense_weights
+from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 from swiftbatch.worker.target.cuda.partial_arena import SlotEntries
 from swiftbatch.worker.target.partial_rows import PartialRows, partial_rows
 from swiftbatch.worker.target.target import TargetModel

@@ -11,7 +11,7 @@ from swiftbatch.worker.caches.full import MAX_TREE_NODES, CacheShape
 from swiftbatch.worker.caches.memory.page_counts import PoolSize
 from swiftbatch.worker.caches.paged_arena import PagedArena
 from swiftbatch.worker.caches.slot_arena import KVArena
-from swiftbatch.worker.kernels.cuda.graph import Graph, Repeated, Work
+from swiftbatch.worker.kernels.cuda.cuda_graph import Graph, Repeated, Work
 from swiftbatch.worker.target.cuda.partial_arena import RowMover
 
 SHAPE = CacheShape(2, 2, 16, torch.float32, torch.device("cpu"))

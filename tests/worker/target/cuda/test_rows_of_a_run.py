@@ -16,9 +16,9 @@ from swiftbatch.worker.drawing.cuda.cuda_drawing import CudaDrawing
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.engine.engine import Engine
-from swiftbatch.worker.kernels.choice import DEFAULT_KERNELS
-from swiftbatch.worker.kernels.sizes import MOST_SLOTS, NUM_ROWS, ROW_CHOICES
-from swiftbatch.worker.model.files import ModelFiles, locate_model
+from swiftbatch.worker.kernels.kernel_choice import DEFAULT_KERNELS
+from swiftbatch.worker.kernels.kernel_sizes import MOST_SLOTS, NUM_ROWS, ROW_CHOICES
+from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 from swiftbatch.worker.target.step_costs import StepCosts
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.drafters.drafter_parts import free_rows

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from swiftbatch.worker.model.files import ModelFiles
+from swiftbatch.worker.model.model_files import ModelFiles
 from swiftbatch.worker.session import session as worker_session
 from swiftbatch.worker.session.work import Orders
 from swiftbatch.worker.target.target import TargetModel

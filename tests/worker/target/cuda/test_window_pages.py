@@ -21,7 +21,7 @@ from swiftbatch.worker.caches.paged_arena import NO_PAGE
 from swiftbatch.worker.caches.room import HeldPositions
 from swiftbatch.worker.caches.window_arena import WindowArena
 from swiftbatch.worker.drawing.tree import DraftTree
-from swiftbatch.worker.model.files import ModelFiles, locate_model
+from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 from swiftbatch.worker.session import session as worker_session
 from swiftbatch.worker.session.session import WorkerSession
 from swiftbatch.worker.session.work import Orders

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen3_5ForCausalLM
 
-from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.training.target import delta_nets
 from swiftbatch.worker.training.target.delta_nets import sparing, use_chunks

@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
-from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.training.target import evaluate
 from swiftbatch.worker.training.target.evaluate import logits_of_last, measure_long_context

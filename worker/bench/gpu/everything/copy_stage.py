@@ -18,7 +18,7 @@ from swiftbatch.worker.caches.host_memory import PinnedMemory
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.exactness.first_run.findings import Finding, Row
 from swiftbatch.worker.exactness.first_run.parts import Parts
-from swiftbatch.worker.model.dense import dense_weights
+from swiftbatch.worker.model.dense_loading import dense_weights
 from swiftbatch.worker.target.loading import DTYPES
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.tiles import tree_rows

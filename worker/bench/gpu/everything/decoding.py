@@ -20,7 +20,7 @@ from swiftbatch.worker.drafters.two_level.chain import RoundPlan
 from swiftbatch.worker.drafters.two_level.drafter import TwoLevelDrafter
 from swiftbatch.worker.drafters.two_level.round_plan import Planner
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.kernels.sizes import TILE_ROWS
+from swiftbatch.worker.kernels.kernel_sizes import TILE_ROWS
 from swiftbatch.worker.target.step_costs import Costs
 from swiftbatch.worker.target.target import TargetModel
 

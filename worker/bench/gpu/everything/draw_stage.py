@@ -18,7 +18,7 @@ from swiftbatch.worker.drawing.drawing import TorchDrawing
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.exactness.first_run.findings import Finding
-from swiftbatch.worker.kernels.sizes import NUM_ROWS
+from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
 
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},

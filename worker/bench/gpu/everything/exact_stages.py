@@ -21,9 +21,9 @@ from swiftbatch.worker.exactness.first_run.first_run import CHECKS
 from swiftbatch.worker.exactness.first_run.parts import ArenaTarget, Parts
 from swiftbatch.worker.exactness.first_run.whole_forwards import ROOM, work_digest
 from swiftbatch.worker.exactness.probe import MAX_LENGTH, NUM_CACHES, probe_rows
-from swiftbatch.worker.kernels.choice import CudaKernels
+from swiftbatch.worker.kernels.kernel_choice import CudaKernels
+from swiftbatch.worker.kernels.kernel_sizes import CUDA_SCALE_BYTES
 from swiftbatch.worker.kernels.kv_codes import CODES, coded, numbers_of
-from swiftbatch.worker.kernels.sizes import CUDA_SCALE_BYTES
 from swiftbatch.worker.target.cuda.cuda_forwards import CudaForwards
 from swiftbatch.worker.target.tiles import tree_rows
 

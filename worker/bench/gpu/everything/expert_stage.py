@@ -15,12 +15,12 @@ from swiftbatch.worker.exactness.first_run.packed_products import random_matrix
 from swiftbatch.worker.exactness.first_run.parts import Parts
 from swiftbatch.worker.exactness.first_run.whole_forwards import ROOM, work_digest
 from swiftbatch.worker.exactness.probe import MAX_LENGTH, NUM_CACHES, probe_rows
-from swiftbatch.worker.kernels.choice import CudaKernels
-from swiftbatch.worker.kernels.cuda.stacked import StackedWeights
 from swiftbatch.worker.kernels.cuda.stacked_experts import StackedExperts
+from swiftbatch.worker.kernels.cuda.stacked_weights import StackedWeights
 from swiftbatch.worker.kernels.decoder_weights import linear_from
-from swiftbatch.worker.kernels.forms import Routing, Score
-from swiftbatch.worker.kernels.packed import Code, PackedMatrix, Weight
+from swiftbatch.worker.kernels.kernel_choice import CudaKernels
+from swiftbatch.worker.kernels.layer_forms import Routing, Score
+from swiftbatch.worker.kernels.packed_weights import Code, PackedMatrix, Weight
 
 FORMS: dict[str, tuple[Code, int, bool]] = {  # code, group, offsets
     "MXFP4": ("e2m1", 32, False),

@@ -25,10 +25,10 @@ from swiftbatch.worker.caches.window_arena import WindowArena
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.exactness.first_run.findings import Finding, Row
 from swiftbatch.worker.exactness.first_run.parts import NUM_SPLITS_ELSEWHERE, ArenaTarget, Parts
-from swiftbatch.worker.kernels.choice import DEFAULT_KERNELS, CudaKernels
-from swiftbatch.worker.kernels.cuda.stacked import StackedWeights
+from swiftbatch.worker.kernels.cuda.stacked_weights import StackedWeights
+from swiftbatch.worker.kernels.kernel_choice import DEFAULT_KERNELS, CudaKernels
 from swiftbatch.worker.model.digests import Digests
-from swiftbatch.worker.model.files import ModelFiles
+from swiftbatch.worker.model.model_files import ModelFiles
 from swiftbatch.worker.target.cuda.cuda_forwards import CudaForwards
 from swiftbatch.worker.target.cuda.cuda_loading import hold_products_steady
 from swiftbatch.worker.target.step_costs import step_costs_of

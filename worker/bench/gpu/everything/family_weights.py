@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.kernels.cuda.stacked import StackedWeights, handed_over, stacked_weights
-from swiftbatch.worker.kernels.packed import CODE_BITS, Code, PackedExperts, PackedMatrix, Weight
-from swiftbatch.worker.model.dense import decoder_of
+from swiftbatch.worker.kernels.cuda.stacked_weights import StackedWeights, handed_over, stacked_weights
+from swiftbatch.worker.kernels.packed_weights import CODE_BITS, Code, PackedExperts, PackedMatrix, Weight
 from swiftbatch.worker.model.dense_config import SINKS, DenseConfig, read_dense
+from swiftbatch.worker.model.dense_loading import decoder_of
 from swiftbatch.worker.model.expert_config import ExpertConfig
 from swiftbatch.worker.model.latent_forms import UP
 from swiftbatch.worker.model.mixer_forms import MixerConfig
-from swiftbatch.worker.model.text_view import EMBEDDING, HEAD, text_view
+from swiftbatch.worker.model.text_config import EMBEDDING, HEAD, text_view
 
 Shapes = Iterator[tuple[str, tuple[int, ...]]]
 DEVIATION = 0.02  # of random weights, as models are initialized with

@@ -24,10 +24,10 @@ from swiftbatch.worker.drawing.cuda.draw_graphs import WORDS_OUT, in_a_row
 from swiftbatch.worker.drawing.verification import TOP_K
 from swiftbatch.worker.exactness.first_run.findings import Finding, Row
 from swiftbatch.worker.exactness.first_run.parts import ArenaTarget, Parts
+from swiftbatch.worker.kernels.cuda.cuda_graph import Graph, Repeated, Work
 from swiftbatch.worker.kernels.cuda.decoder import CudaDecoder
-from swiftbatch.worker.kernels.cuda.graph import Graph, Repeated, Work
-from swiftbatch.worker.kernels.sizes import ROW_CHOICES
-from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.kernels.kernel_sizes import ROW_CHOICES
+from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.target.step_costs import ROW_COUNTS, StepCosts
 
 CPU = torch.device("cpu")

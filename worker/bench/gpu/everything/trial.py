@@ -27,10 +27,10 @@ from swiftbatch.worker.caches.host_copies import CudaLane, HostStream, computing
 from swiftbatch.worker.caches.layer_ring import Streams
 from swiftbatch.worker.exactness.first_run.findings import Finding
 from swiftbatch.worker.exactness.first_run.parts import Extent, Parts
-from swiftbatch.worker.kernels.choice import DEFAULT_KERNELS, CudaKernels
-from swiftbatch.worker.kernels.cuda.stacked import StackedWeights
+from swiftbatch.worker.kernels.cuda.stacked_weights import StackedWeights
+from swiftbatch.worker.kernels.kernel_choice import DEFAULT_KERNELS, CudaKernels
 from swiftbatch.worker.model.digests import TEXT_FILES
-from swiftbatch.worker.model.files import EMBEDDED, ModelFiles, locate_model
+from swiftbatch.worker.model.model_files import EMBEDDED, ModelFiles, locate_model
 
 Try = tuple[str, Callable[[], Finding]]
 """A name, and what is tried under it."""

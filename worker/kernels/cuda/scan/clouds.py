@@ -9,11 +9,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from swiftbatch.worker.kernels.cuda.kept_rows import load_rows
-from swiftbatch.worker.kernels.cuda.prefix import split_blocks
+from swiftbatch.worker.kernels.cuda.kv_buffers import load_rows
+from swiftbatch.worker.kernels.cuda.prefix_attention import split_blocks
 from swiftbatch.worker.kernels.cuda.rounding import rounded
 from swiftbatch.worker.kernels.cuda.scan.scanned_texts import group_of, tile_of
-from swiftbatch.worker.kernels.cuda.tail import MERGE_STAGES, attend_tail, merge_part, merge_split
+from swiftbatch.worker.kernels.cuda.tail_attention import MERGE_STAGES, attend_tail, merge_part, merge_split
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LEAST_VARIANCE = tl.constexpr(1e-4)  # of scores

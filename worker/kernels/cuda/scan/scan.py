@@ -17,11 +17,10 @@ import triton.language as tl
 from torch import Tensor
 
 from swiftbatch.worker.kernels.attention_view import SEES_ALL, AttentionView
-from swiftbatch.worker.kernels.cuda.attend import AttentionShape, Scratch
-from swiftbatch.worker.kernels.cuda.attentions import TritonAttention
+from swiftbatch.worker.kernels.cuda.cuda_attention_choice import TritonAttention
 from swiftbatch.worker.kernels.cuda.cuda_row_table import CudaRowTable, PageTable
-from swiftbatch.worker.kernels.cuda.kept_rows import in_pool, load_kept, load_rows
-from swiftbatch.worker.kernels.cuda.prefix import prefix_split
+from swiftbatch.worker.kernels.cuda.kv_buffers import in_pool, load_kept, load_rows
+from swiftbatch.worker.kernels.cuda.prefix_attention import prefix_split
 from swiftbatch.worker.kernels.cuda.rounding import dot, rounded
 from swiftbatch.worker.kernels.cuda.scan.clouds import look_at_clouds, scan_merge
 from swiftbatch.worker.kernels.cuda.scan.scan_choice import choose_keys, find_threshold, sample_scores
@@ -34,6 +33,7 @@ from swiftbatch.worker.kernels.cuda.scan.scanned_texts import (
     scan_constants,
     tile_of,
 )
+from swiftbatch.worker.kernels.cuda.tree_attention import AttentionShape, Scratch
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from swiftbatch.worker.kernels.cuda.byte_search import byte_at, count_bytes
-from swiftbatch.worker.kernels.cuda.kept_rows import load_rows
+from swiftbatch.worker.kernels.cuda.kv_buffers import load_rows
 from swiftbatch.worker.kernels.cuda.rounding import dot, rounded
 from swiftbatch.worker.kernels.cuda.scan.scanned_texts import group_of, tile_of
 

@@ -13,11 +13,11 @@ import triton.language as tl
 from torch import Tensor
 
 from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK
+from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS, least_blocks
 from swiftbatch.worker.kernels.scan_coding import CLOUD_CHUNKS, SCAN_CHUNK
-from swiftbatch.worker.kernels.sizes import NUM_ROWS, least_blocks
 
 if TYPE_CHECKING:
-    from swiftbatch.worker.kernels.cuda.attend import AttentionShape
+    from swiftbatch.worker.kernels.cuda.tree_attention import AttentionShape
 
 TILE_ROWS = 16  # rows times query heads of a KV head that share a list of keys; tensor cores take no fewer
 MOST_SAMPLED = 128  # blocks that a threshold is found by

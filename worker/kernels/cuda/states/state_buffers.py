@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from swiftbatch.worker.kernels.cuda.states.step_layout import NUM_STATES, HeadSizes, StepLayout
-from swiftbatch.worker.kernels.sizes import BLOCK
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from torch import Tensor
 from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK
 from swiftbatch.worker.kernels.cuda.packed_linear import WeightKernel
 from swiftbatch.worker.kernels.cuda.rounding import rounded
-from swiftbatch.worker.kernels.cuda.states.ready import (
+from swiftbatch.worker.kernels.cuda.states.state_buffers import StateBuffers
+from swiftbatch.worker.kernels.cuda.states.state_inputs import (
     DELTA_NET,
     gate_constants,
     gate_convolutions,
@@ -28,7 +29,6 @@ from swiftbatch.worker.kernels.cuda.states.ready import (
     sigmoid,
     wide_roles,
 )
-from swiftbatch.worker.kernels.cuda.states.state_buffers import StateBuffers
 from swiftbatch.worker.kernels.cuda.states.state_table import StateLayout, StateTable
 from swiftbatch.worker.kernels.cuda.states.state_walk import walk, weigh_paths
 from swiftbatch.worker.kernels.decoder_weights import AnyLinear

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from swiftbatch.worker.kernels.sizes import BLOCK, LANES
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK, LANES
 
 NUM_STATES = 2  # of a slot in a layer: at the newest boundary, and at the one before, so that a block can be taken back
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.kernels.packed import Code, PackedMatrix, Weight
+from swiftbatch.worker.kernels.packed_weights import Code, PackedMatrix, Weight
 from swiftbatch.worker.model.formats.contract import WHOLE, FormatError, group_that_divides
 from swiftbatch.worker.model.formats.values.packing import (
     CHUNK,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.kernels.packed import PackedExperts, Weight, plain
+from swiftbatch.worker.kernels.packed_weights import PackedExperts, Weight, plain
 from swiftbatch.worker.model.formats.contract import FormatError
 from swiftbatch.worker.model.formats.values.packing import numbers, scaled
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.kernels.packed import CODE_BITS, TABLES, Code, PackedMatrix, Weight
+from swiftbatch.worker.kernels.packed_weights import CODE_BITS, TABLES, Code, PackedMatrix, Weight
 from swiftbatch.worker.model.formats.contract import FormatError, group_that_divides
 
 CHUNK = 1 << 24  # numbers that are held in float32 at a time

@@ -17,7 +17,7 @@ from swiftbatch.worker.bench.bench_engine import BenchError, encode, read_text
 from swiftbatch.worker.bench.bench_variants import bench_slots
 from swiftbatch.worker.bench.long.long import Report
 from swiftbatch.worker.bench.options import BenchOptions, check_length
-from swiftbatch.worker.model.files import ModelFiles, locate_model
+from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 from swiftbatch.worker.papers.griffin.griffin import GriffinOptions, griffin
 from swiftbatch.worker.papers.griffin.tables.catalogue import (
     GRIFFIN_TABLES,

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
-from swiftbatch.worker.model.files import ModelFiles
+from swiftbatch.worker.model.model_files import ModelFiles
 from swiftbatch.worker.papers.griffin.model import GriffinConfig
 from swiftbatch.worker.papers.griffin.tables.catalogue import Variant
 from swiftbatch.worker.papers.griffin.training.accuracy import GriffinAccuracyRecord

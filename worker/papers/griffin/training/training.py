@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from swiftbatch.worker.model.files import GRIFFIN_FILE, ModelFiles, locate_model
+from swiftbatch.worker.model.model_files import GRIFFIN_FILE, ModelFiles, locate_model
 from swiftbatch.worker.papers.griffin.griffin_weights import save_griffin
 from swiftbatch.worker.papers.griffin.model import GriffinModel
 from swiftbatch.worker.papers.griffin.training.accuracy import measure_accuracy

@@ -28,8 +28,8 @@ from swiftbatch.worker.drafters.two_level.chain import Chain
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.drawing.verification import Verification
-from swiftbatch.worker.kernels.sizes import BLOCK
-from swiftbatch.worker.model.files import locate_model
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK
+from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.papers.tokenswift.digit_tree import Sources, by_token
 from swiftbatch.worker.papers.tokenswift.tables.catalogue import (
     ABLATIONS,

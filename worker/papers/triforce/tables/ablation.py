@@ -27,8 +27,8 @@ from swiftbatch.worker.drafters.catalogue import check_parts
 from swiftbatch.worker.drafters.two_level.chain import RoundPlan
 from swiftbatch.worker.drafters.two_level.drafter import TwoLevelDrafter
 from swiftbatch.worker.drafters.two_level.round_plan import MeasuredPlanner
-from swiftbatch.worker.kernels.sizes import TILE_ROWS
-from swiftbatch.worker.model.files import ModelFiles, locate_model
+from swiftbatch.worker.kernels.kernel_sizes import TILE_ROWS
+from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 from swiftbatch.worker.papers.triforce.draft_model import DraftModel
 from swiftbatch.worker.papers.triforce.tables.catalogue import (
     FIGURES,

@@ -17,12 +17,12 @@ from swiftbatch.worker.caches.partial import PartialCache
 from swiftbatch.worker.caches.scan_slots import SlotKeys
 from swiftbatch.worker.caches.slot_arena import ArenaKVCache, KVArena
 from swiftbatch.worker.drawing.tree import DraftTree
-from swiftbatch.worker.kernels.cuda.attend import AttentionShape, Scratch
 from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, CudaRowTable, TableLayout
 from swiftbatch.worker.kernels.cuda.scan.scan import Scan, scan_attend
 from swiftbatch.worker.kernels.cuda.scan.scanned_texts import TILE_ROWS, ScannedTexts, ScanScratch, TextSizes
+from swiftbatch.worker.kernels.cuda.tree_attention import AttentionShape, Scratch
+from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
 from swiftbatch.worker.kernels.scan_coding import MOMENT_STRIDE, SCAN_CHUNK
-from swiftbatch.worker.kernels.sizes import NUM_ROWS
 from swiftbatch.worker.target.partial_rows import PartialRows, partial_rows
 from tests.worker.caches.cache_parts import everything_of
 

@@ -1,0 +1,227 @@
+"""A decoder's weights as its CUDA kernels read them: what shares its rows lies one below the other, in one product.
+
+Packed weights stay packed where all parts of a product have one form that the kernel takes. Others are dequantized.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from swiftbatch.worker.kernels.cuda.packed_linear import is_multiplied_packed
+from swiftbatch.worker.kernels.cuda.stacked_experts import StackedExperts, stacked_experts
+from swiftbatch.worker.kernels.cuda.states.state_layers import StackedMixer, stacked_mixer
+from swiftbatch.worker.kernels.decoder_weights import (
+    AnyLinear,
+    DecoderSizes,
+    DecoderWeights,
+    LayerWeights,
+    Linear,
+    linear_from,
+    plain_linear,
+)
+from swiftbatch.worker.kernels.packed_weights import PackedMatrix, Weight, plain, stacked
+from swiftbatch.worker.kernels.rotary_frequencies import Rotary
+
+
+@dataclass(frozen=True)
+class StackedLatent:
+    """The products within latent attention, and the norms of its vectors. Those of each head are plain.
+
+    `query` where queries are made of a vector, `query_norm [query_rank]` with it.
+    """
+
+    query: AnyLinear | None
+    query_norm: Tensor | None
+    key_norm: Tensor  # [rank]
+    key_up: Tensor  # [num_heads * rank, still_dim]
+    value_up: Tensor  # [num_heads * value_dim, rank]
+
+
+def stacked_latent(layer: LayerWeights, query: AnyLinear | None, device: torch.device) -> StackedLatent | None:
+    """Copies on the device, with the `query` that is there already; None for a layer without latent attention."""
+    if layer.key_up is None or layer.value_up is None or layer.key_norm is None:
+        return None
+    ups = (plain_linear(each).weight.detach().to(device).contiguous() for each in (layer.key_up, layer.value_up))
+    query_norm = None if layer.query_norm is None else layer.query_norm.detach().to(device)
+    return StackedLatent(query, query_norm, layer.key_norm.detach().to(device), *ups)
+
+
+@dataclass(frozen=True)
+class StackedLayer:
+    """One layer; `query_key_value` and `gate_up` are stacked in this order, gates of heads behind values.
+
+    In one with experts, products behind its attention are the part that all rows meet, if there is one. In one with
+    latent attention, `query_key_value` makes the queries or the vector that they are of, and the vector that is kept.
+    One with a mixer has that in place of its attention, or beside it.
+    """
+
+    query_key_value: AnyLinear | None
+    output: AnyLinear | None
+    gate_up: AnyLinear | None  # or ups alone
+    down: AnyLinear | None
+    input_norm: Tensor | None  # [hidden], twice as wide with biases, as those that follow
+    output_norm: Tensor | None
+    mlp_norm: Tensor | None
+    down_norm: Tensor | None
+    head_norms: tuple[Tensor, Tensor] | None  # of queries and of keys: [head_dim], or of each head its own
+    joint_norms: Tensor | None  # of all queries of a row, behind them of all its keys
+    is_still: bool = False
+    rotary: Rotary | None = None
+    window: int | None = None
+    curve: Tensor | None = None
+    sinks: Tensor | None = None
+    experts: StackedExperts | None = None
+    latent: StackedLatent | None = None
+    mixer: StackedMixer | None = None
+
+    @property
+    def attention(self) -> tuple[AnyLinear, AnyLinear] | None:
+        """The products in front of attention and behind it; None for a layer that does not attend."""
+        return None if self.query_key_value is None or self.output is None else (self.query_key_value, self.output)
+
+    @property
+    def last_norm(self) -> Tensor | None:
+        """The norm behind the last part of the layer, whichever that is."""
+        return self.output_norm if self.own_products is None and self.experts is None else self.down_norm
+
+    @property
+    def products(self) -> list[AnyLinear]:
+        """All but those of each expert, and those of each head in latent attention."""
+        within = [] if self.latent is None or self.latent.query is None else [self.latent.query]
+        within += [] if self.mixer is None else self.mixer.products
+        around_experts = () if self.experts is None else self.experts.latent or ()
+        return [*(self.attention or ()), *within, *around_experts, *(self.own_products or ())]
+
+    @property
+    def own_products(self) -> tuple[AnyLinear, AnyLinear] | None:
+        """The products behind attention that all rows meet."""
+        return None if self.gate_up is None or self.down is None else (self.gate_up, self.down)
+
+
+@dataclass(frozen=True)
+class StackedWeights:
+    """A dense decoder on a device: `embedding [vocab, hidden]`, layers, norm, head."""
+
+    sizes: DecoderSizes
+    embedding: Tensor
+    layers: list[StackedLayer]
+    final_norm: Tensor
+    head: AnyLinear
+    rotary: Rotary
+
+    @property
+    def products(self) -> list[AnyLinear]:
+        """The products of a forward: those of all layers, and the head."""
+        return [*(product for layer in self.layers for product in layer.products), self.head]
+
+    @property
+    def product_bytes(self) -> int:
+        """Bytes of the weights of all products, those of all experts among them."""
+        experts = [layer.experts for layer in self.layers if layer.experts is not None]
+        of_experts = sum(each.gate_up.weight.nbytes + each.down.weight.nbytes for each in experts)
+        return of_experts + sum(product.weight.nbytes for product in self.products)
+
+    @property
+    def is_packed(self) -> bool:
+        """True where the weights of a product are packed, experts aside: these have one kernel for both forms."""
+        return any(isinstance(product.weight, PackedMatrix) for product in self.products)
+
+
+def handed_over(weights: DecoderWeights) -> Iterator[LayerWeights]:
+    """Yield the layers one by one and take them from `weights`: none of them is there twice for long."""
+    while weights.layers:
+        yield weights.layers.pop(0)
+
+
+def stacked_weights(
+    weights: DecoderWeights, device: torch.device, layers: Iterable[LayerWeights] | None = None
+) -> StackedWeights:
+    """Copies of what is stacked; the rest only where it lies elsewhere. An embedding that is the head stays one.
+
+    `layers`: those of `weights`, where they come one by one.
+    """
+    embedding = _moved(plain(weights.embedding), device)
+    is_tied = isinstance(weights.embedding, Tensor) and weights.head.weight is weights.embedding
+    head = Linear(embedding, weights.head.bias) if is_tied else weights.head
+    return StackedWeights(
+        weights.sizes,
+        embedding,
+        [
+            stacked_layer(layer, device, weights.sizes.joins_heads)
+            for layer in (weights.layers if layers is None else layers)
+        ],
+        _moved(weights.final_norm, device),
+        _stacked([head], device),
+        weights.rotary,
+    )
+
+
+def _attention(layer: LayerWeights, device: torch.device) -> dict[str, AnyLinear | None]:
+    """The products of rows in front of attention, and behind it; none of a layer without.
+
+    In latent attention queries may be made of a vector of their own: its product is the one of rows.
+    """
+    query = layer.query if layer.query_down is None else layer.query_down
+    parts = [each for each in (query, layer.key, layer.value, layer.head_gate) if each is not None]
+    return {
+        "query_key_value": _stacked(parts, device) if parts else None,
+        "output": None if layer.output is None else _stacked([layer.output], device),
+    }
+
+
+def stacked_layer(layer: LayerWeights, device: torch.device, joins_heads: bool = False) -> StackedLayer:
+    """Copies of what is stacked. Raises ValueError where only some parts of a product have a bias."""
+    of_vectors = None if layer.query_down is None or layer.query is None else _stacked([layer.query], device)
+    latent = stacked_latent(layer, of_vectors, device)
+    head_norms = () if latent is not None else (layer.query_norm, layer.key_norm)
+    norms = [_moved(norm, device) for norm in head_norms if norm is not None]
+    whole = (layer.input_norm, layer.output_norm, layer.mlp_norm, layer.down_norm)
+    input_norm, output_norm, mlp_norm, down_norm = (None if norm is None else _moved(norm, device) for norm in whole)
+    gate_up = [each for each in (layer.gate, layer.up) if each is not None]
+    return StackedLayer(
+        **_attention(layer, device),
+        gate_up=_stacked(gate_up, device) if gate_up else None,
+        down=None if layer.down is None else _stacked([layer.down], device),
+        input_norm=input_norm,
+        output_norm=output_norm,
+        mlp_norm=mlp_norm,
+        down_norm=down_norm,
+        head_norms=(norms[0], norms[1]) if norms and not joins_heads else None,
+        joint_norms=torch.cat(norms) if joins_heads else None,
+        is_still=layer.is_still,
+        rotary=layer.rotary,
+        window=layer.window,
+        curve=None if layer.curve is None else _moved(layer.curve, device),
+        sinks=None if layer.sinks is None else _moved(layer.sinks, device),
+        experts=None if layer.experts is None else stacked_experts(layer.experts, device),
+        mixer=None if layer.mixer is None else stacked_mixer(layer.mixer, device, _stacked),
+        latent=latent,
+    )
+
+
+def _stacked(linears: Sequence[AnyLinear], device: torch.device) -> AnyLinear:
+    """Raises ValueError where only some of the parts have a bias."""
+    biases = [_moved(part.bias, device) for part in linears if part.bias is not None]
+    if biases and len(biases) < len(linears):
+        raise ValueError(f"found {len(biases)} biases, expected {len(linears)} or none")
+    weight = _below_each_other([part.weight for part in linears], device)
+    return linear_from(weight, torch.cat(biases) if len(biases) > 1 else next(iter(biases), None))
+
+
+def _below_each_other(weights: Sequence[Weight], device: torch.device) -> Weight:
+    packed = [weight.to(device) for weight in weights if isinstance(weight, PackedMatrix)]
+    if len(packed) == len(weights) and len({each.form for each in packed}) == 1:
+        whole = stacked(packed)
+        if is_multiplied_packed(whole):
+            return whole
+    parts = [_moved(plain(weight), device) for weight in weights]
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on the device, without its gradient, which products into given buffers refuse."""
+    return tensor.detach().to(device)

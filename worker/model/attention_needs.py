@@ -1,0 +1,143 @@
+"""Finds out by one small forward what every layer of a model asks of its attention; refuses what is not understood.
+
+A model may ask for more than queries, keys and values: a window, sinks, a soft cap. An attention that drops what it
+does not know is silently wrong, and so is a cache that a layer with a state of its own never reads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from swiftbatch.jobs.errors import ModelError
+from swiftbatch.worker.model.attention_masks import MaskFunction, Span, UnsupportedError, span_of
+from swiftbatch.worker.model.causal_lm import decoder_of
+from swiftbatch.worker.model.recurrent_sizes import STATELESS, layer_types
+
+OBSERVER_NAME = "swiftbatch_observer"
+NUM_ROWS = 3
+DELTA_NETS, MAMBA, CONVOLUTIONS = "gated delta nets", "Mamba-2", "short convolutions"
+DELTA_ATTENTION = "delta attention (KDA)"
+FORMS = {  # of recurrent layers, by the names of their classes
+    **dict.fromkeys(("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"), DELTA_NETS),
+    **dict.fromkeys(("BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer"), MAMBA),
+    "KimiLinearDeltaAttention": DELTA_ATTENTION,
+    **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv"), CONVOLUTIONS),
+}
+UNDERSTOOD = {"row_groups", "scaling", "softcap", "s_aux"}
+SAID_BY_THE_MASK = {"sliding_window"}  # what `transformers`' own attentions take from it, we do too
+NO_CHANGE = {"dropout", "is_causal", "position_ids", "use_cache", "output_attentions", "output_router_logits"}
+
+
+@dataclass(frozen=True)
+class LayerNeeds:
+    """One layer: heads and sizes of its keys and values, and what its rows see."""
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    span: Span
+    has_model_dtype: bool  # its queries, keys and values
+
+
+class _Observer:
+    """Stands for attention during one forward, and keeps what each layer asked for."""
+
+    def __init__(self, num_positions: int, device: torch.device, dtype: torch.dtype) -> None:
+        self.layers: dict[int, LayerNeeds] = {}
+        self._device = device
+        self._dtype = dtype
+        self._num_positions = num_positions
+        self._spans: dict[int, Span] = {}  # of the masks that layers use
+        self._masks: dict[int, tuple[torch.Tensor, MaskFunction]] = {}  # by identity: layers get the very masks
+
+    def mask(self, *, q_length: int, kv_length: int, mask_function: MaskFunction, **_: Any) -> torch.Tensor:
+        mask = torch.ones(1, 1, q_length, kv_length, dtype=torch.bool)
+        self._masks[id(mask)] = (mask, mask_function)
+        return mask
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **asked: Any,
+    ) -> tuple[torch.Tensor, None]:
+        known = UNDERSTOOD | SAID_BY_THE_MASK | NO_CHANGE
+        if unknown := sorted(name for name, value in asked.items() if value is not None and name not in known):
+            raise UnsupportedError(f"its attention asks for {', '.join(unknown)}")
+        if "row_groups" not in asked:
+            raise UnsupportedError("its layers hand nothing on to their attention")
+        if id(attention_mask) not in self._masks:
+            raise UnsupportedError("its layers use masks of their own")
+        layer = getattr(module, "layer_idx", None)
+        if not isinstance(layer, int) or layer in self.layers:
+            raise UnsupportedError("its layers share or hide their attention")
+        if query.shape[1] % key.shape[1]:
+            raise UnsupportedError(f"it has {query.shape[1]} heads of queries for {key.shape[1]} of keys")
+        span = self._span(id(attention_mask))
+        has_model_dtype = {query.dtype, key.dtype, value.dtype} == {self._dtype}
+        self.layers[layer] = LayerNeeds(key.shape[1], key.shape[3], value.shape[3], span, has_model_dtype)
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+    def _span(self, mask_id: int) -> Span:
+        if mask_id not in self._spans:
+            self._spans[mask_id] = span_of(self._masks[mask_id][1], self._num_positions, self._device)
+        return self._spans[mask_id]
+
+
+def recurrent_layers(model: Any) -> dict[int, Any]:
+    """The recurrent parts of a model, by their layers; those that `recurrent_rows.py` knows."""
+    layers = enumerate(getattr(decoder_of(model), "layers", ()))
+    parts = ((number, part) for number, layer in layers for part in layer.children())
+    return {number: part for number, part in parts if type(part).__name__ in FORMS}
+
+
+def form_of(part: Any) -> str:
+    """The form of a recurrent part, in words."""
+    return FORMS[type(part).__name__]
+
+
+def attention_of(layer: Any) -> Any:
+    """The part of a layer that attends; None where none does."""
+    names = ((part, type(part).__name__) for part in layer.children())
+    return next((part for part, name in names if name.endswith("Attention") and name not in FORMS), None)
+
+
+def observe_layers(model: Any, name: str, num_positions: int) -> list[LayerNeeds]:
+    """Tell what each layer that attends asks for, in order. Raises a one-line ModelError for what we can't give."""
+    observer = _Observer(num_positions, model.device, model.dtype)
+    AttentionInterface.register(OBSERVER_NAME, observer.attend)
+    AttentionMaskInterface.register(OBSERVER_NAME, observer.mask)
+    before = model.config._attn_implementation
+    token_ids = torch.zeros(1, NUM_ROWS, dtype=torch.int64, device=model.device)
+    try:
+        model.set_attn_implementation(OBSERVER_NAME)
+        with torch.inference_mode():
+            decoder_of(model)(input_ids=token_ids, use_cache=False, row_groups=[])
+        return _in_order(model, observer.layers)
+    except UnsupportedError as error:
+        raise ModelError(f"model {name}: it needs an attention that is not supported: {error}") from error
+    except Exception as error:  # of any kind: a config's values reach code that never looked at them
+        reason = " ".join(str(error).split())
+        raise ModelError(f"model {name}: it cannot run {NUM_ROWS} tokens: {type(error).__name__}: {reason}") from error
+    finally:
+        model.set_attn_implementation(before)
+
+
+def _in_order(model: Any, layers: dict[int, LayerNeeds]) -> list[LayerNeeds]:
+    """The layers from the first to the last. Raises UnsupportedError where one is missing or has other sizes."""
+    num_layers, types = model.config.num_hidden_layers, layer_types(model.config.to_dict()) or []
+    stateless = {number for number, each in enumerate(types) if each in STATELESS}
+    others = set(range(num_layers)) - set(layers) - set(recurrent_layers(model)) - stateless
+    if others or not layers:
+        num_others = len(others) or num_layers
+        raise UnsupportedError(f"{num_others} of its {num_layers} layers keep another state than keys and values")
+    if len({(needs.num_kv_heads, needs.key_dim, needs.value_dim) for needs in layers.values()}) > 1:
+        raise UnsupportedError("the keys and values of its layers differ in their sizes")
+    return [layers[number] for number in sorted(layers)]

@@ -1,0 +1,196 @@
+"""Finds a model's files and tells what they are, without loading them."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from swiftbatch.jobs.errors import ModelError
+from swiftbatch.worker.model.config_conflicts import config_fault, keys_fault, unsaid_fault
+from swiftbatch.worker.model.digests import TEXT_FILES, Digests, digests_of, weight_files
+from swiftbatch.worker.model.folder_faults import (
+    ADAPTER_FILE,
+    GENERATION_FILE,
+    adapter_fault,
+    folder_fault,
+)
+from swiftbatch.worker.model.formats.catalogue import QUANTIZATION_FILE, format_of
+from swiftbatch.worker.model.formats.contract import FormatError
+from swiftbatch.worker.model.formats.layout import Layout, layout_in
+from swiftbatch.worker.model.gguf.gguf_folder import gguf_folder
+from swiftbatch.worker.model.gguf.links import SUFFIX
+from swiftbatch.worker.model.model_kinds import SUPPORTED_KINDS, what_it_lacks
+from swiftbatch.worker.model.shifting_rotary import shifting_rotary
+from swiftbatch.worker.model.text_config import NESTING, nested_config, text_view
+
+CONFIG_FILES = ("config.json", ADAPTER_FILE, QUANTIZATION_FILE)  # a few KB that decide whether a model runs here
+ALL_FILES = ("*.json", "*.safetensors", *TEXT_FILES)
+EMBEDDED = Path(__file__).parent.parent / "embedded"
+PARTS_FOLDER = "parts"  # in a model's folder, what engines draft with; a folder, since other programs read all weights
+HEADS_FILE = "tokenswift_heads.safetensors"
+GRIFFIN_FILE = "griffin.safetensors"
+MTP_FILE = "mtp.safetensors"
+DRAFT_FOLDER = "draft"  # a small model with the same vocabulary
+
+
+class OtherModelError(ModelError):
+    """A model's file that is not the one that was expected: a run's tokens would be others with it."""
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """A model folder with `config.json`, safetensors weights and a tokenizer."""
+
+    name: str
+    path: Path
+    digests: Digests
+    max_positions: int
+    vocab_size: int
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 over config, tokenizer and weights: what drafts are trained for."""
+        return self.digests.fingerprint
+
+    @property
+    def text_fingerprint(self) -> str:
+        """SHA-256 over all else that makes tokens of a text."""
+        return self.digests.text_fingerprint
+
+    def refuse_other(self, expected: Mapping[str, str]) -> None:
+        """Raise OtherModelError where a file is not as expected: a SHA-256 for each name."""
+        if different := self.digests.difference(expected):
+            self._refuse(*different)
+
+    def refuse_other_weights(self, name: str, found: str) -> None:
+        """Raise OtherModelError where a file of weights, as it was loaded, has another SHA-256 than `digests` says."""
+        if found != self.digests.model.get(name):
+            self._refuse(name, found, self.digests.model.get(name))
+
+    def _refuse(self, name: str, found: str | None, expected: str | None) -> None:
+        is_found, is_expected = (f"SHA-256 {each[:12]}" if each else "no such file" for each in (found, expected))
+        file = self.path / name
+        file = file.readlink() if file.suffix == SUFFIX and file.is_symlink() else file
+        raise OtherModelError(
+            f"model {self.name}: on node {socket.gethostname()} {file} is not the file that was expected: "
+            f"found {is_found}, expected {is_expected}; put the expected one there, or make another run"
+        )
+
+
+def locate_model(model: str, known_weights: Mapping[str, str] | None = None) -> ModelFiles:
+    """Find `embedded`, a folder, or a hub id's local snapshot (downloaded where the hub can be reached).
+
+    Weights whose SHA-256 is in `known_weights` are taken at its word until they are loaded, and compared then.
+
+    Raises ModelError with one line that says what was looked for, also for a kind of model that does not run here.
+    """
+    small = model_folder(model, CONFIG_FILES)  # of a model on the hub: what is refused is not downloaded
+    if fault := adapter_fault(small):
+        raise ModelError(f"model {model}: {fault}")
+    if refusal := what_refuses(read_whole_config(model, small), small):
+        raise ModelError(f"model {model}: {refusal}")
+    path = model_folder(model)
+    config = read_config(model, path)
+    if fault := folder_fault(path):
+        raise ModelError(f"model {model}: {fault}")
+    if not weight_files(path):
+        raise ModelError(f"model {model}: no model.safetensors in {path}, nor an index; other weights are not loaded")
+    if fault := keys_fault(config, stored_layout(model, path).heads):
+        raise ModelError(f"model {model}: {fault}")
+    digests = digests_of(path, known_weights)
+    return ModelFiles(model, path, digests, config["max_position_embeddings"], config["vocab_size"])
+
+
+def model_folder(model: str, wanted: Sequence[str] = ALL_FILES) -> Path:
+    """The folder of a model's files, of which the hub gives those that are `wanted`. Raises as `locate_model` does.
+
+    That of a GGUF file is made of it, with a tokenizer where all files are wanted, which takes seconds the first time.
+    """
+    path = EMBEDDED if model == "embedded" else Path(model)
+    if path.suffix == SUFFIX and path.is_file():
+        return gguf_folder(model, path, with_tokenizer=wanted == ALL_FILES)
+    return path if path.is_dir() else hub_snapshot(model, wanted)
+
+
+def stored_layout(model: str, path: Path) -> Layout:
+    """The tensors in a model's folder. Raises ModelError for weights that are damaged or not understood."""
+    try:
+        return layout_in(path, read_whole_config(model, path))
+    except FormatError as error:
+        raise ModelError(f"model {model}: {error}") from None
+
+
+def what_refuses(config: dict[str, Any], path: Path) -> str | None:
+    """Say why a published config does not run here, by the layer or the format that is missing; None for one that does.
+
+    Both are said where both are missing. ModelOpt says the format in a file of its own, in the same folder.
+    """
+    view, whole = text_view(config), config.get("model_type")
+    fault = config_fault(view)
+    has_sense = fault is None or view["model_type"] not in SUPPORTED_KINDS  # else what else it says may have none
+    lack = what_it_lacks(view) or shifting_rotary(view) if has_sense else None
+    if lack is None and nested_config(config) and str(whole) not in NESTING:
+        lack = f"its kind {whole!r:.80} was not compared with transformers' own forward"
+    fault = fault or _format_fault(view, path)
+    if lack is None:
+        return fault or unsaid_fault(view)
+    return f"{lack}{f'; {fault}' if fault else ''}; kinds that run here: {', '.join(SUPPORTED_KINDS)}"
+
+
+def _format_fault(config: dict[str, Any], path: Path) -> str | None:
+    try:
+        format_of(config, path)
+    except FormatError as error:
+        return str(error)
+    return None
+
+
+def read_config(model: str, path: Path) -> dict[str, Any]:
+    """The text model's part of a `config.json`. Raises ModelError where there is none."""
+    return text_view(read_whole_config(model, path))
+
+
+def read_whole_config(model: str, path: Path) -> dict[str, Any]:
+    """A model's `config.json` as it was published. Raises ModelError where there is none."""
+    try:
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"model {model}: {path / 'config.json'} cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"model {model}: {path / 'config.json'} is no JSON object")
+    return config
+
+
+def hub_snapshot(model: str, wanted: Sequence[str]) -> Path:
+    """Resolve a hub id and get the files of these patterns; a name that looks like a path is not asked for there.
+
+    Raises ModelError for a model that is not to be had.
+    """
+    problem = f"model {model}: neither `embedded`, nor a folder or a .gguf file here, nor a model that the hub gives"
+    if model.startswith((".", "/", "~")) or model.count("/") != 1:
+        raise ModelError(problem)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=list(wanted)))
+    except Exception as error:  # the hub's client raises many kinds; each means: not to be had
+        raise ModelError(f"{problem} ({type(error).__name__})") from error
+
+
+def let_others_read(path: Path) -> None:
+    """Give weights the rights of any other new file: safetensors writes them for their owner alone."""
+    os.umask(umask := os.umask(0))
+    path.chmod(0o666 & ~umask)
+
+
+def eos_token_ids_of(files: ModelFiles) -> frozenset[int]:
+    """End-of-sequence ids: the generation config's, else the model config's."""
+    file = files.path / GENERATION_FILE
+    said = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
+    eos = read_config(files.name, files.path).get("eos_token_id") if said is None else said
+    return frozenset([eos] if isinstance(eos, int) else eos or [])

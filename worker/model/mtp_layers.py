@@ -1,0 +1,193 @@
+"""A layer of a checkpoint that predicts one more token (MTP), as published: what it is called, and if it is understood.
+
+It takes the target's final hidden state at a token and the embedding of the next one, each behind a norm of its own,
+joins them by a linear layer, and goes on as one layer of the model's own kind with a norm behind it. So it is read as a
+model of one layer. Embedding and head are the target's. Without torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from swiftbatch.worker.kernels.layer_forms import NormForm
+from swiftbatch.worker.model.config_value_rules import shown
+from swiftbatch.worker.model.dense_config import DenseConfig, OtherDecoderError, read_dense, refuse_other_tensors
+from swiftbatch.worker.model.digests import weight_files
+from swiftbatch.worker.model.formats.catalogue import format_of
+from swiftbatch.worker.model.formats.contract import FormatError, StoredTensor
+from swiftbatch.worker.model.formats.layout import Layout, heads_in, layout_of
+from swiftbatch.worker.model.gguf.links import SUFFIX
+from swiftbatch.worker.model.recurrent_sizes import layer_types
+from swiftbatch.worker.model.text_config import EMBEDDING, HEAD, LAYER, PREDICTORS, WHOLE_DECODER, Config
+
+OWN = "predictor."  # begins the names of what stands in front of the layer, and of the norm behind it
+ROLES = ("token_norm", "hidden_norm", "join", "final_norm")
+ONE_LAYER = "model.layers.0."
+ONE_OF_ITS_KIND: dict[str, Any] = {  # keys that count layers, as a model of this one layer has them
+    "decoder_sparse_step": 1,
+    "first_k_dense_replace": 0,
+    "mlp_only_layers": [],
+    "num_nextn_predict_layers": 0,
+}
+OF_LAYERS = ("hybrid_override_pattern", "layers_block_type", "layer_types")
+
+
+@dataclass(frozen=True)
+class PredictorForm:
+    """The way in which some kinds publish it; `{}` in names is the number of the target's layers."""
+
+    layer: str  # begins the names of its layer
+    names: Mapping[str, str]  # of its own parts, by `ROLES`
+    copies: tuple[str, ...] = ()  # of the target's embedding and head
+    is_hidden_first: bool = False  # among the columns of `join`
+    feeds_normed: bool = True  # the next row of a draft takes what is behind the norm, not in front of it
+
+
+FORMS = (
+    PredictorForm(  # Qwen3-Next, Qwen3.5
+        "mtp.layers.0.",
+        dict(zip(ROLES, ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm"), strict=True)),
+    ),
+    PredictorForm(  # MiMo
+        "model.mtp_layers.0.",
+        {
+            role: f"model.mtp_layers.0.{name}"
+            for role, name in zip(
+                ROLES, ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"), strict=True
+            )
+        },
+        is_hidden_first=True,
+    ),
+    PredictorForm(  # DeepSeek V3, GLM-4.5 and later
+        "model.layers.{}.",
+        {
+            role: f"model.layers.{{}}.{name}"
+            for role, name in zip(ROLES, ("enorm", "hnorm", "eh_proj", "shared_head.norm"), strict=True)
+        },
+        copies=("model.layers.{}.embed_tokens.weight", "model.layers.{}.shared_head.head.weight"),
+        feeds_normed=False,
+    ),
+)
+TRAINED = PredictorForm(ONE_LAYER, {role: OWN + role for role in ROLES})
+"""As our own training writes it."""
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """The tensors of such a layer, as those of a model of one layer."""
+
+    dense: DenseConfig  # of that model
+    layout: Layout  # by names in that model; those of `ROLES` begin with `OWN`
+    names: Mapping[str, str]  # in that model, by the stored names
+    is_hidden_first: bool
+    feeds_normed: bool
+
+
+class NoPredictorError(ValueError):
+    """A checkpoint whose MTP layers are not used; its text says why, empty where it has none."""
+
+
+def one_layer_config(config: Config) -> dict[str, Any]:
+    """The config of a model of one attending layer of a text model's kind, from that model's."""
+    one = {key: ONE_OF_ITS_KIND.get(key, value) for key, value in config.items() if key not in OF_LAYERS}
+    one["num_hidden_layers"] = 1
+    return one if layer_types(config) is None else one | {"layer_types": ["full_attention"]}
+
+
+def predictor_in(path: Path, config: Config) -> Predictor:
+    """The first MTP layer in a model's folder, by the text model's config. Raises NoPredictorError."""
+    files = weight_files(path)
+    if any(file.suffix == SUFFIX for file in files):
+        raise NoPredictorError("")
+    try:
+        return predictor_of([pair for file in files for pair in heads_in(file).items()], config, path)
+    except FormatError as error:
+        raise NoPredictorError(str(error)) from None
+
+
+def predictor_of(stored: Iterable[tuple[str, StoredTensor]], config: Config, path: Path) -> Predictor:
+    """The first MTP layer among stored tensors of a text model's config. Raises NoPredictorError."""
+    heads, num_layers = dict(stored), config.get("num_hidden_layers") or 0
+    plain = {name: _plain(name) for name in heads}
+    further = {name: each for name, each in plain.items() if _is_further(each, num_layers)}
+    for form in (*FORMS, TRAINED):
+        prefix = form.names["join"].format(num_layers) + "."
+        if any(each.startswith(prefix) for each in (plain if form is TRAINED else further).values()):
+            return _read(form, {name: heads[name] for name in further or plain}, plain, config, path)
+    raise NoPredictorError("their form is not known here" if further else "")
+
+
+def _plain(name: str) -> str:
+    """A stored name without what models of text and images have in front."""
+    name = WHOLE_DECODER.sub("model.", name).removeprefix("language_model.")
+    return name.removeprefix("model.") if name.startswith("model.mtp.") else name
+
+
+def _is_further(name: str, num_layers: int) -> bool:
+    """Tell whether a tensor belongs to layers behind the model's own."""
+    number = LAYER.match(name)
+    return bool(PREDICTORS.match(name)) or (number is not None and int(number[1]) >= num_layers > 0)
+
+
+def _read(
+    form: PredictorForm, heads: dict[str, StoredTensor], plain: Mapping[str, str], config: Config, path: Path
+) -> Predictor:
+    """Raises NoPredictorError for other tensors than those of a layer of the model's kind."""
+    num_layers = config.get("num_hidden_layers") or 0
+    names = {name: each for name in heads if (each := _own_name(plain[name], form, num_layers)) is not None}
+    one = one_layer_config(config)
+    try:
+        dense = read_dense(one)
+        layout = _layout([(each, heads[name]) for name, each in names.items()], one, path)
+        own = {f"{OWN}{role}.weight" for role in ROLES}
+        if different := sorted(own - set(layout.heads)):
+            raise NoPredictorError(f"{different[0].removeprefix(OWN)} is missing")
+        _refuse_other_shapes(layout, dense.hidden)
+        if dense.form.norm_form not in (NormForm.TWICE, NormForm.ONCE, NormForm.ONE_MORE):
+            raise NoPredictorError("its norms are of distances from a mean")
+        of_the_target = {EMBEDDING, *dense.form.norm_tensors(dense.form.final_norm), *([] if dense.is_tied else [HEAD])}
+        refuse_other_tensors(dense, (set(layout.heads) - own) | of_the_target)
+    except (OtherDecoderError, FormatError) as error:
+        raise NoPredictorError(str(error)) from None
+    return Predictor(dense, layout, names, form.is_hidden_first, form.feeds_normed)
+
+
+def _refuse_other_shapes(layout: Layout, hidden: int) -> None:
+    """Raise NoPredictorError where norms and join are not of the model's width: the layer itself is looked at later."""
+    expected: dict[str, tuple[int, ...]] = dict.fromkeys(ROLES, (hidden,)) | {"join": (hidden, 2 * hidden)}
+    for role, shape in expected.items():
+        if (found := layout.heads[f"{OWN}{role}.weight"].shape) != shape:
+            raise NoPredictorError(f"{role}.weight is {list(found)}; expected {list(shape)}")
+
+
+def _layout(heads: list[tuple[str, StoredTensor]], config: dict[str, Any], path: Path) -> Layout:
+    """The layout by names in the model of one layer. In a quantized model, it may be plain. Raises FormatError."""
+    try:
+        return layout_of(heads, config, format_of(config, path))
+    except FormatError:
+        return layout_of(heads, config, None)
+
+
+def _own_name(name: str, form: PredictorForm, num_layers: int) -> str | None:
+    """The name in the model of one layer; None for what is left out: copies, and layers behind the first."""
+    if name in [each.format(num_layers) for each in form.copies]:
+        return None
+    for role in ROLES:
+        prefix = form.names[role].format(num_layers) + "."
+        if name.startswith(prefix):
+            return f"{OWN}{role}.{name.removeprefix(prefix)}"
+    layer = form.layer.format(num_layers)
+    if name.startswith(layer):
+        return ONE_LAYER + name.removeprefix(layer)
+    if _is_a_later_one(name, layer):
+        return None
+    raise NoPredictorError(f"{shown(name)} is not known here")
+
+
+def _is_a_later_one(name: str, layer: str) -> bool:
+    """Tell whether a tensor belongs to a layer of the same names with a higher number."""
+    stem = layer.rstrip(".").rpartition(".")[0] + "."
+    return name.startswith(stem) and name.removeprefix(stem).partition(".")[0].isdecimal()

@@ -1,0 +1,326 @@
+"""Text to tokens and back, with the model's own tokenizer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import takewhile
+from typing import Any
+
+from swiftbatch.jobs.chat import Message, TemplateOptions
+from swiftbatch.jobs.errors import ModelError
+from swiftbatch.jobs.job import Job
+from swiftbatch.jobs.run.option_values import ThinkingMarkers
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.constraints.grammar import GrammarTokenizer
+from swiftbatch.worker.constraints.thinking import Markers, Opening, Thinking, ThinkingRule
+from swiftbatch.worker.drawing.rules import ConstraintError, Rule
+from swiftbatch.worker.model.chat_template import ChatTemplate, words_of
+from swiftbatch.worker.model.digests import TEKKEN_FILE, has_tekken_alone
+from swiftbatch.worker.model.model_files import ModelFiles, eos_token_ids_of, read_config
+from swiftbatch.worker.model.tekken import BYTES_AS_THEY_ARE, TekkenBytes, TekkenChat, TekkenTokenizer
+from swiftbatch.worker.model.thought_markers import markers_of
+from swiftbatch.worker.model.token_length import max_chars_per_token
+from swiftbatch.worker.texts.output_text import ByteText, LibraryText, OutputText
+from swiftbatch.worker.texts.token_bytes import DecoderSteps, TokenBytes, steps_of
+from swiftbatch.worker.texts.word_tokens import WordTokens, cuts_at_spaces
+
+GENERIC = "TokenizersBackend"  # the class that reads `tokenizer.json` and adds no rules of its own
+PLAIN_KINDS = ("llama", "qwen3")  # whose tokenizers are what `tokenizer.json` says
+
+
+NO_MARKERS = "and no markers of thinking are known of this model (--thinking-markers names them)"
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A chat whose tokens are yet to be found."""
+
+    messages: Sequence[Message]
+    options: TemplateOptions | None
+
+
+@dataclass(frozen=True)
+class _Text:
+    """A text whose tokens are yet to be found."""
+
+    text: str
+    adds_special_tokens: bool
+
+
+class TextCodec:
+    """A model's tokenizer, and the markers between which it thinks: those named, none for (), else the model's own.
+
+    Raises ModelError where the model folder has none that loads, and for markers that can't be.
+    """
+
+    def __init__(self, files: ModelFiles, thinking_markers: ThinkingMarkers = None) -> None:
+        try:
+            self._tokenizer = _loaded(files)
+        except ImportError as error:  # of a library that is optional
+            raise ModelError(f"model {files.name}: {error}") from None
+        except Exception as error:  # of any kind: the library raises bare ones
+            raise ModelError(
+                f"model {files.name}: its tokenizer cannot be loaded from {files.path}: {words_of(error)}; "
+                "expected files that this version of transformers and tokenizers can read"
+            ) from error
+        self._max_positions, self._vocab_size = files.max_positions, files.vocab_size
+        self._eos_token_ids = eos_token_ids_of(files)
+        self._tokenizer.model_max_length = files.max_positions
+        is_tekken = isinstance(self._tokenizer, TekkenTokenizer)
+        self.chat = TekkenChat(self._tokenizer) if is_tekken else ChatTemplate(self._tokenizer)
+        self.markers = self._found_markers(files, thinking_markers)
+
+    def encode_job(self, job: Job) -> list[int]:
+        """Token ids of a job's prompt, or of its messages through the tokenizer's chat template.
+
+        Raises ValueError as `encode_prompt` and `encode_chat` do.
+        """
+        if job.messages is not None:
+            return self.encode_chat(job.messages, job.template)
+        return self.encode_prompt(job.prompt_ids or job.prompt or "")
+
+    def encode_prompt(self, prompt: str | tuple[int, ...]) -> list[int]:
+        """Token ids of a prompt; those that it has already stay as they are.
+
+        Raises ValueError, with a reason for the user, where there are no tokens, where the text is so long that it has
+        no room in the model, however it is cut into tokens, and where a token is none of the model's.
+        """
+        [found] = self.encode_all([prompt])
+        if isinstance(found, ValueError):
+            raise found
+        return found
+
+    def encode_chat(self, messages: Sequence[Message], options: TemplateOptions | None) -> list[int]:
+        """Token ids of messages. Raises ValueError as `encode_prompt`, and as `ChatTemplate.render`."""
+        [found] = self.encode_all([Chat(messages, options)])
+        if isinstance(found, ValueError):
+            raise found
+        return found
+
+    def encode_all(self, asked: Sequence[str | tuple[int, ...] | Chat]) -> list[list[int] | ValueError]:
+        """The token ids of each, or the error that `encode_prompt` or `encode_chat` would raise for it.
+
+        Many at once cost less than each alone.
+        """
+        begun = [self._begun_with(each) for each in asked]
+        tokens = {}
+        for adds in (True, False):
+            texts = [each.text for each in begun if isinstance(each, _Text) and each.adds_special_tokens == adds]
+            tokens[adds] = iter(self._encode_many(texts, adds))
+        found = [next(tokens[each.adds_special_tokens]) if isinstance(each, _Text) else each for each in begun]
+        return [each if isinstance(each, ValueError) else self._checked_or_error(each) for each in found]
+
+    def _begun_with(self, asked: str | tuple[int, ...] | Chat) -> list[int] | ValueError | _Text:
+        """The tokens of what says them itself, else the text that they come of, or why they can't."""
+        try:
+            if isinstance(asked, Chat):
+                if (token_ids := self.chat.own_tokens(asked.messages, asked.options)) is not None:
+                    return token_ids
+                # a template writes its own special tokens
+                text = _Text(self.chat.render(asked.messages, asked.options), adds_special_tokens=False)
+            elif isinstance(asked, tuple):
+                return self._known(asked)
+            else:
+                text = _Text(asked, adds_special_tokens=True)
+            self._refuse_far_too_long(text.text)
+        except ValueError as error:
+            return error
+        return text
+
+    def _known(self, token_ids: tuple[int, ...]) -> list[int]:
+        if (most := max(token_ids)) >= self._vocab_size:
+            raise ValueError(f"prompt: found the token id {most:,}, expected ids below {self._vocab_size:,}")
+        return list(token_ids)
+
+    def _encode_many(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+        """Token ids of texts, as `encode`, by one call of the library where its class encodes as the library does."""
+        first = [
+            self.encode(text, add_special_tokens) for text in texts[:1]
+        ]  # which also settles the library's options
+        if not self._is_the_library_s:
+            return first + [self.encode(text, add_special_tokens) for text in texts[1:]]
+        if len(texts) < 2:
+            return first
+        if self._words is not None and self._words.encode(texts[:1], add_special_tokens) == first:
+            return first + self._words.encode(texts[1:], add_special_tokens)
+        many = self._tokenizer.backend_tokenizer.encode_batch_fast(texts[1:], add_special_tokens=add_special_tokens)
+        return first + [each.ids for each in many]
+
+    @cached_property
+    def _words(self) -> WordTokens | None:
+        library = self._tokenizer.backend_tokenizer
+        return WordTokens(library) if cuts_at_spaces(library) else None
+
+    @cached_property
+    def _is_the_library_s(self) -> bool:
+        from transformers import PreTrainedTokenizerFast
+
+        method = "_encode_plus"  # what `encode` calls, and few kinds of models have another
+        own = getattr(type(self._tokenizer), method, None)
+        return own is not None and own is getattr(PreTrainedTokenizerFast, method, None)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text."""
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False))
+
+    def bad_word_ids(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+        """The tokens that each of some words may come as, as vLLM has them: without a space in front and with one.
+
+        The latter where it changes the first token and not their number. Raises ValueError for a word that has no
+        tokens, or one that is none of the model's.
+        """
+        found: list[tuple[int, ...]] = []
+        for word in words:
+            bare = tuple(self.encode(word.lstrip(), add_special_tokens=False))
+            spaced = tuple(self.encode(" " + word.lstrip(), add_special_tokens=False))
+            if not bare or max(bare) >= self._vocab_size:
+                raise ValueError(f"field 'bad_words': {word!r} has no tokens of the model's")
+            found.append(bare)
+            if len(spaced) == len(bare) and spaced[0] != bare[0]:
+                found.append(spaced)
+        return tuple(dict.fromkeys(found))
+
+    def thinking(self, job: Job, prompt_ids: list[int]) -> Thinking | None:
+        """Tell how a job's output thinks behind its prompt; None for a model that does not, as far as is known."""
+        if self.markers is None:
+            return None
+        last = self.markers.last_in(*self._begun(job, prompt_ids))
+        opening: Opening = "anywhere"
+        if job.sampling.structured_outputs is not None:  # which begins with the output, or behind the thought
+            is_new = job.messages is not None and not (job.template and job.template.continue_final_message)
+            opening = "first" if is_new and last is None else "never"
+        return Thinking(self.markers, last == "start", opening)
+
+    def rules(self, params: SamplingParams, thinking: Thinking | None = None) -> tuple[Rule, ...]:
+        """The rules of a job's output. Raises ConstraintError, a ValueError for the user, where they can't be."""
+        budget, structure = params.thinking_token_budget, params.structured_outputs
+        if budget is not None and self.markers is None:
+            raise ConstraintError(
+                f"field 'thinking_token_budget': found {budget}, and no markers of thinking are known of this model; "
+                "expected no such field, or a run with --thinking-markers"
+            )
+        if params.thinking_end == "close" and self.markers is None:
+            raise ConstraintError(f"field 'thinking_end': found 'close', {NO_MARKERS}; expected no such field")
+        text = None if structure is None else self._grammars.grammar(structure)
+        thinks = thinking is not None and (thinking.is_open or thinking.opening != "never")
+        if thinking is None or not thinks or (budget is None and text is None):
+            return () if text is None else (text,)
+        return (ThinkingRule(thinking, budget, text),)
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        """Text of tokens, without the special ones."""
+        return self.output_text.decode(list(map(int, token_ids)))
+
+    def text_offsets(self, token_ids: Sequence[int]) -> list[int]:
+        """Count the characters of the text in front of each token; see `OutputText`."""
+        return self.output_text.offsets(token_ids)[:-1]
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for, special ones too; none for one that the tokenizer does not have."""
+        return self._bytes.of(token_id)
+
+    def _checked_or_error(self, token_ids: list[int]) -> list[int] | ValueError:
+        try:
+            return self._checked(token_ids)
+        except ValueError as error:
+            return error
+
+    def _checked(self, token_ids: list[int]) -> list[int]:
+        if not token_ids:
+            raise ValueError("prompt: no tokens come of it; expected at least one")
+        if (most := max(token_ids)) >= self._vocab_size:
+            raise ValueError(
+                f"prompt: token {most:,} ({self._tokenizer.convert_ids_to_tokens(most)!r}) comes of it, and the model "
+                f"has {self._vocab_size:,} tokens; its tokenizer is larger than its config.json says (vocab_size)"
+            )
+        return token_ids
+
+    def _found_markers(self, files: ModelFiles, named: ThinkingMarkers) -> Markers | None:
+        if named is not None and len(named) == 0:
+            return None
+
+        def encode(text: str) -> list[int]:
+            return self.encode(text, add_special_tokens=False)
+
+        try:
+            return markers_of(self._tokenizer, encode, files.vocab_size, named)
+        except ValueError as error:
+            raise ModelError(f"model {files.name}: {error}") from None
+
+    def _begun(self, job: Job, prompt_ids: list[int]) -> tuple[str, int]:
+        """A text whose end may leave a thought open, and how many of its first characters are of no matter.
+
+        Of a chat only what belongs to the answer counts, else all of the prompt.
+        """
+        if job.messages is None:
+            return job.prompt or str(self._tokenizer.decode(prompt_ids, skip_special_tokens=False)), 0
+        if job.template is not None and job.template.continue_final_message:
+            return job.messages[-1].content, 0
+        whole, before = (render(job.messages, job.template) for render in (self.chat.render, self.chat.without_answer))
+        common = takewhile(lambda pair: pair[0] == pair[1], zip(whole, before, strict=False))
+        return whole, sum(1 for _ in common)
+
+    def _refuse_far_too_long(self, text: str) -> None:
+        if len(text) <= self._max_positions or self._max_chars_per_token is None:
+            return
+        num_tokens = -(-len(text) // self._max_chars_per_token)
+        if num_tokens > self._max_positions:
+            raise ValueError(
+                f"prompt: its {len(text):,} characters are at least {num_tokens:,} tokens, expected at most the "
+                f"model's {self._max_positions:,}"
+            )
+
+    @cached_property
+    def output_text(self) -> OutputText:
+        """The text that tokens come to."""
+        if self._steps is None:
+            return LibraryText(lambda token_ids: str(self._tokenizer.decode(token_ids, skip_special_tokens=True)))
+        return ByteText(self._bytes, self._steps)
+
+    @cached_property
+    def _steps(self) -> DecoderSteps | None:
+        if isinstance(self._tokenizer, TekkenTokenizer):
+            return BYTES_AS_THEY_ARE
+        return steps_of(self._tokenizer)
+
+    @cached_property
+    def _bytes(self) -> TokenBytes:
+        if isinstance(self._tokenizer, TekkenTokenizer):
+            return TekkenBytes(self._tokenizer)
+        return TokenBytes(self._tokenizer, self._steps)
+
+    @cached_property
+    def _grammars(self) -> GrammarTokenizer:
+        return GrammarTokenizer(self._tokenizer, self._vocab_size, self._eos_token_ids)
+
+    @cached_property
+    def _max_chars_per_token(self) -> int | None:
+        return max_chars_per_token(self._tokenizer)
+
+
+def _loaded(files: ModelFiles) -> Any:
+    """The tokenizer of a model folder, without clean-up of spaces. Raises ImportError where a library is missing."""
+    if has_tekken_alone(files.path):
+        return TekkenTokenizer(files.path)
+    # where mistral-common is installed, AutoTokenizer would prefer Mistral's file beside the one that is read without
+    said = {"mistral_format": False} if (files.path / TEKKEN_FILE).is_file() else {}
+    return _loader(files).from_pretrained(
+        files.path, trust_remote_code=False, local_files_only=True, clean_up_tokenization_spaces=False, **said
+    )
+
+
+def _loader(files: ModelFiles) -> Any:
+    """The class that AutoTokenizer would choose, without it where that is sure: it costs torch, seconds, 300 MB."""
+    config = read_config(files.name, files.path)
+    path = files.path / "tokenizer_config.json"
+    said = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if config.get("model_type") in PLAIN_KINDS and said.get("tokenizer_class") == GENERIC and "auto_map" not in said:
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
