@@ -10,11 +10,11 @@ from typing import Any
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.frozen_records import Frozen
+from swiftbatch.worker.caches.cache_room import ITEM_SIZES, NUM_UNWRITTEN, bytes_per_position, held_of, state_bytes_of
 from swiftbatch.worker.caches.memory.memory_plan import GPUMemory, splits_of
 from swiftbatch.worker.caches.memory.model_sizes import ModelSizes, sizes_of_stored
 from swiftbatch.worker.caches.memory.page_counts import held_in_windows
 from swiftbatch.worker.caches.memory.row_choice import most_together
-from swiftbatch.worker.caches.room import ITEM_SIZES, NUM_UNWRITTEN, bytes_per_position, held_of, state_bytes_of
 from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.model.compute_path import path_on
 from swiftbatch.worker.model.config_conflicts import config_fault, keys_fault

@@ -26,7 +26,7 @@ from swiftbatch.scheduler.bench.batch_run import (
     run_stages,
 )
 from swiftbatch.worker.bench.bench_tables import new_table, number
-from swiftbatch.worker.caches.room import GB, bytes_per_position
+from swiftbatch.worker.caches.cache_room import GB, bytes_per_position
 from swiftbatch.worker.model.model_files import CONFIG_FILES, locate_model, model_folder, read_config
 
 NUM_LONG, LONG = 10, 40_000

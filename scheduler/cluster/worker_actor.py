@@ -9,10 +9,10 @@ import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from swiftbatch.worker.caches.cache_room import HeldPositions
 from swiftbatch.worker.caches.memory.page_counts import PoolSize
-from swiftbatch.worker.caches.room import HeldPositions
 from swiftbatch.worker.config import EngineConfig
-from swiftbatch.worker.session.work import Orders, WorkReport
+from swiftbatch.worker.session.work_messages import Orders, WorkReport
 
 if TYPE_CHECKING:
     from swiftbatch.worker.session.session import WorkerSession

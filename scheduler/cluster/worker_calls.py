@@ -13,13 +13,13 @@ from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.scheduler.cluster import worker_code
 from swiftbatch.scheduler.cluster.worker_actor import WorkerInfo, WorkerSpec
 from swiftbatch.scheduler.cluster.worker_code import STARTING, Code, OtherCodeError
-from swiftbatch.worker.caches.room import KVRoomError
+from swiftbatch.worker.caches.cache_room import KVRoomError
 from swiftbatch.worker.model.model_files import OtherModelError
 
 if TYPE_CHECKING:
     from ray.exceptions import RayError
 
-    from swiftbatch.worker.session.work import WorkReport
+    from swiftbatch.worker.session.work_messages import WorkReport
 
 STORE_FAILED = "store_failed"  # the worker could not read or write the run folder
 OTHER_MODEL = "other_model"  # the worker's model is not the run's

@@ -79,7 +79,7 @@ def decode(**options: Any) -> None:
     Example:
       swiftbatch bench decode --engines autoregressive,suffix --positions 4096,100000 --tokens 256 --json bench.json
     """
-    from swiftbatch.worker.bench.decode import DecodeBenchOptions, run_decode_bench
+    from swiftbatch.worker.bench.decode_bench import DecodeBenchOptions, run_decode_bench
     from swiftbatch.worker.bench.decode_figures import render
 
     show(render(run_decode_bench(checked(DecodeBenchOptions, options), say)))
@@ -145,7 +145,7 @@ def fields(**options: Any) -> None:
     Example:
       swiftbatch bench fields --tokens 4000 --json fields.json
     """
-    from swiftbatch.worker.bench.fields import FieldBenchOptions, render, run_field_bench
+    from swiftbatch.worker.bench.field_bench import FieldBenchOptions, render, run_field_bench
 
     show(render(run_field_bench(checked(FieldBenchOptions, options), say)))
 
@@ -176,8 +176,8 @@ def kernels(**options: Any) -> None:
     Example:
       swiftbatch bench kernels --rows 1,8 --json kernels.json --plot kernels.png
     """
+    from swiftbatch.worker.bench.kernels.kernel_bench import KernelBenchOptions, run_kernel_bench
     from swiftbatch.worker.bench.kernels.kernel_figures import render
-    from swiftbatch.worker.bench.kernels.kernels import KernelBenchOptions, run_kernel_bench
 
     show(render(run_kernel_bench(checked(KernelBenchOptions, options), say)))
 
@@ -202,7 +202,7 @@ def agreement(**options: Any) -> None:
     Example:
       swiftbatch bench agreement --caches scan:256,streaming:512 --positions 16384 --text book.txt --json agreement.json
     """
-    from swiftbatch.worker.bench.agreement import AgreementOptions, render, run_agreement_bench
+    from swiftbatch.worker.bench.agreement_bench import AgreementOptions, render, run_agreement_bench
 
     show(render(run_agreement_bench(checked(AgreementOptions, options), say)))
 
@@ -230,7 +230,7 @@ def checkpoints(**options: Any) -> None:
     Example:
       swiftbatch bench checkpoints --positions 4096,60000 --text book.txt --json checkpoints.json
     """
-    from swiftbatch.worker.bench.checkpoints import CheckpointBenchOptions, render, run_checkpoint_bench
+    from swiftbatch.worker.bench.checkpoint_bench import CheckpointBenchOptions, render, run_checkpoint_bench
 
     show(render(run_checkpoint_bench(checked(CheckpointBenchOptions, options), say)))
 
@@ -268,7 +268,7 @@ def long(**options: Any) -> None:
       swiftbatch bench long --engine tokenswift --tokens 100000 --prefill 4096 --json long.json --plot long.png
     """
     from swiftbatch.jobs.sampling import SamplingParams
-    from swiftbatch.worker.bench.long.long import LongBenchOptions, run_long_bench
+    from swiftbatch.worker.bench.long.long_bench import LongBenchOptions, run_long_bench
     from swiftbatch.worker.bench.long.long_figures import render
 
     drawn_with = {name: options.pop(name) for name in SamplingParams.model_fields.keys() & options.keys()}

@@ -20,7 +20,7 @@ from swiftbatch.scheduler.commands.options.model_options import (
 from swiftbatch.worker.config import Computation
 
 if TYPE_CHECKING:
-    from swiftbatch.worker.exactness.first_run.first_run import FirstRun
+    from swiftbatch.worker.exactness.gpu_doctor.gpu_doctor import FirstRun
 
 TO_STDOUT = "-"
 
@@ -70,13 +70,13 @@ def doctor(json_path: str | None, **options: Any) -> None:
 def _on_a_gpu(config: Computation, show: Any) -> FirstRun | None:
     """The first run's list; None on a CPU, and for a model that its kernels do not know."""
     from swiftbatch.worker.kernels.kv_dtypes import refuse_kv_dtype
-    from swiftbatch.worker.target.loading import resolve_device
+    from swiftbatch.worker.target.forwards_choice import resolve_device
 
     if resolve_device(config.device).type != "cuda":
         config.cuda_kernels.refuse_rows("the device is a CPU")
         return None
     refuse_kv_dtype(config.kv_dtype, config.cuda_kernels.attention)
-    from swiftbatch.worker.exactness.first_run.first_run import first_run
+    from swiftbatch.worker.exactness.gpu_doctor.gpu_doctor import first_run
 
     return first_run(config, show)
 

@@ -15,7 +15,7 @@ from swiftbatch.scheduler.driver.driver_state import DriverContext
 from swiftbatch.scheduler.driver.load_balancing import Balance, EndPlan, Last
 from swiftbatch.scheduler.driver.worker_capacity import Slots
 from swiftbatch.scheduler.driver.worker_fleet import Worker, slice_seconds
-from swiftbatch.worker.session.work import Assignment
+from swiftbatch.worker.session.work_messages import Assignment
 
 RESERVE_SLICES = 1.5  # that a reserve lasts for: a worker begins no more jobs before its next orders
 MIN_MOVE_SECONDS = 10.0  # a job that ends sooner stays where it is

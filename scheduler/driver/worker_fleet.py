@@ -16,7 +16,7 @@ from swiftbatch.scheduler.cluster.worker_calls import last_words
 from swiftbatch.scheduler.cluster.worker_code import Code, own_code
 from swiftbatch.scheduler.driver.throughput import Speed, StepPace, monotonic
 from swiftbatch.scheduler.process.awake_clock import AwakeClock
-from swiftbatch.worker.session.work import Orders, WorkReport
+from swiftbatch.worker.session.work_messages import Orders, WorkReport
 
 if TYPE_CHECKING:
     from swiftbatch.scheduler.cluster.ray_cluster import Cluster

@@ -23,7 +23,7 @@ from swiftbatch.scheduler.display.job_events import JobCancelled, JobFinished, J
 from swiftbatch.scheduler.driver.driver_state import DriverContext
 from swiftbatch.scheduler.driver.queue_loading import CANCELLED, with_results, write_cancelled
 from swiftbatch.scheduler.driver.worker_fleet import Event, Lost, Reported, Started, Worker
-from swiftbatch.worker.session.work import WorkReport
+from swiftbatch.worker.session.work_messages import WorkReport
 
 Result = TypeVar("Result")
 

@@ -23,7 +23,7 @@ from swiftbatch.metrics.report.attempts import parsed_history
 from swiftbatch.scheduler.display.progress_line import counted
 from swiftbatch.scheduler.driver.queue_loading import count_jobs
 from swiftbatch.scheduler.driver.run_lock import Hold
-from swiftbatch.worker.caches.room import KVRoom, KVRoomError
+from swiftbatch.worker.caches.cache_room import KVRoom, KVRoomError
 from swiftbatch.worker.model.model_files import ModelFiles, read_config
 from swiftbatch.worker.model.shifting_rotary import short_length
 

@@ -17,14 +17,14 @@ from swiftbatch.jobs.run.run import Run, RunError, RunManifest
 from swiftbatch.jobs.run.run_records import FORM, RUN_FORM
 from swiftbatch.jobs.storage.object_stores import shown_uri
 from swiftbatch.scheduler.runs.default_settings import Settings
+from swiftbatch.worker.caches.cache_room import NUM_UNWRITTEN
 from swiftbatch.worker.caches.memory.memory_plan import GPUMemory, splits_of
 from swiftbatch.worker.caches.memory.model_sizes import read_sizes
 from swiftbatch.worker.caches.memory.page_counts import held_in_windows
 from swiftbatch.worker.caches.memory.row_choice import RunLoad, most_rows, rows_that_pay
-from swiftbatch.worker.caches.room import NUM_UNWRITTEN
 from swiftbatch.worker.config import Computation
 from swiftbatch.worker.drafters.catalogue import PLAIN_ENGINE, engine_entry
-from swiftbatch.worker.exactness.verdicts import known_verdict, verdict_key
+from swiftbatch.worker.exactness.doctor_verdicts import known_verdict, verdict_key
 from swiftbatch.worker.inspection import CONTEXT_BYTES, GPU_BYTES, GPUS
 from swiftbatch.worker.kernels.instruction_sets import chosen_numerics
 from swiftbatch.worker.kernels.kernel_choice import CudaKernels

@@ -32,7 +32,7 @@ from swiftbatch.scheduler.limits import Spending
 from swiftbatch.scheduler.process.signals import held
 from swiftbatch.scheduler.runs.default_settings import Settings
 from swiftbatch.scheduler.runs.fixed_settings import computation_of, with_absolute_folders
-from swiftbatch.worker.caches.room import GB, KVRoomError, bytes_per_position, check_folder
+from swiftbatch.worker.caches.cache_room import GB, KVRoomError, bytes_per_position, check_folder
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.drafters.catalogue import check_parts
 from swiftbatch.worker.model.compute_path import path_on

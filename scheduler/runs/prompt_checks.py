@@ -13,7 +13,7 @@ from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.repetition import RepetitionDetection
 from swiftbatch.jobs.sampling import SamplingParams, ThinkingEnd
 from swiftbatch.jobs.shared_prompts import prompt_keys
-from swiftbatch.worker.caches.room import KVRoom, KVRoomError
+from swiftbatch.worker.caches.cache_room import KVRoom, KVRoomError
 from swiftbatch.worker.constraints.grammar_definitions import StructureError
 from swiftbatch.worker.model.model_files import ModelFiles
 from swiftbatch.worker.model.tokenizer import Chat, TextCodec

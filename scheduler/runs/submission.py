@@ -36,7 +36,7 @@ from swiftbatch.scheduler.runs.fixed_settings import (
 )
 from swiftbatch.scheduler.runs.job_file_folders import job_lines
 from swiftbatch.scheduler.runs.prompt_checks import LineNotes, make_records
-from swiftbatch.worker.caches.room import (
+from swiftbatch.worker.caches.cache_room import (
     MEMORY,
     KVRoom,
     bytes_per_position,

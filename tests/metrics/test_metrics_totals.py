@@ -23,7 +23,7 @@ from swiftbatch.scheduler.cluster.worker_actor import WorkerInfo, WorkerSpec
 from swiftbatch.scheduler.driver.run_progress import Census, served_metrics
 from swiftbatch.scheduler.driver.worker_fleet import Fleet, Worker
 from swiftbatch.worker.config import EngineConfig
-from swiftbatch.worker.session.work import Orders
+from swiftbatch.worker.session.work_messages import Orders
 from tests.jobs.run.run_parts import MANIFEST
 from tests.scheduler.driver.driver_parts import RecordingDisplay, make_context
 from tests.worker.session.session_parts import claimed, record, session, to_the_end, until

@@ -13,7 +13,7 @@ from swiftbatch.jobs.checkpoints.checkpoint_writer import CheckpointWriter
 from swiftbatch.jobs.checkpoints.timeline import MAX_MARKS, Timeline, TimelineRecorder
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.driver.queue_loading import put_logs_in_place
-from swiftbatch.worker.session.work import Orders
+from swiftbatch.worker.session.work_messages import Orders
 from tests.jobs.checkpoints.checkpoint_parts import FINGERPRINT, JOB, Cache, claim, output_ids, tokens_at
 from tests.jobs.storage.slow_store import GatedStore
 from tests.metrics.report_parts import facts_of, timeline

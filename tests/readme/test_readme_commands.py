@@ -20,7 +20,7 @@ from swiftbatch.jobs.run.run_records import WorkerStatus
 from swiftbatch.scheduler.cli import main
 from swiftbatch.scheduler.display.events import WorkerReady
 from swiftbatch.scheduler.display.progress_line import summary_line
-from swiftbatch.worker.bench.decode import DecodeBenchOptions
+from swiftbatch.worker.bench.decode_bench import DecodeBenchOptions
 from tests.jobs.run.run_parts import PROGRESS
 from tests.k8s.chart import OVERLAYS
 from tests.k8s.kubernetes_parts import render

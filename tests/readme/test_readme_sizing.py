@@ -22,7 +22,7 @@ from swiftbatch.jobs.run.segment_format import SealedResult
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.driver.driver_heartbeat import BEAT_SECONDS_OBJECT_STORE
 from swiftbatch.scheduler.driver.takeover import Epoch
-from swiftbatch.worker.caches.room import bytes_per_position
+from swiftbatch.worker.caches.cache_room import bytes_per_position
 from swiftbatch.worker.config import CheckpointSettings
 from swiftbatch.worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
 from swiftbatch.worker.exactness.doctor import NUM_PROBED_ROWS

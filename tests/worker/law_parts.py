@@ -14,11 +14,11 @@ from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.constraints.constrained_tree import Constraints
 from swiftbatch.worker.constraints.thinking import Markers, Thinking, ThinkingRule
 from swiftbatch.worker.drawing.adjustments import penalise
+from swiftbatch.worker.drawing.draft_tree import DraftTree
 from swiftbatch.worker.drawing.drawing import masked_by
-from swiftbatch.worker.drawing.rules import Rule
 from swiftbatch.worker.drawing.sampling import TokenSampler, process
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.drawing.token_rules import Rule
 from swiftbatch.worker.drawing.verification import walk
 from tests.worker.constraints.words import allowed_behind, grammar
 

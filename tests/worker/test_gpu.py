@@ -22,7 +22,7 @@ from swiftbatch.worker.bench.gpu.everything.trial import SMALL_SIZES, Trial
 from swiftbatch.worker.caches.memory.memory_plan import SlotsWanted
 from swiftbatch.worker.config import Computation
 from swiftbatch.worker.drafters.catalogue import ENGINES
-from swiftbatch.worker.drafters.gpu_room import slots_wanted
+from swiftbatch.worker.drafters.engine_memory import slots_wanted
 from swiftbatch.worker.drawing.cuda.cuda_drawing import CudaDrawing
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine

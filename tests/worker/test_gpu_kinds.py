@@ -14,8 +14,8 @@ import triton
 from packaging.version import Version
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from swiftbatch.worker.exactness.first_run.parts import Parts
-from swiftbatch.worker.exactness.probe import MAX_LENGTH, NUM_CACHES, probe_rows
+from swiftbatch.worker.exactness.gpu_doctor.check_parts import Parts
+from swiftbatch.worker.exactness.row_exactness import MAX_LENGTH, NUM_CACHES, probe_rows
 from swiftbatch.worker.exactness.transformers_agreement import compare
 from swiftbatch.worker.model.dense_kinds import KINDS
 from swiftbatch.worker.model.model_files import locate_model

@@ -11,7 +11,7 @@ import torch
 import triton
 
 from swiftbatch.worker.caches.memory.memory_plan import SlotsWanted
-from swiftbatch.worker.exactness.probe import MAX_LENGTH, NUM_CACHES, probe_rows
+from swiftbatch.worker.exactness.row_exactness import MAX_LENGTH, NUM_CACHES, probe_rows
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 from swiftbatch.worker.target.cuda.cuda_forwards import CudaForwards

@@ -12,9 +12,9 @@ import pytest
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.bench_variants import create_bench_drafter
 from swiftbatch.worker.constraints.constrained_tree import NOTHING_LEFT
-from swiftbatch.worker.drafters.base import DraftRequest
+from swiftbatch.worker.drafters.drafter_interface import DraftRequest
+from swiftbatch.worker.drawing.draft_tree import DraftTree
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.model.model_files import ModelFiles
 from swiftbatch.worker.model.tokenizer import TextCodec

@@ -14,7 +14,7 @@ from swiftbatch.worker.bench.ablation_prompts import ReadPrompt
 from swiftbatch.worker.bench.bench_engine import BenchEngine, BenchError, OwnPositions, digest
 from swiftbatch.worker.bench.long.long_figures import per_step
 from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
-from swiftbatch.worker.drafters.base import DraftCounters, Drafter
+from swiftbatch.worker.drafters.drafter_interface import DraftCounters, Drafter
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.target.target import TargetModel
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from swiftbatch.worker.bench.bench_engine import encode
-from swiftbatch.worker.bench.decode import read_tokens
+from swiftbatch.worker.bench.decode_bench import read_tokens
 from swiftbatch.worker.bench.prompt_forms import Prompts, length_of
-from swiftbatch.worker.caches.full import FullKVCache
+from swiftbatch.worker.caches.full_cache import FullKVCache
 from swiftbatch.worker.model.model_files import ModelFiles
 from swiftbatch.worker.target.target import TargetModel
 

@@ -15,22 +15,22 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.auto_figures import BASELINE, CHOOSER, TWIN, AutoRecord
 from swiftbatch.worker.bench.bench_engine import text_tokens
+from swiftbatch.worker.bench.bench_options import BenchOptions, Positions, Temperatures, check_length
 from swiftbatch.worker.bench.bench_variants import bench_slots, create_bench_drafter
 from swiftbatch.worker.bench.contestants import EngineContestant
-from swiftbatch.worker.bench.decode import (
+from swiftbatch.worker.bench.decode_bench import (
     compete,
     hot_contestant,
     num_warmup_tokens,
     read_tokens,
     warm_drafters,
 )
-from swiftbatch.worker.bench.options import BenchOptions, Positions, Temperatures, check_length
 from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.target.clock import by_processor
 from swiftbatch.worker.target.step_costs import Costs, step_costs_of
 from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.target.timers import by_processor
 
 MOST_SEQUENCES = 32
 ROOM = 2  # times the tokens that are asked for: no sequence of a batch ends before the others are there

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.caches.full import FullKVCache
+from swiftbatch.worker.caches.full_cache import FullKVCache
 from swiftbatch.worker.drafters.catalogue import DEFAULT_ENGINE, create_drafter
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.verification import Verification

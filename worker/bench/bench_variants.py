@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from swiftbatch.worker.caches.memory.memory_plan import SlotsWanted
-from swiftbatch.worker.drafters.base import Drafter
 from swiftbatch.worker.drafters.catalogue import CHECKPOINT_ENGINES, ENGINES, DrafterFactory
+from swiftbatch.worker.drafters.drafter_interface import Drafter
 from swiftbatch.worker.target.step_costs import Costs
 from swiftbatch.worker.target.target import TargetModel
 

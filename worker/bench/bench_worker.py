@@ -18,7 +18,7 @@ from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.model.tokenizer import TextCodec
 from swiftbatch.worker.session.session import WorkerSession
-from swiftbatch.worker.session.work import Assignment, Orders
+from swiftbatch.worker.session.work_messages import Assignment, Orders
 
 JOB_ID = "bench"
 SLICE_SECONDS = 0.05

@@ -16,9 +16,16 @@ from typing import Any
 
 import torch
 
-from swiftbatch.worker.caches.full import CacheShape, FullKVCache
-from swiftbatch.worker.caches.partial import NUM_PINNED, Entries, NewEntries, PartialCache, PartialCacheFactory, Queries
-from swiftbatch.worker.caches.summary import ChunkMeans, SummaryKVCache, chunk_scores
+from swiftbatch.worker.caches.full_cache import CacheShape, FullKVCache
+from swiftbatch.worker.caches.partial_cache import (
+    NUM_PINNED,
+    Entries,
+    NewEntries,
+    PartialCache,
+    PartialCacheFactory,
+    Queries,
+)
+from swiftbatch.worker.caches.summary_cache import ChunkMeans, SummaryKVCache, chunk_scores
 from swiftbatch.worker.drawing.sequence import Sequence
 
 

@@ -10,12 +10,12 @@ from transformers import DynamicCache
 
 from swiftbatch.metrics.worker_counters import EngineCounters
 from swiftbatch.worker.bench.bench_engine import BenchEngine, BenchError, OwnPositions
-from swiftbatch.worker.caches.full import FullKVCache
-from swiftbatch.worker.drafters.base import Drafter
+from swiftbatch.worker.caches.full_cache import FullKVCache
+from swiftbatch.worker.drafters.drafter_interface import Drafter
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.model.causal_lm import load_causal_lm
-from swiftbatch.worker.target.clock import seconds_now
 from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.target.timers import seconds_now
 from swiftbatch.worker.texts.output_text import OutputText
 
 

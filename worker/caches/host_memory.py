@@ -19,10 +19,10 @@ from typing import Protocol
 
 import torch
 
-from swiftbatch.worker.caches.cpu_pages import ask_for_huge_pages
-from swiftbatch.worker.caches.full import CacheShape
+from swiftbatch.worker.caches.cache_room import GB, KVRoomError
+from swiftbatch.worker.caches.full_cache import CacheShape
 from swiftbatch.worker.caches.host_copies import CudaLane
-from swiftbatch.worker.caches.room import GB, KVRoomError
+from swiftbatch.worker.caches.huge_pages import ask_for_huge_pages
 
 BLOCK_POSITIONS = 1024  # direct reads ask for whole pages; so many rows fill them, whatever the head's size
 

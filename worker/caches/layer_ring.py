@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from swiftbatch.worker.caches.full import CacheShape
+from swiftbatch.worker.caches.full_cache import CacheShape
 from swiftbatch.worker.caches.host_copies import CopyComputation, CopyEvent, CopyLane
 from swiftbatch.worker.kernels.kernel_sizes import RING_LAYERS
 

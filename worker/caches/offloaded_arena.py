@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
-from swiftbatch.worker.caches.full import MAX_TREE_NODES, CacheShape, FullKVCache
+from swiftbatch.worker.caches.cache_room import MEMORY, KVRoom
+from swiftbatch.worker.caches.full_cache import MAX_TREE_NODES, CacheShape, FullKVCache
 from swiftbatch.worker.caches.host_memory import PinnedMemory
 from swiftbatch.worker.caches.layer_ring import LayerRing, Streams, Visit
-from swiftbatch.worker.caches.room import MEMORY, KVRoom
 from swiftbatch.worker.caches.slot_arena import ArenaKVCache, KVArena, SlotLease
 
 

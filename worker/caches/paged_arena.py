@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
-from swiftbatch.worker.caches.full import CacheShape, CacheSource, FullKVCache
+from swiftbatch.worker.caches.cache_room import MAX_TREE_NODES, PagesError
+from swiftbatch.worker.caches.full_cache import CacheShape, CacheSource, FullKVCache
 from swiftbatch.worker.caches.host_copies import Staging
 from swiftbatch.worker.caches.memory.page_counts import PoolSize, pages_of
-from swiftbatch.worker.caches.room import MAX_TREE_NODES, PagesError
 from swiftbatch.worker.caches.slot_arena import ArenaKVCache, KVArena, SlotLease
 from swiftbatch.worker.kernels.cuda.cuda_row_table import PageTable
 

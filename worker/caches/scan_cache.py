@@ -13,9 +13,9 @@ from collections.abc import Sequence as Items
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.caches.cpu_pages import ask_for_huge_pages
-from swiftbatch.worker.caches.full import CacheShape, FullKVCache
-from swiftbatch.worker.caches.partial import NUM_PINNED, Entries, Keys, NewEntries, PartialCache, Queries
+from swiftbatch.worker.caches.full_cache import CacheShape, FullKVCache
+from swiftbatch.worker.caches.huge_pages import ask_for_huge_pages
+from swiftbatch.worker.caches.partial_cache import NUM_PINNED, Entries, Keys, NewEntries, PartialCache, Queries
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.kernels.compute_threads import ELEMENTS, shared_team
 from swiftbatch.worker.kernels.instruction_sets import chosen_variant, load_library

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from swiftbatch.worker.caches.memory.memory_plan import NO_DRAFTS, DraftMemory
-from swiftbatch.worker.caches.partial import NUM_PINNED, capacity_for
+from swiftbatch.worker.caches.partial_cache import NUM_PINNED, capacity_for
 from swiftbatch.worker.caches.scan_cache import MOST_ENTRIES, SHORTEST_SCANNED
 from swiftbatch.worker.caches.slot_arena import ArenaKVCache
 from swiftbatch.worker.kernels.cuda.scan.scanned_texts import ScannedTexts, ScanScratch, TextSizes

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from swiftbatch.worker.caches.full import MAX_TREE_NODES, CacheShape, CacheSource, FullKVCache
+from swiftbatch.worker.caches.cache_room import GB, KVRoomError, TooLongError
+from swiftbatch.worker.caches.full_cache import MAX_TREE_NODES, CacheShape, CacheSource, FullKVCache
 from swiftbatch.worker.caches.host_copies import Staging
 from swiftbatch.worker.caches.memory.memory_plan import slot_capacity
 from swiftbatch.worker.caches.memory.page_counts import PoolSize
-from swiftbatch.worker.caches.room import GB, KVRoomError, TooLongError
 
 if TYPE_CHECKING:
     from swiftbatch.worker.caches.paged_arena import PagedArena

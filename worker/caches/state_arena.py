@@ -13,12 +13,12 @@ import numpy as np
 import torch
 
 from swiftbatch.jobs.checkpoints.state_file import LayerStates, State
-from swiftbatch.worker.caches.full import CacheShape, CacheSource, FullKVCache
+from swiftbatch.worker.caches.cache_room import MAX_TREE_NODES
+from swiftbatch.worker.caches.full_cache import CacheShape, CacheSource, FullKVCache
 from swiftbatch.worker.caches.host_copies import Staging
 from swiftbatch.worker.caches.memory.page_counts import PoolSize
 from swiftbatch.worker.caches.paged_arena import PagedArena, PagedKVCache, PageLease
 from swiftbatch.worker.caches.recurrent_layer import KeptStates
-from swiftbatch.worker.caches.room import MAX_TREE_NODES
 from swiftbatch.worker.caches.slot_arena import SlotLease
 from swiftbatch.worker.kernels.cuda.move_rows import PADDING, moves_of
 from swiftbatch.worker.kernels.cuda.states.state_buffers import StateBuffers, move_steps, number_of_state

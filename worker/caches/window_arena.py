@@ -2,7 +2,7 @@
 
 A sequence has pages of both pools. A position lies at the same entry of either, so kernels read the same blocks in the
 same order as without this; a second table says in which page of the second pool one is. A page whose positions no row
-sees any more is another sequence's. `windowed.py` says what is held beyond that, and for whom.
+sees any more is another sequence's. `windowed_cache.py` says what is held beyond that, and for whom.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from swiftbatch.worker.caches.full import CacheShape, CacheSource, FullKVCache
+from swiftbatch.worker.caches.cache_room import PagesError
+from swiftbatch.worker.caches.full_cache import CacheShape, CacheSource, FullKVCache
 from swiftbatch.worker.caches.host_copies import Staging
 from swiftbatch.worker.caches.memory.page_counts import PoolSize
 from swiftbatch.worker.caches.paged_arena import NO_PAGE, PagedArena, PagedKVCache, PageLease
-from swiftbatch.worker.caches.room import PagesError
 from swiftbatch.worker.caches.slot_arena import SlotLease
-from swiftbatch.worker.caches.windowed import ForgettingCache
+from swiftbatch.worker.caches.windowed_cache import ForgettingCache
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK, ROW_CHOICES
 from swiftbatch.worker.model.layer_windows import Windows
 

@@ -19,7 +19,7 @@ from swiftbatch.worker.constraints.grammar_definitions import (
     reason_of,
     unforced,
 )
-from swiftbatch.worker.drawing.rules import ConstraintError, allows, num_mask_words, tokens_of
+from swiftbatch.worker.drawing.token_rules import ConstraintError, allows, num_mask_words, tokens_of
 
 if TYPE_CHECKING:
     from swiftbatch.worker.drawing.sequence import Sequence

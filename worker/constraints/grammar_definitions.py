@@ -12,7 +12,7 @@ from decimal import Decimal
 from typing import Any
 
 from swiftbatch.jobs.structured_output import Structure
-from swiftbatch.worker.drawing.rules import ConstraintError
+from swiftbatch.worker.drawing.token_rules import ConstraintError
 
 # between the parts of JSON: a blank, or a line end and an indent; a model that drifts into blanks would never come back
 WHITESPACE = r"( |\r?\n[ \t]{0,32})?"

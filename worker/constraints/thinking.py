@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from swiftbatch.jobs.run.output_line import Reasoning
-from swiftbatch.worker.drawing.rules import Constraint, ConstraintError, Rule, mask_of
+from swiftbatch.worker.drawing.token_rules import Constraint, ConstraintError, Rule, mask_of
 
 if TYPE_CHECKING:
     from swiftbatch.worker.drawing.sequence import Sequence

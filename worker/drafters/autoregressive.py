@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from swiftbatch.worker.drafters.base import Drafter, DraftRequest
-from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest
+from swiftbatch.worker.drawing.draft_tree import DraftTree
 
 
 class AutoregressiveDrafter(Drafter):

@@ -27,7 +27,7 @@ from swiftbatch.worker.model.mtp_layers import NoPredictorError, predictor_in
 
 if TYPE_CHECKING:
     from swiftbatch.worker.caches.memory.memory_plan import DraftMemoryOf
-    from swiftbatch.worker.drafters.base import Drafter
+    from swiftbatch.worker.drafters.drafter_interface import Drafter
     from swiftbatch.worker.target.step_costs import Costs
     from swiftbatch.worker.target.target import TargetModel
 

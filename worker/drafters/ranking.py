@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.drawing.draft_tree import ROOT, DraftTree
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 
 Context = TypeVar("Context")
 Expand = Callable[[Context, int], list[tuple[float, int, Context]]]

@@ -12,11 +12,11 @@ from collections.abc import Sequence as Many
 
 import numpy as np
 
-from swiftbatch.worker.drafters.base import Drafter, DraftRequest, WantedTree
+from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest, WantedTree
 from swiftbatch.worker.drafters.step_clock import StepClock, together
 from swiftbatch.worker.drafters.tree_budget import LOOK_CHOICE, NODE_CHOICES, PRIOR_ACCEPTANCE, NodeAcceptance
+from swiftbatch.worker.drawing.draft_tree import DraftTree
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.drawing.verification import Verification
 from swiftbatch.worker.target.step_costs import Costs, StepCosts
 

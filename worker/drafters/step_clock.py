@@ -10,7 +10,7 @@ import statistics
 from collections import deque
 from typing import Literal
 
-from swiftbatch.worker.target.clock import seconds_now
+from swiftbatch.worker.target.timers import seconds_now
 
 StepKind = Literal["plain", "tree", "chain"]
 NUM_KEPT = 15  # steps of each kind, of which the median counts

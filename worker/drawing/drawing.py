@@ -14,11 +14,11 @@ from swiftbatch.jobs.logprobs import TokenLogprobs
 from swiftbatch.jobs.run.option_values import LogprobsMode
 from swiftbatch.worker.drawing import native_drawing as native
 from swiftbatch.worker.drawing.adjustments import Context, adjusted, only_allowed
+from swiftbatch.worker.drawing.draft_tree import DraftTree
 from swiftbatch.worker.drawing.logprobs import path_logprobs
 from swiftbatch.worker.drawing.sampling import TokenSampler, is_drawable, process
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.split_rows import together
-from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.drawing.verification import TOP_K, Walk, walk
 from swiftbatch.worker.kernels.instruction_sets import chosen_variant
 

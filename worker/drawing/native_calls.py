@@ -22,7 +22,7 @@ from swiftbatch.worker.drawing.adjustments import (
     output_penalties,
 )
 from swiftbatch.worker.drawing.filters.filter_list import NUMBERS, filter_numbers
-from swiftbatch.worker.drawing.rules import num_mask_words
+from swiftbatch.worker.drawing.token_rules import num_mask_words
 from swiftbatch.worker.kernels.instruction_sets import KernelError, chosen_variant, load_library
 
 if TYPE_CHECKING:

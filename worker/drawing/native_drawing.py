@@ -16,6 +16,7 @@ from swiftbatch.jobs.logprobs import TokenLogprobs
 from swiftbatch.jobs.run.option_values import LogprobsMode
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.drawing.adjustments import Context, adjusts, masked_behind
+from swiftbatch.worker.drawing.draft_tree import DraftTree
 from swiftbatch.worker.drawing.native_calls import (
     CPenaltyWindow,
     CTreeWalk,
@@ -28,7 +29,6 @@ from swiftbatch.worker.drawing.native_calls import (
     sampling_params,
     scratch,
 )
-from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.drawing.verification import TOP_K, Walk
 
 if TYPE_CHECKING:

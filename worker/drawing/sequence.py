@@ -13,7 +13,7 @@ from swiftbatch.jobs.repetition import rewind_seed
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.drawing.logprobs import KeptLogprobs
 from swiftbatch.worker.drawing.noise import GumbelNoise
-from swiftbatch.worker.drawing.rules import Rule
+from swiftbatch.worker.drawing.token_rules import Rule
 
 
 class Sequence:

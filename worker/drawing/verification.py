@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from swiftbatch.worker.drawing.tree import ROOT, DraftTree
+from swiftbatch.worker.drawing.draft_tree import ROOT, DraftTree
 
 GUESSED = -1  # in place of the number of a node that no drafter proposed
 TOP_K = 8  # candidates of the target kept at every verified row

@@ -6,18 +6,18 @@ import torch
 
 from swiftbatch.jobs.run.option_values import LogprobsMode
 from swiftbatch.metrics.worker_counters import EngineCounters, timed
-from swiftbatch.worker.caches.full import MAX_TREE_NODES, FullKVCache
-from swiftbatch.worker.caches.room import KVRoomError
+from swiftbatch.worker.caches.cache_room import KVRoomError
+from swiftbatch.worker.caches.full_cache import MAX_TREE_NODES, FullKVCache
 from swiftbatch.worker.constraints.constrained_tree import NOTHING_LEFT, ConstrainedTree, Constraints
-from swiftbatch.worker.drafters.base import Drafter, DraftRequest
-from swiftbatch.worker.drawing.rules import ConstraintError
+from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest
+from swiftbatch.worker.drawing.draft_tree import DraftTree
 from swiftbatch.worker.drawing.sampling import NOT_FINITE, NotFiniteError, check_finite
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.drawing.token_rules import ConstraintError
 from swiftbatch.worker.drawing.verification import Verification, Walk
 from swiftbatch.worker.engine.plain_runs import PlainRuns
-from swiftbatch.worker.engine.prefixes import KeptPrefixes, Sharing
-from swiftbatch.worker.engine.reading import Reader, Rider
+from swiftbatch.worker.engine.prefill import Reader, Rider
+from swiftbatch.worker.engine.shared_prefixes import KeptPrefixes, Sharing
 from swiftbatch.worker.engine.slot import Slot
 from swiftbatch.worker.engine.stopping import ERROR, StopRule, rewind_distance
 from swiftbatch.worker.target.target import StepOutputs, TargetModel

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from swiftbatch.worker.caches.full import FullKVCache
+from swiftbatch.worker.caches.full_cache import FullKVCache
 from swiftbatch.worker.constraints.constrained_tree import Constraints
 from swiftbatch.worker.drawing.drawing import Sampler
 from swiftbatch.worker.drawing.sequence import Sequence

@@ -12,9 +12,9 @@ from swiftbatch.jobs.run.option_values import KVDtype
 from swiftbatch.jobs.run.run_records import Exactness
 from swiftbatch.worker.caches.memory.memory_plan import SlotsWanted
 from swiftbatch.worker.config import Computation
-from swiftbatch.worker.exactness.probe import MAX_LENGTH, num_caches, probe_rows
+from swiftbatch.worker.exactness.doctor_verdicts import keep_verdict, verdict_key
+from swiftbatch.worker.exactness.row_exactness import MAX_LENGTH, num_caches, probe_rows
 from swiftbatch.worker.exactness.transformers_agreement import Agreement, compare
-from swiftbatch.worker.exactness.verdicts import keep_verdict, verdict_key
 from swiftbatch.worker.kernels.instruction_sets import chosen_variant, numerics_of, runnable_variants, why_none
 from swiftbatch.worker.kernels.kernel_choice import DEFAULT_KERNELS
 from swiftbatch.worker.kernels.kv_dtypes import with_kv

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from swiftbatch.worker.caches.full import FullKVCache
-from swiftbatch.worker.caches.recurrent import new_cache_of
+from swiftbatch.worker.caches.full_cache import FullKVCache
+from swiftbatch.worker.caches.recurrent_cache import new_cache_of
 from swiftbatch.worker.kernels.kernel_sizes import TILE_ROWS
 from swiftbatch.worker.target.target import TargetModel
 

@@ -16,7 +16,7 @@ from swiftbatch.jobs.run.option_values import ThinkingMarkers
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.constraints.grammar import GrammarTokenizer
 from swiftbatch.worker.constraints.thinking import Markers, Opening, Thinking, ThinkingRule
-from swiftbatch.worker.drawing.rules import ConstraintError, Rule
+from swiftbatch.worker.drawing.token_rules import ConstraintError, Rule
 from swiftbatch.worker.model.chat_template import ChatTemplate, words_of
 from swiftbatch.worker.model.digests import TEKKEN_FILE, has_tekken_alone
 from swiftbatch.worker.model.model_files import ModelFiles, eos_token_ids_of, read_config

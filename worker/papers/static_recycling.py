@@ -12,14 +12,14 @@ from functools import lru_cache
 
 import numpy as np
 
-from swiftbatch.worker.drafters.base import ReadRows
 from swiftbatch.worker.drafters.catalogue import DrafterFactory
+from swiftbatch.worker.drafters.drafter_interface import ReadRows
 from swiftbatch.worker.drafters.ranking import CandidateRanker
 from swiftbatch.worker.drafters.recycling.recycling_tables import RecyclingMatrix
 from swiftbatch.worker.drafters.recycling.token_recycling import TokenRecyclingDrafter, top_candidates_of
 from swiftbatch.worker.drafters.shared_budget import BudgetedDrafter
+from swiftbatch.worker.drawing.draft_tree import ROOT, DraftTree
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 from swiftbatch.worker.drawing.verification import TOP_K, Verification
 from swiftbatch.worker.target.step_costs import Costs
 from swiftbatch.worker.target.target import TargetModel

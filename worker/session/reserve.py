@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from swiftbatch.worker.caches.cache_room import HeldPositions
 from swiftbatch.worker.caches.memory.page_counts import (
     PAGE,
     ROOM_BEHIND,
@@ -18,9 +19,8 @@ from swiftbatch.worker.caches.memory.page_counts import (
     most_pages,
     pages_of,
 )
-from swiftbatch.worker.caches.room import HeldPositions
 from swiftbatch.worker.kernels.kernel_sizes import ROW_CHOICES
-from swiftbatch.worker.session.work import Assignment, Orders
+from swiftbatch.worker.session.work_messages import Assignment, Orders
 
 MOST_READ = 5 * ROW_CHOICES[-1]  # known tokens of a job in a step: twice copied, then read in three forwards at most
 

@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore, SegmentEntry, State, StateManifest
-from swiftbatch.worker.caches.full import FullKVCache
+from swiftbatch.worker.caches.full_cache import FullKVCache
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.target.step_costs import Costs
 

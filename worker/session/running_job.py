@@ -11,13 +11,13 @@ from typing import Any
 from swiftbatch.jobs.checkpoints.checkpoint_store import AttemptRecord, AttemptStart, ResumeRecord
 from swiftbatch.jobs.checkpoints.timeline import TimelineRecorder
 from swiftbatch.metrics.worker_counters import DRAFT_KINDS
-from swiftbatch.worker.caches.full import FullKVCache
+from swiftbatch.worker.caches.full_cache import FullKVCache
 from swiftbatch.worker.constraints.thinking import Thinking
 from swiftbatch.worker.drawing.sequence import Sequence as TokenSequence
 from swiftbatch.worker.drawing.verification import Verification
 from swiftbatch.worker.session.diversity import distinct
 from swiftbatch.worker.session.resume import Recovery
-from swiftbatch.worker.session.work import Assignment, JobProgress
+from swiftbatch.worker.session.work_messages import Assignment, JobProgress
 
 
 @dataclass

@@ -26,28 +26,28 @@ from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.metrics.endpoint import serve
 from swiftbatch.metrics.exporter import EngineCollector, Labels, registry_of
 from swiftbatch.metrics.worker_counters import EngineCounters
+from swiftbatch.worker.caches.cache_room import TOO_LONG, HeldPositions, PagesError, TooLongError, check_folder
 from swiftbatch.worker.caches.memory.memory_plan import SlotsWanted
-from swiftbatch.worker.caches.room import TOO_LONG, HeldPositions, PagesError, TooLongError, check_folder
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.constraints.thinking import reasoning_of
 from swiftbatch.worker.drafters.catalogue import create_drafter, engine_entry
-from swiftbatch.worker.drafters.gpu_room import slots_wanted
-from swiftbatch.worker.drawing.rules import CONSTRAINT_REFUSED, ConstraintError
+from swiftbatch.worker.drafters.engine_memory import slots_wanted
 from swiftbatch.worker.drawing.sampling import NOT_FINITE
 from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drawing.token_rules import CONSTRAINT_REFUSED, ConstraintError
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.engine.stopping import closed, may_be_extended, may_rewind, rewind_distance, rewound, text_of
-from swiftbatch.worker.exactness.verdicts import exactness_of
+from swiftbatch.worker.exactness.doctor_verdicts import exactness_of
 from swiftbatch.worker.model.model_files import ModelFiles
 from swiftbatch.worker.model.tokenizer import TextCodec
 from swiftbatch.worker.session.checkpointing import Checkpointing
 from swiftbatch.worker.session.reserve import CacheRoom, JobSizes, Reserve, without_room
-from swiftbatch.worker.session.result_sealing import Sealing, SealingRule
+from swiftbatch.worker.session.result_writer import Sealing, SealingRule
 from swiftbatch.worker.session.resume import Resumer
 from swiftbatch.worker.session.running_job import RunningJob
 from swiftbatch.worker.session.same_model import located_model, refuse_changed_meanwhile
-from swiftbatch.worker.session.work import Assignment, JobProgress, Orders, WorkReport, WorkSlice
-from swiftbatch.worker.target.loading import resolve_device
+from swiftbatch.worker.session.work_messages import Assignment, JobProgress, Orders, WorkReport, WorkSlice
+from swiftbatch.worker.target.forwards_choice import resolve_device
 from swiftbatch.worker.target.step_costs import step_costs_of
 from swiftbatch.worker.target.target import TargetModel
 

@@ -13,8 +13,8 @@ from swiftbatch.worker.kernels.kernel_sizes import HEAD_DIMS
 from swiftbatch.worker.kernels.native_decoder import native_attention
 from swiftbatch.worker.model.attention_masks import Span
 from swiftbatch.worker.model.attention_needs import LayerNeeds
-from swiftbatch.worker.target.attention import Asked, Attend, ExactRows, attend_in_torch
 from swiftbatch.worker.target.torch_attention import attention_kernel
+from swiftbatch.worker.target.transformers_attention import Asked, Attend, ExactRows, attend_in_torch
 
 
 def attends_of(layers: Sequence[LayerNeeds], dtype: torch.dtype, variant: str | None) -> list[Attend]:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from swiftbatch.worker.caches.full import CacheShape, FullKVCache
-from swiftbatch.worker.caches.partial import NewEntries, PartialCacheFactory
+from swiftbatch.worker.caches.full_cache import CacheShape, FullKVCache
+from swiftbatch.worker.caches.partial_cache import NewEntries, PartialCacheFactory
 from swiftbatch.worker.kernels.compute_threads import Team
 from swiftbatch.worker.kernels.row_tables import Rows
 from swiftbatch.worker.target.chains import Drawn

@@ -7,11 +7,11 @@ from collections.abc import Sequence as Many
 import torch
 
 from swiftbatch.jobs.run.option_values import KVDtype
-from swiftbatch.worker.caches.full import CacheShape, FullKVCache
-from swiftbatch.worker.caches.partial import Entries, NewEntries, PartialCacheFactory
+from swiftbatch.worker.caches.full_cache import CacheShape, FullKVCache
+from swiftbatch.worker.caches.partial_cache import Entries, NewEntries, PartialCacheFactory
+from swiftbatch.worker.drawing.draft_tree import DraftTree
 from swiftbatch.worker.drawing.drawing import Drawing, NativeDrawing, create_drawing
 from swiftbatch.worker.drawing.native_drawing import NativeSampler
-from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.kernels.decoder_weights import DecoderSizes, DecoderWeights
 from swiftbatch.worker.kernels.instruction_sets import numerics_of
 from swiftbatch.worker.kernels.kv_dtypes import with_kv

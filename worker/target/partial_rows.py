@@ -11,8 +11,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from swiftbatch.worker.caches.partial import PartialCache, Scanned
-from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.caches.partial_cache import PartialCache, Scanned
+from swiftbatch.worker.drawing.draft_tree import DraftTree
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK
 from swiftbatch.worker.target.tiles import tails
 

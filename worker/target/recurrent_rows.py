@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from swiftbatch.worker.caches.recurrent import RecurrentCache
+from swiftbatch.worker.caches.recurrent_cache import RecurrentCache
 from swiftbatch.worker.kernels.compute_threads import Team, shared_team
 from swiftbatch.worker.kernels.instruction_sets import load_library
 from swiftbatch.worker.kernels.recurrence import are_known_states
 from swiftbatch.worker.model.attention_needs import attention_of, form_of, recurrent_layers
 from swiftbatch.worker.model.causal_lm import decoder_of
 from swiftbatch.worker.model.recurrent_sizes import RecurrentShape
-from swiftbatch.worker.target.attention import ExactRows
 from swiftbatch.worker.target.mixers import Mixer, Projected, StateWalk
 from swiftbatch.worker.target.recurrent_mixers import DeltaAttention, DeltaNet, MambaLayer, ShortConvolution
 from swiftbatch.worker.target.tiles import SequenceRows
+from swiftbatch.worker.target.transformers_attention import ExactRows
 
 MIXERS: dict[str, Callable[[Any], Mixer]] = {
     "delta attention (KDA)": DeltaAttention,

@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from swiftbatch.worker.caches.full import MAX_TREE_NODES, FullKVCache
-from swiftbatch.worker.caches.recurrent import new_cache_of
-from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.caches.full_cache import MAX_TREE_NODES, FullKVCache
+from swiftbatch.worker.caches.recurrent_cache import new_cache_of
+from swiftbatch.worker.drawing.draft_tree import DraftTree
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK, TILE_ROWS
-from swiftbatch.worker.target.clock import clock_of
 from swiftbatch.worker.target.expert_counts import ExpertCounts, ExpertSpread
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.tiles import SequenceRows, known_rows, tree_rows
+from swiftbatch.worker.target.timers import clock_of
 
 ROW_COUNTS = (1, 2, 4, 8, 16, 32)
 PROBE_LENGTHS = (BLOCK, 8192, 49_152)

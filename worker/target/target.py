@@ -13,17 +13,17 @@ import torch
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.run.option_values import KVDtype
-from swiftbatch.worker.caches.full import FullKVCache
+from swiftbatch.worker.caches.cache_room import MEMORY, HeldPositions, KVRoom, place_of_caches
+from swiftbatch.worker.caches.full_cache import FullKVCache
 from swiftbatch.worker.caches.memory.page_counts import PoolSize
-from swiftbatch.worker.caches.offloaded import OffloadedKVCache
-from swiftbatch.worker.caches.recurrent import new_cache_of
-from swiftbatch.worker.caches.room import MEMORY, HeldPositions, KVRoom, place_of_caches
+from swiftbatch.worker.caches.offloaded_cache import OffloadedKVCache
+from swiftbatch.worker.caches.recurrent_cache import new_cache_of
+from swiftbatch.worker.drawing.draft_tree import DraftTree
 from swiftbatch.worker.drawing.split_rows import SplitRows
-from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.kernels.kernel_choice import DEFAULT_KERNELS, CudaKernels
 from swiftbatch.worker.model.model_files import ModelFiles
 from swiftbatch.worker.target.forwards import Forwards
-from swiftbatch.worker.target.loading import DTYPES, load_forwards, load_transformers, resolve_device
+from swiftbatch.worker.target.forwards_choice import DTYPES, load_forwards, load_transformers, resolve_device
 from swiftbatch.worker.target.tiles import SequenceRows, tree_rows
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from swiftbatch.worker.caches.full import FullKVCache
-from swiftbatch.worker.drawing.tree import ROOT, DraftTree
+from swiftbatch.worker.caches.full_cache import FullKVCache
+from swiftbatch.worker.drawing.draft_tree import ROOT, DraftTree
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK, FEWEST_COLUMNS, MIN_ROWS, TILE_ROWS
 
 PLACES = np.arange(BLOCK)  # in a tail

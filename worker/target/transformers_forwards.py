@@ -13,10 +13,10 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from swiftbatch.jobs.run.option_values import KVDtype
-from swiftbatch.worker.caches.full import CacheShape, FullKVCache
-from swiftbatch.worker.caches.partial import Entries, NewEntries, PartialCacheFactory
+from swiftbatch.worker.caches.full_cache import CacheShape, FullKVCache
+from swiftbatch.worker.caches.partial_cache import Entries, NewEntries, PartialCacheFactory
+from swiftbatch.worker.drawing.draft_tree import DraftTree
 from swiftbatch.worker.drawing.drawing import Drawing, create_drawing
-from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.kernels.instruction_sets import kernel_numerics
 from swiftbatch.worker.kernels.kernel_sizes import TILE_ROWS
 from swiftbatch.worker.kernels.kv_dtypes import with_kv
@@ -24,7 +24,14 @@ from swiftbatch.worker.model.attention_masks import FULL
 from swiftbatch.worker.model.attention_needs import observe_layers
 from swiftbatch.worker.model.causal_lm import Head, decoder_of
 from swiftbatch.worker.model.model_files import ModelFiles
-from swiftbatch.worker.target.attention import (
+from swiftbatch.worker.target.attention_choice import attends_of, attention_numerics
+from swiftbatch.worker.target.exact_elementwise import WholeVectors, has_rests
+from swiftbatch.worker.target.experts import EXPERTS_NAME
+from swiftbatch.worker.target.hardware import hardware_of
+from swiftbatch.worker.target.partial_rows import PartialRows
+from swiftbatch.worker.target.recurrent_rows import runs_in_kernels, take_over_recurrent_layers
+from swiftbatch.worker.target.tiles import SequenceRows, Tile, chain_rows, needs_whole_tiles, pack_tiles, tree_rows
+from swiftbatch.worker.target.transformers_attention import (
     ATTENTION_NAME,
     Asked,
     ExactRows,
@@ -32,13 +39,6 @@ from swiftbatch.worker.target.attention import (
     RowGroup,
     attention_by_definition,
 )
-from swiftbatch.worker.target.attention_choice import attends_of, attention_numerics
-from swiftbatch.worker.target.experts import EXPERTS_NAME
-from swiftbatch.worker.target.hardware import hardware_of
-from swiftbatch.worker.target.partial_rows import PartialRows
-from swiftbatch.worker.target.recurrent_rows import runs_in_kernels, take_over_recurrent_layers
-from swiftbatch.worker.target.tiles import SequenceRows, Tile, chain_rows, needs_whole_tiles, pack_tiles, tree_rows
-from swiftbatch.worker.target.whole_vectors import WholeVectors, has_rests
 
 LONGEST_TEXT = 2**21  # positions; masks are not looked at beyond, where no job comes
 

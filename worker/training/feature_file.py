@@ -17,7 +17,7 @@ from torch.utils.dlpack import from_dlpack
 
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.training.corpus import CorpusError
-from swiftbatch.worker.training.own_texts import Text, hidden_states
+from swiftbatch.worker.training.training_texts import Text, hidden_states
 
 ORIGIN, TEXTS = b"origin", b"texts"  # in the schema's metadata: JSON
 TOKEN_IDS, FEATURES = "token_ids", "features"

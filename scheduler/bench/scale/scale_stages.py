@@ -35,7 +35,7 @@ from swiftbatch.scheduler.runs.default_settings import Settings
 from swiftbatch.scheduler.runs.submission import submission
 from swiftbatch.worker.bench.peak_memory import peak_bytes, reset_peak
 from swiftbatch.worker.config import EngineConfig
-from swiftbatch.worker.session.result_sealing import MOST_RESULTS
+from swiftbatch.worker.session.result_writer import MOST_RESULTS
 
 MAX_ATTEMPTS = 5
 PATIENCE = 1e9  # seconds: no stub worker is ever given up

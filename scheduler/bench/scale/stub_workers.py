@@ -16,7 +16,7 @@ from typing import Any
 from swiftbatch.metrics.worker_counters import EngineCounters
 from swiftbatch.scheduler.cluster.worker_actor import WorkerInfo, WorkerSpec
 from swiftbatch.scheduler.cluster.worker_code import Code
-from swiftbatch.worker.session.work import Assignment, JobProgress, Orders, WorkReport
+from swiftbatch.worker.session.work_messages import Assignment, JobProgress, Orders, WorkReport
 
 TOKENS_PER_SECOND = 200.0  # of each job
 COUNTERS_SECONDS = 2.0  # between two reports with counters, as of real workers

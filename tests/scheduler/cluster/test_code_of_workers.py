@@ -30,8 +30,8 @@ sys.path.insert(0, place)
 code = worker_code.Code(folder, digest, (place,), is_sent == "sent")
 try:
     worker_code.use_code_of_driver(code)
-    import swiftbatch.worker.drawing.tree
-    print(json.dumps(swiftbatch.worker.drawing.tree.__file__))
+    import swiftbatch.worker.drawing.draft_tree
+    print(json.dumps(swiftbatch.worker.drawing.draft_tree.__file__))
 except worker_code.OtherCodeError as error:
     print(json.dumps(f"refused: {error}"))
 """
@@ -79,12 +79,12 @@ def test_a_run_is_not_disturbed_by_files_of_the_same_names_where_the_command_is_
 def test_another_checkout_in_the_current_folder_is_passed_over(how: str, tmp_path: Path) -> None:
     other = checkout(tmp_path / "other")
     code = own_code(is_sent=False)
-    assert in_a_worker(other, ROOT, code.digest, how) == str(ROOT / "worker" / "drawing" / "tree.py")
+    assert in_a_worker(other, ROOT, code.digest, how) == str(ROOT / "worker" / "drawing" / "draft_tree.py")
 
 
 def test_other_code_is_refused_in_a_line_that_names_both_places(tmp_path: Path) -> None:
     other = checkout(tmp_path / "other")
-    with (other / "worker" / "drawing" / "tree.py").open("a") as file:
+    with (other / "worker" / "drawing" / "draft_tree.py").open("a") as file:
         file.write("# changed\n")
     code = own_code(is_sent=False)
     line = in_a_worker(tmp_path, other, code.digest, "here")

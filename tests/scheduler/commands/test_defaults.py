@@ -16,14 +16,14 @@ from swiftbatch.scheduler.chaos.chaos_options import ChaosOptions
 from swiftbatch.scheduler.limits import Limits
 from swiftbatch.scheduler.runs.default_settings import Settings
 from swiftbatch.scheduler.serve.server_options import ServeOptions
-from swiftbatch.worker.bench.agreement import AgreementOptions
+from swiftbatch.worker.bench.agreement_bench import AgreementOptions
 from swiftbatch.worker.bench.auto_bench import AutoBenchOptions
-from swiftbatch.worker.bench.checkpoints import CheckpointBenchOptions
-from swiftbatch.worker.bench.decode import DecodeBenchOptions
-from swiftbatch.worker.bench.fields import FieldBenchOptions
+from swiftbatch.worker.bench.checkpoint_bench import CheckpointBenchOptions
+from swiftbatch.worker.bench.decode_bench import DecodeBenchOptions
+from swiftbatch.worker.bench.field_bench import FieldBenchOptions
 from swiftbatch.worker.bench.gpu.gpu_figures import GPUBenchOptions
-from swiftbatch.worker.bench.kernels.kernels import KernelBenchOptions
-from swiftbatch.worker.bench.long.long import LongBenchOptions
+from swiftbatch.worker.bench.kernels.kernel_bench import KernelBenchOptions
+from swiftbatch.worker.bench.long.long_bench import LongBenchOptions
 from swiftbatch.worker.bench.suite.suite import SuiteOptions
 from swiftbatch.worker.config import CheckpointSettings, Computation
 from swiftbatch.worker.papers.griffin.tables.ablation import GriffinAblationOptions

@@ -17,16 +17,16 @@ from swiftbatch.jobs.run.option_values import LinearName
 from swiftbatch.jobs.run.run_records import Exactness
 from swiftbatch.scheduler.cli import main
 from swiftbatch.worker.config import Computation
-from swiftbatch.worker.exactness.first_run import first_run
-from swiftbatch.worker.exactness.first_run.findings import Check, Finding
-from swiftbatch.worker.exactness.first_run.first_run import FirstRun, run_checks
-from swiftbatch.worker.exactness.first_run.parts import Parts
-from swiftbatch.worker.exactness.verdicts import known_verdict, verdict_key
+from swiftbatch.worker.exactness.doctor_verdicts import known_verdict, verdict_key
+from swiftbatch.worker.exactness.gpu_doctor import gpu_doctor
+from swiftbatch.worker.exactness.gpu_doctor.check_parts import Parts
+from swiftbatch.worker.exactness.gpu_doctor.findings import Check, Finding
+from swiftbatch.worker.exactness.gpu_doctor.gpu_doctor import FirstRun, run_checks
 from swiftbatch.worker.kernels.kernel_choice import CudaKernels
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
-from swiftbatch.worker.target import loading
+from swiftbatch.worker.target import forwards_choice
 from swiftbatch.worker.target.hardware import hardware_of
-from tests.worker.exactness.first_run.small_parts import small_parts
+from tests.worker.exactness.gpu_doctor.small_parts import small_parts
 
 
 def check(name: str, passed: bool) -> Check:
@@ -42,10 +42,10 @@ def outcome(request: pytest.FixtureRequest, embedded_files: ModelFiles, monkeypa
         return run_checks(parts, report, [check("machine", True), check("products", request.param)])
 
     parts = small_parts(embedded_files, linear="cublas")
-    monkeypatch.setattr(loading, "resolve_device", lambda device: torch.device("cuda"))
-    monkeypatch.setattr(first_run, "resolve_device", lambda device: torch.device("cuda"))
+    monkeypatch.setattr(forwards_choice, "resolve_device", lambda device: torch.device("cuda"))
+    monkeypatch.setattr(gpu_doctor, "resolve_device", lambda device: torch.device("cuda"))
     monkeypatch.setattr(Parts, "of", lambda *args: parts)
-    monkeypatch.setattr(first_run, "run_checks", checked)
+    monkeypatch.setattr(gpu_doctor, "run_checks", checked)
     passed: bool = request.param
     return passed
 
@@ -70,7 +70,7 @@ def known(kernels: CudaKernels) -> Exactness:
     """The verdict that runs with these kernels find."""
     key = verdict_key(
         locate_model("embedded").fingerprint, "bfloat16", "cuda", 1, hardware_of("cuda"), torch.__version__,
-        first_run.chosen_numerics("cuda", "bfloat16", kernels),
+        gpu_doctor.chosen_numerics("cuda", "bfloat16", kernels),
     )  # fmt: skip
     return known_verdict(key)
 
@@ -84,12 +84,12 @@ def test_a_run_with_the_kernel_that_doctor_names_is_exact(
         return run_checks(parts, report, [Check("products", "products hold", lambda parts: only_triton)])
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for module in (loading, first_run):
+    for module in (forwards_choice, gpu_doctor):
         monkeypatch.setattr(module, "resolve_device", lambda device: torch.device("cuda"))
     monkeypatch.setattr(
         Parts, "of", lambda files, dtype, device, kernels: small_parts(embedded_files, linear=kernels.linear)
     )
-    monkeypatch.setattr(first_run, "run_checks", checked)
+    monkeypatch.setattr(gpu_doctor, "run_checks", checked)
     result = CliRunner().invoke(main, ["doctor", "--device", "cuda", "--threads", "1", "--linear", asked])
     assert result.exit_code == 0, result.output
     assert known(CudaKernels(linear="triton")) == "exact"

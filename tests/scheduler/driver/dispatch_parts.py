@@ -26,7 +26,7 @@ from swiftbatch.scheduler.cluster import worker_calls
 from swiftbatch.scheduler.cluster.worker_actor import WorkerInfo, WorkerSpec
 from swiftbatch.scheduler.driver.driver import Driver
 from swiftbatch.scheduler.runs import launch
-from swiftbatch.worker.session.work import JobProgress, Orders, WorkReport
+from swiftbatch.worker.session.work_messages import JobProgress, Orders, WorkReport
 from tests.jobs.run.run_parts import write_older_result
 from tests.scheduler.driver.driver_parts import RecordingDisplay, make_driver, make_run
 from tests.work_counts import Work, counted_calls

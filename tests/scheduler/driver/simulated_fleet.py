@@ -26,7 +26,7 @@ from swiftbatch.scheduler.driver.worker_fleet import Reported, Worker
 from swiftbatch.scheduler.driver.worker_reports import Intake, Settlement
 from swiftbatch.worker.caches.memory.page_counts import PAGE
 from swiftbatch.worker.session.reserve import CacheRoom, JobSizes, Reserve, without_room
-from swiftbatch.worker.session.work import Assignment, JobProgress, Orders, WorkReport, WorkSlice
+from swiftbatch.worker.session.work_messages import Assignment, JobProgress, Orders, WorkReport, WorkSlice
 from tests.jobs.run.run_parts import write_older_result
 from tests.scheduler.driver.driver_parts import make_context, make_run
 

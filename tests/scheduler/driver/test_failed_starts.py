@@ -12,7 +12,7 @@ from swiftbatch.jobs.backoff import Backoff
 from swiftbatch.scheduler.cluster import worker_calls
 from swiftbatch.scheduler.driver import worker_fleet
 from swiftbatch.scheduler.driver.driver import DriverError
-from swiftbatch.worker.caches.room import KVRoomError
+from swiftbatch.worker.caches.cache_room import KVRoomError
 from tests.scheduler.driver.dispatch_parts import NUM_WORKERS, with_driver
 
 

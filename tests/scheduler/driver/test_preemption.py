@@ -23,7 +23,7 @@ from swiftbatch.scheduler.cluster.ray_cluster import Cluster
 from swiftbatch.scheduler.cluster.worker_actor import WorkerSpec
 from swiftbatch.scheduler.driver.worker_fleet import Fleet, Reported
 from swiftbatch.worker.config import EngineConfig
-from swiftbatch.worker.session.work import Orders, WorkReport
+from swiftbatch.worker.session.work_messages import Orders, WorkReport
 from tests.scheduler.driver.driver_parts import (
     RecordingDisplay,
     make_driver,

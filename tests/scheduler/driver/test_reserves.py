@@ -18,7 +18,7 @@ from swiftbatch.scheduler.driver.queue_loading import load_queue
 from swiftbatch.scheduler.driver.worker_capacity import Slots
 from swiftbatch.scheduler.driver.worker_fleet import Lost, Reported, Worker
 from swiftbatch.scheduler.driver.worker_reports import Intake, Settlement
-from swiftbatch.worker.session.work import JobProgress, Orders, WorkReport
+from swiftbatch.worker.session.work_messages import JobProgress, Orders, WorkReport
 from tests.scheduler.driver.driver_parts import RecordingDisplay, job_id, make_context, make_run
 from tests.scheduler.driver.simulated_fleet import SimulatedRun, StepModel
 

@@ -15,8 +15,8 @@ from swiftbatch.scheduler.driver.load_balancing import Balance
 from swiftbatch.scheduler.driver.throughput import StepPace
 from swiftbatch.scheduler.driver.worker_capacity import MEMORY_SHARE, Slots
 from swiftbatch.scheduler.driver.worker_fleet import Worker
+from swiftbatch.worker.caches.cache_room import HeldPositions
 from swiftbatch.worker.caches.memory.page_counts import PAGE, Growth, PoolSize, WindowPages, most_pages
-from swiftbatch.worker.caches.room import HeldPositions
 from swiftbatch.worker.kernels.kernel_sizes import MOST_SLOTS
 
 SHORT, LONG = Growth(10, 60), Growth(10, 2000)

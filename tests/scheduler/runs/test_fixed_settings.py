@@ -20,7 +20,7 @@ from swiftbatch.scheduler.runs.default_settings import Settings
 from swiftbatch.scheduler.runs.fixed_settings import computation_of, kept_or_new_manifest, with_model, with_rows
 from swiftbatch.worker.config import Computation
 from swiftbatch.worker.exactness.doctor import diagnose
-from swiftbatch.worker.exactness.verdicts import keep_verdict, verdict_key
+from swiftbatch.worker.exactness.doctor_verdicts import keep_verdict, verdict_key
 from swiftbatch.worker.kernels import kernel_choice
 from swiftbatch.worker.kernels.instruction_sets import OVERRIDE, chosen_numerics
 from swiftbatch.worker.kernels.kernel_choice import CudaKernels

@@ -22,7 +22,7 @@ from swiftbatch.scheduler.driver.driver import DriverError
 from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
 from swiftbatch.scheduler.runs import launch
 from swiftbatch.scheduler.runs.default_settings import Settings
-from swiftbatch.worker.caches.room import KVRoomError
+from swiftbatch.worker.caches.cache_room import KVRoomError
 from swiftbatch.worker.config import EngineConfig
 from tests.scheduler.driver.driver_parts import make_run
 

@@ -6,8 +6,8 @@ import torch
 
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.compared_caches import ImportanceKVCache
-from swiftbatch.worker.caches.full import CacheShape, FullKVCache
-from swiftbatch.worker.caches.partial import NUM_PINNED
+from swiftbatch.worker.caches.full_cache import CacheShape, FullKVCache
+from swiftbatch.worker.caches.partial_cache import NUM_PINNED
 from swiftbatch.worker.drawing.sequence import Sequence
 
 SHAPE = CacheShape(num_layers=2, num_kv_heads=2, head_dim=4, dtype=torch.float32, device=torch.device("cpu"))

@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 from rich.console import Console
 
-from swiftbatch.worker.bench.agreement import AgreementOptions, render, run_agreement_bench
+from swiftbatch.worker.bench.agreement_bench import AgreementOptions, render, run_agreement_bench
 from swiftbatch.worker.bench.bench_engine import BenchError
 from swiftbatch.worker.kernels.instruction_sets import NO_KERNELS, OVERRIDE
 from tests.worker.kernels.kernel_parts import needs_kernels

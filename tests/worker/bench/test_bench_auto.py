@@ -15,11 +15,11 @@ from swiftbatch.worker.bench import auto_bench as bench_auto
 from swiftbatch.worker.bench.auto_bench import AutoBenchOptions, run_auto_bench
 from swiftbatch.worker.bench.auto_figures import AutoRecord, render
 from swiftbatch.worker.bench.bench_engine import BenchError
-from swiftbatch.worker.caches.full import CacheShape
-from swiftbatch.worker.caches.offloaded import OffloadedKVCache
-from swiftbatch.worker.caches.room import KVRoomError
+from swiftbatch.worker.caches.cache_room import KVRoomError
+from swiftbatch.worker.caches.full_cache import CacheShape
+from swiftbatch.worker.caches.offloaded_cache import OffloadedKVCache
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.target.clock import seconds_now
+from swiftbatch.worker.target.timers import seconds_now
 from tests.worker.bench.bench_parts import words
 
 

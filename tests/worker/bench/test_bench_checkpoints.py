@@ -7,7 +7,7 @@ import pytest
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.worker.bench.bench_engine import BenchError
 from swiftbatch.worker.bench.bench_worker import BenchWorker, make_run
-from swiftbatch.worker.bench.checkpoints import CheckpointBenchOptions, run_checkpoint_bench
+from swiftbatch.worker.bench.checkpoint_bench import CheckpointBenchOptions, run_checkpoint_bench
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.model.tokenizer import TextCodec

@@ -11,7 +11,7 @@ from rich.console import Group
 
 from swiftbatch.jobs.sampling import LATER_FIELDS, SamplingParams
 from swiftbatch.worker.bench.bench_engine import BenchError
-from swiftbatch.worker.bench.fields import NOTHING, FieldBenchOptions, FieldRecord, fields, render, run_field_bench
+from swiftbatch.worker.bench.field_bench import NOTHING, FieldBenchOptions, FieldRecord, fields, render, run_field_bench
 from swiftbatch.worker.config import Computation
 from tests.worker.bench.bench_parts import words
 

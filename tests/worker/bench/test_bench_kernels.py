@@ -13,10 +13,10 @@ from pydantic import ValidationError
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from swiftbatch.worker.bench.bench_engine import BenchError
-from swiftbatch.worker.bench.kernels import kernels, roof
+from swiftbatch.worker.bench.kernels import kernel_bench, roofline
+from swiftbatch.worker.bench.kernels.kernel_bench import KernelBenchOptions, run_kernel_bench
 from swiftbatch.worker.bench.kernels.kernel_figures import KernelResult, render
-from swiftbatch.worker.bench.kernels.kernels import KernelBenchOptions, run_kernel_bench
-from swiftbatch.worker.bench.kernels.roof import Roof
+from swiftbatch.worker.bench.kernels.roofline import Roof
 from swiftbatch.worker.kernels import build
 from swiftbatch.worker.kernels.instruction_sets import OVERRIDE, load_library
 from tests.worker.bench.bench_parts import words
@@ -54,7 +54,7 @@ def small_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 @pytest.fixture
 def _small_roof(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"LARGEST": 1 << 20, "NUM_READ": 1 << 20, "NUM_MULTIPLIED": 100, "NUM_ROUNDS": 1}.items():
-        monkeypatch.setattr(roof, name, value)
+        monkeypatch.setattr(roofline, name, value)
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ def test_wrong_options_are_refused(tiny_model: Path, changes: dict[str, object],
 @needs_kernels
 @pytest.mark.usefixtures("_small_roof")
 def test_matrices_of_other_models_are_timed_by_their_shapes(small_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(kernels.SHAPES, "small", (2, 128, 2, 1, 64, 256, 100))
+    monkeypatch.setitem(kernel_bench.SHAPES, "small", (2, 128, 2, 1, 64, 256, 100))
     result = run_kernel_bench(make_options(small_model, lengths=(0,), row_counts=(1,), shapes=("small",)))
     found = {record.name for record in result.records if record.name.startswith("small ")}
     whole = {"small q, k, v 128x256", "small output 128x128", "small gate, up 128x512", "small down 256x128"}

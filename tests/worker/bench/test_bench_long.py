@@ -17,14 +17,14 @@ from rich.console import Console
 
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.bench_engine import BenchError, text_tokens
-from swiftbatch.worker.bench.decode import read_tokens
-from swiftbatch.worker.bench.long.long import LongBenchOptions, generate_long, run_long_bench
+from swiftbatch.worker.bench.decode_bench import read_tokens
+from swiftbatch.worker.bench.long.long_bench import LongBenchOptions, generate_long, run_long_bench
 from swiftbatch.worker.bench.long.long_figures import LongResult, render
 from swiftbatch.worker.bench.long.plain_windows import PlainWindows, integral
 from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
-from swiftbatch.worker.drafters.base import Drafter, DraftRequest
+from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest
+from swiftbatch.worker.drawing.draft_tree import ROOT, DraftTree
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.engine.plain_runs import PlainRuns
 from swiftbatch.worker.model.model_files import locate_model

@@ -12,12 +12,12 @@ import torch
 
 import tests.worker.interpreter  # noqa: F401
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.bench import decode
+from swiftbatch.worker.bench import decode_bench
+from swiftbatch.worker.bench.bench_options import BenchOptions
 from swiftbatch.worker.bench.bench_variants import bench_slots
-from swiftbatch.worker.bench.decode import DecodeBenchOptions, run_decode_bench
-from swiftbatch.worker.bench.long import long
-from swiftbatch.worker.bench.long.long import LongBenchOptions, run_long_bench
-from swiftbatch.worker.bench.options import BenchOptions
+from swiftbatch.worker.bench.decode_bench import DecodeBenchOptions, run_decode_bench
+from swiftbatch.worker.bench.long import long_bench
+from swiftbatch.worker.bench.long.long_bench import LongBenchOptions, run_long_bench
 from swiftbatch.worker.caches.memory.memory_plan import SlotsWanted
 from swiftbatch.worker.model.model_files import ModelFiles
 from swiftbatch.worker.papers.tokenswift.tables import ablation
@@ -38,12 +38,12 @@ def _numbers_as_a_gpu_has_them() -> Iterator[None]:
         yield
 
 
-def decode_bench(**shared: Any) -> None:
+def few_decoded(**shared: Any) -> None:
     asked = {"positions": (10, 20), "num_tokens": 5, "engines": ("autoregressive", "suffix")}
     run_decode_bench(DecodeBenchOptions(temperature=0.0, min_p=0.1, repetition_penalty=1.0, seed=0, **asked, **shared))
 
 
-def long_bench(**shared: Any) -> None:
+def few_long(**shared: Any) -> None:
     sampling = SamplingParams(max_tokens=5, seed=1, ignore_eos=True)
     run_long_bench(LongBenchOptions(engine="suffix", prefill=40, every=20, plain_every=20, sampling=sampling, **shared))
 
@@ -57,7 +57,7 @@ def triforce_table(**shared: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("benchmark", "longest"), [pytest.param(decode_bench, 2048, marks=pytest.mark.slow), (long_bench, 45)]
+    ("benchmark", "longest"), [pytest.param(few_decoded, 2048, marks=pytest.mark.slow), (few_long, 45)]
 )  # one warms up
 def test_what_is_measured_fits_into_the_slots_that_are_asked_for(
     one_layer_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, benchmark: Callable[..., None], longest: int
@@ -71,7 +71,7 @@ def test_what_is_measured_fits_into_the_slots_that_are_asked_for(
         return loaded[-1]
 
     monkeypatch.setattr(TargetModel, "load", load)
-    for module in (decode, long):
+    for module in (decode_bench, long_bench):
         monkeypatch.setattr(module, "step_costs_of", lambda target: free_rows)
     (tmp_path / "text.txt").write_text(TEXT)
     benchmark(model=str(one_layer_model), text=tmp_path / "text.txt", num_threads=1)

@@ -14,8 +14,8 @@ from swiftbatch.worker.bench.compared_caches import (
     RetrievalKVCache,
     StreamingKVCache,
 )
-from swiftbatch.worker.caches.full import FullKVCache
-from swiftbatch.worker.caches.partial import NUM_PINNED
+from swiftbatch.worker.caches.full_cache import FullKVCache
+from swiftbatch.worker.caches.partial_cache import NUM_PINNED
 from tests.worker.bench.partial_cache_parts import (
     BUDGET,
     PROMPT,
@@ -51,7 +51,7 @@ def small_periods(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 class TestEveryKind:
-    """The contract of worker/caches/partial.py, whatever is chosen."""
+    """The contract of worker/caches/partial_cache.py, whatever is chosen."""
 
     def test_entries_are_copies_and_none_is_held_twice(self, full: FullKVCache, kind: str) -> None:
         cache = KINDS[kind]()

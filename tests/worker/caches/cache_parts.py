@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from swiftbatch.worker.caches import host_memory as cache_hosts
-from swiftbatch.worker.caches import offloaded as offloaded_cache
-from swiftbatch.worker.caches.full import CacheShape, FullKVCache
-from swiftbatch.worker.caches.partial import PartialCache, Queries
+from swiftbatch.worker.caches import offloaded_cache as offloaded_cache
+from swiftbatch.worker.caches.full_cache import CacheShape, FullKVCache
+from swiftbatch.worker.caches.partial_cache import PartialCache, Queries
 
 BLOCK = 64  # positions, so that short texts are read in blocks as well
 MAX_LENGTH = 1000

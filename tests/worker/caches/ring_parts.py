@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from swiftbatch.worker.caches.full import FullKVCache
+from swiftbatch.worker.caches.full_cache import FullKVCache
 from swiftbatch.worker.caches.layer_ring import Streams, Visit
 from swiftbatch.worker.caches.offloaded_arena import OffloadedArena, OffloadedSlotCache
 from tests.worker.caches.cache_parts import rows_of, shape

@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.caches.full import CacheShape, FullKVCache
+from swiftbatch.worker.caches.full_cache import CacheShape, FullKVCache
 from swiftbatch.worker.caches.scan_cache import ScannedKeys
-from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.drawing.draft_tree import DraftTree
 from swiftbatch.worker.kernels.compute_threads import Team
 from swiftbatch.worker.kernels.instruction_sets import load_library
 from swiftbatch.worker.kernels.native_decoder import native_attention

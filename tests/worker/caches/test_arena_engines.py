@@ -13,7 +13,7 @@ from swiftbatch.worker.drafters.catalogue import create_drafter
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.model.tokenizer import TextCodec
-from swiftbatch.worker.target.loading import load_transformers
+from swiftbatch.worker.target.forwards_choice import load_transformers
 from swiftbatch.worker.target.native_forwards import NativeForwards
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.drafters.drafter_parts import free_rows

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from swiftbatch.worker.caches import host_memory as cache_hosts
-from swiftbatch.worker.caches.full import CacheShape, FullKVCache
+from swiftbatch.worker.caches.full_cache import CacheShape, FullKVCache
 from swiftbatch.worker.caches.host_copies import CudaLane, Staging, computing_stream
 from swiftbatch.worker.caches.layer_ring import Streams
 from swiftbatch.worker.caches.memory.page_counts import PoolSize
-from swiftbatch.worker.caches.offloaded import OffloadedKVCache
 from swiftbatch.worker.caches.offloaded_arena import OffloadedArena
+from swiftbatch.worker.caches.offloaded_cache import OffloadedKVCache
 from swiftbatch.worker.caches.paged_arena import PagedArena
 from swiftbatch.worker.caches.slot_arena import KVArena
 from tests.worker.caches.cache_parts import MAX_LENGTH, held, rows_of, shape, use_small_blocks, write

@@ -17,8 +17,8 @@ from swiftbatch.scheduler.cli import main
 from swiftbatch.scheduler.runs import launch
 from swiftbatch.scheduler.runs.default_settings import Settings
 from swiftbatch.scheduler.runs.submission import Submission, submission
-from swiftbatch.worker.caches import room
-from swiftbatch.worker.caches.room import (
+from swiftbatch.worker.caches import cache_room
+from swiftbatch.worker.caches.cache_room import (
     MEMORY,
     KVRoom,
     KVRoomError,
@@ -182,11 +182,11 @@ def test_runs_made_before_have_no_folder(tmp_path: Path) -> None:
 
 def test_a_container_has_what_its_own_limit_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The node's memory is another's: whoever took it would be ended by the kernel."""
-    monkeypatch.setattr(room, "OWN_GROUP", tmp_path)
-    unlimited = room.KVRoom(room.MEMORY, 4096).free_bytes()
+    monkeypatch.setattr(cache_room, "OWN_GROUP", tmp_path)
+    unlimited = cache_room.KVRoom(cache_room.MEMORY, 4096).free_bytes()
     assert unlimited > 1_000_000
     for name, text in (("memory.max", "900000"), ("memory.current", "500000"), ("memory.stat", "inactive_file 100000")):
         (tmp_path / name).write_text(text)
-    assert room.KVRoom(room.MEMORY, 4096).free_bytes() == 500_000
+    assert cache_room.KVRoom(cache_room.MEMORY, 4096).free_bytes() == 500_000
     (tmp_path / "memory.max").write_text("max")
-    assert room.KVRoom(room.MEMORY, 4096).free_bytes() > 1_000_000
+    assert cache_room.KVRoom(cache_room.MEMORY, 4096).free_bytes() > 1_000_000

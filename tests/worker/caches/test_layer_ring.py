@@ -9,9 +9,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from swiftbatch.worker.caches.full import MAX_TREE_NODES
+from swiftbatch.worker.caches.cache_room import KVRoom, KVRoomError
+from swiftbatch.worker.caches.full_cache import MAX_TREE_NODES
 from swiftbatch.worker.caches.host_memory import PinnedMemory
-from swiftbatch.worker.caches.room import KVRoom, KVRoomError
 from tests.worker.caches.cache_parts import shape
 from tests.worker.caches.lazy_stream import LazyStream
 from tests.worker.caches.ring_parts import LENGTH, EagerLane, Pair, RingForwards

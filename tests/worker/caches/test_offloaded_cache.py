@@ -15,10 +15,10 @@ import torch
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.peak_memory import peak_bytes, reset_peak
 from swiftbatch.worker.caches import host_memory as cache_hosts
-from swiftbatch.worker.caches import offloaded as offloaded_cache
+from swiftbatch.worker.caches import offloaded_cache as offloaded_cache
+from swiftbatch.worker.caches.cache_room import KVRoomError
 from swiftbatch.worker.caches.host_memory import FileHost
-from swiftbatch.worker.caches.offloaded import OffloadedKVCache
-from swiftbatch.worker.caches.room import KVRoomError
+from swiftbatch.worker.caches.offloaded_cache import OffloadedKVCache
 from swiftbatch.worker.drafters.catalogue import create_drafter
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine

@@ -7,10 +7,10 @@ import random
 import pytest
 import torch
 
-from swiftbatch.worker.caches.full import FullKVCache
+from swiftbatch.worker.caches.cache_room import KVRoomError
+from swiftbatch.worker.caches.full_cache import FullKVCache
 from swiftbatch.worker.caches.memory.page_counts import PoolSize
 from swiftbatch.worker.caches.paged_arena import PagedArena, PagedKVCache
-from swiftbatch.worker.caches.room import KVRoomError
 from tests.worker.caches.cache_parts import shape, use_side_by_side, write
 
 LENGTH, PAGE, NUM_PAGES = 500, 64, 24

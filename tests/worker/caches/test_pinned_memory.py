@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from swiftbatch.worker.caches.cache_room import KVRoomError
 from swiftbatch.worker.caches.host_memory import PinnedMemory
-from swiftbatch.worker.caches.room import KVRoomError
 
 GPU = torch.device("cuda")
 SIZE = 100_003

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.caches.full import CacheShape, FullKVCache
-from swiftbatch.worker.caches.partial import NUM_PINNED
+from swiftbatch.worker.caches.full_cache import CacheShape, FullKVCache
+from swiftbatch.worker.caches.partial_cache import NUM_PINNED
 from swiftbatch.worker.caches.scan_cache import MOST_ENTRIES, NUM_RECENT, ScanKVCache
+from swiftbatch.worker.drawing.draft_tree import DraftTree
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.kernels.scan_coding import SCAN_CHUNK
 from swiftbatch.worker.target.partial_rows import partial_rows
 from swiftbatch.worker.target.target import TargetModel

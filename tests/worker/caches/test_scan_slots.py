@@ -11,11 +11,11 @@ import torch
 import tests.worker.interpreter  # noqa: F401
 from swiftbatch.jobs.run.option_values import AttentionName
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.caches.full import CacheShape
+from swiftbatch.worker.caches.full_cache import CacheShape
 from swiftbatch.worker.caches.memory.memory_plan import NO_DRAFTS, DraftMemory, GPUMemory, SlotsWanted, one_slot
 from swiftbatch.worker.caches.memory.model_sizes import ModelSizes, read_sizes
 from swiftbatch.worker.caches.memory.page_plan import plan_pages
-from swiftbatch.worker.caches.partial import NUM_PINNED
+from swiftbatch.worker.caches.partial_cache import NUM_PINNED
 from swiftbatch.worker.caches.scan_cache import SHORTEST_SCANNED, ScanKVCache, ScannedKeys
 from swiftbatch.worker.caches.scan_slots import scan_memory
 from swiftbatch.worker.caches.slot_arena import ArenaKVCache, KVArena

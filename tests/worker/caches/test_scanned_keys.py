@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from swiftbatch.worker.caches.full import CacheShape, FullKVCache
+from swiftbatch.worker.caches.full_cache import CacheShape, FullKVCache
 from swiftbatch.worker.caches.scan_cache import Layers, ScannedKeys
 from swiftbatch.worker.kernels.scan_coding import CLOUD_CHUNKS, MOMENT_STRIDE, SCAN_CHUNK, flat_deviation
 from tests.worker.caches.scan_parts import LENGTH, NUM_CHUNKS, NUM_ENTRIES, Text, error, queries

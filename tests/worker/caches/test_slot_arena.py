@@ -9,8 +9,8 @@ import random
 import pytest
 import torch
 
-from swiftbatch.worker.caches.full import MAX_TREE_NODES, FullKVCache
-from swiftbatch.worker.caches.room import KVRoomError
+from swiftbatch.worker.caches.cache_room import KVRoomError
+from swiftbatch.worker.caches.full_cache import MAX_TREE_NODES, FullKVCache
 from swiftbatch.worker.caches.slot_arena import ArenaKVCache, KVArena
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK
 from tests.worker.caches.cache_parts import shape, use_side_by_side

@@ -9,9 +9,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.caches.full import CacheShape, FullKVCache
-from swiftbatch.worker.caches.partial import NUM_PINNED
-from swiftbatch.worker.caches.summary import CHUNK_SIZE, NUM_RECENT, PERIOD, SummaryKVCache, chunk_scores
+from swiftbatch.worker.caches.full_cache import CacheShape, FullKVCache
+from swiftbatch.worker.caches.partial_cache import NUM_PINNED
+from swiftbatch.worker.caches.summary_cache import CHUNK_SIZE, NUM_RECENT, PERIOD, SummaryKVCache, chunk_scores
 from swiftbatch.worker.drawing.sequence import Sequence
 
 SHAPE = CacheShape(num_layers=2, num_kv_heads=2, head_dim=8, dtype=torch.float32, device=torch.device("cpu"))

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from swiftbatch.worker.caches.full import CacheShape, FullKVCache
+from swiftbatch.worker.caches.cache_room import NUM_ASKED, HeldPositions, PagesError
+from swiftbatch.worker.caches.full_cache import CacheShape, FullKVCache
 from swiftbatch.worker.caches.memory.page_counts import PoolSize, WindowPages
 from swiftbatch.worker.caches.paged_arena import NO_PAGE
-from swiftbatch.worker.caches.room import NUM_ASKED, HeldPositions, PagesError
 from swiftbatch.worker.caches.window_arena import WindowArena, WindowSlotCache
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK, ROW_CHOICES
 from tests.worker.caches.cache_parts import shape, use_side_by_side, write

@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from swiftbatch.worker.caches.full import CacheShape, FullKVCache
-from swiftbatch.worker.caches.recurrent import new_cache_of
-from swiftbatch.worker.caches.room import (
+from swiftbatch.worker.caches.cache_room import (
     FORGETS_EVERY,
     MEMORY,
     NUM_ASKED,
@@ -19,14 +17,16 @@ from swiftbatch.worker.caches.room import (
     held_of,
     held_positions,
 )
-from swiftbatch.worker.caches.windowed import WindowedKVCache
-from swiftbatch.worker.drafters.base import Drafter
+from swiftbatch.worker.caches.full_cache import CacheShape, FullKVCache
+from swiftbatch.worker.caches.recurrent_cache import new_cache_of
+from swiftbatch.worker.caches.windowed_cache import WindowedKVCache
 from swiftbatch.worker.drafters.catalogue import engine_entry
+from swiftbatch.worker.drafters.drafter_interface import Drafter
 from swiftbatch.worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
-from swiftbatch.worker.drafters.two_level.drafter import TwoLevelDrafter
-from swiftbatch.worker.drafters.two_level.measured import MeasuredDrafter
+from swiftbatch.worker.drafters.two_level.faster_drafter import MeasuredDrafter
 from swiftbatch.worker.drafters.two_level.repeating import RepeatingDrafter
-from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.drafters.two_level.two_level_drafter import TwoLevelDrafter
+from swiftbatch.worker.drawing.draft_tree import DraftTree
 from swiftbatch.worker.model.model_files import read_config
 from swiftbatch.worker.papers.griffin.griffin import GriffinDrafter
 from swiftbatch.worker.papers.mtp.mtp import MTPDrafter

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from swiftbatch.worker.caches import windowed
+from swiftbatch.worker.caches import windowed_cache
 from swiftbatch.worker.caches.window_arena import WindowArena
 
 EVERY = 64
@@ -13,8 +13,8 @@ EVERY = 64
 
 def spoil_what_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let layers forget after a few positions; what they forget is NaN, or codes that are far off."""
-    monkeypatch.setattr(windowed, "FORGETS_EVERY", EVERY)
-    monkeypatch.setattr(windowed, "give_back", spoil)
+    monkeypatch.setattr(windowed_cache, "FORGETS_EVERY", EVERY)
+    monkeypatch.setattr(windowed_cache, "give_back", spoil)
 
 
 def spoil(rows: torch.Tensor) -> None:

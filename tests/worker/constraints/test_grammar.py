@@ -11,7 +11,7 @@ import pytest
 from swiftbatch.jobs.structured_output import structure_of
 from swiftbatch.worker.constraints import grammar as grammars
 from swiftbatch.worker.constraints.grammar import TRIED_FUEL, Grammar, GrammarConstraint
-from swiftbatch.worker.drawing.rules import ConstraintError, allows, tokens_of
+from swiftbatch.worker.drawing.token_rules import ConstraintError, allows, tokens_of
 from swiftbatch.worker.model.model_files import ModelFiles
 from swiftbatch.worker.model.tokenizer import TextCodec
 from tests.worker.constraints.words import END, VOCAB, grammar, mask_behind

@@ -10,9 +10,9 @@ import pytest
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.constraints.constrained_tree import Constraints
 from swiftbatch.worker.constraints.thinking import Markers, Opening, Thinking, ThinkingConstraint, ThinkingRule, Thought
-from swiftbatch.worker.drawing.rules import Constraint, ConstraintError, mask_of, tokens_of
+from swiftbatch.worker.drawing.draft_tree import ROOT, DraftTree
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.tree import ROOT, DraftTree
+from swiftbatch.worker.drawing.token_rules import Constraint, ConstraintError, mask_of, tokens_of
 from tests.worker.constraints.words import END, VOCAB, WORDS, allowed_behind, grammar, mask_behind
 
 PAIRS = (((0,), (1,)), ((0, 0, 1), (0, 1, 0, 1)), ((0, 1), (1, 1)), ((2, 0), (0, 2, 0)))

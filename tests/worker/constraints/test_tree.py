@@ -9,9 +9,9 @@ import pytest
 
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.constraints.constrained_tree import Constraints
-from swiftbatch.worker.drawing.rules import Constraint, ConstraintError, Rule, mask_of
+from swiftbatch.worker.drawing.draft_tree import ROOT, DraftTree
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.tree import ROOT, DraftTree
+from swiftbatch.worker.drawing.token_rules import Constraint, ConstraintError, Rule, mask_of
 from swiftbatch.worker.drawing.verification import GUESSED, Verification, Walk
 from tests.worker.constraints.words import END, VOCAB, WORDS, allowed_behind, grammar, mask_behind
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from swiftbatch.worker.drafters.base import Drafter, DraftRequest
+from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest
+from swiftbatch.worker.drawing.draft_tree import DraftTree
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.target.step_costs import StepCosts
 
 

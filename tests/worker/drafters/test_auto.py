@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.caches.partial import NUM_PINNED
+from swiftbatch.worker.caches.partial_cache import NUM_PINNED
 from swiftbatch.worker.caches.scan_cache import MOST_ENTRIES, NUM_RECENT
 from swiftbatch.worker.drafters.catalogue import create_drafter
 from swiftbatch.worker.drafters.tree_budget import NODE_CHOICES
 from swiftbatch.worker.drafters.two_level import auto as auto_module
 from swiftbatch.worker.drafters.two_level.auto import AutoDrafter, auto
-from swiftbatch.worker.drafters.two_level.auto_plan import (
+from swiftbatch.worker.drafters.two_level.auto_rounds import (
     PRIOR_ALIKE,
     STEPS_TO_KNOW,
     RoundsChoice,
@@ -22,9 +22,9 @@ from swiftbatch.worker.drafters.two_level.auto_plan import (
 )
 from swiftbatch.worker.drafters.two_level.chain import ChainTree, Round
 from swiftbatch.worker.drafters.two_level.repeating import RepeatingDrafter
-from swiftbatch.worker.drafters.two_level.round_plan import NO_ROUNDS
+from swiftbatch.worker.drafters.two_level.two_level_plan import NO_ROUNDS
+from swiftbatch.worker.drawing.draft_tree import DraftTree
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.kernels.scan_coding import SCAN_CHUNK
 from swiftbatch.worker.target.step_costs import ROW_COUNTS, StepCosts

@@ -14,11 +14,11 @@ import torch
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.bench_variants import BENCH_ENGINES, VARIANTS, create_bench_drafter
-from swiftbatch.worker.drafters.base import Drafter
 from swiftbatch.worker.drafters.catalogue import DEFAULT_ENGINE, ENGINES, create_drafter
+from swiftbatch.worker.drafters.drafter_interface import Drafter
+from swiftbatch.worker.drawing.draft_tree import ROOT, DraftTree
 from swiftbatch.worker.drawing.sampling import TokenSampler
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 from swiftbatch.worker.drawing.verification import TOP_K, Verification, walk
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.target.target import TargetModel
@@ -98,7 +98,7 @@ def tiny_target(tiny_model: Path) -> TargetModel:
     ],
 )
 class TestEveryDrafter:
-    """The contract of worker/drafters/base.py."""
+    """The contract of worker/drafters/drafter_interface.py."""
 
     def warm(self, target: TargetModel, name: str, params: SamplingParams) -> tuple[Drafter, Generation]:
         drafter = create_bench_drafter(name, target, free_rows)

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.caches.full import FullKVCache
-from swiftbatch.worker.drafters.base import Drafter, DraftRequest
+from swiftbatch.worker.caches.full_cache import FullKVCache
+from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest
 from swiftbatch.worker.drafters.two_level.auto import auto
-from swiftbatch.worker.drafters.two_level.measured import FIRST_TURN, TRIAL, MeasuredDrafter
+from swiftbatch.worker.drafters.two_level.faster_drafter import FIRST_TURN, TRIAL, MeasuredDrafter
 from swiftbatch.worker.drafters.two_level.repeating import RepeatingDrafter
+from swiftbatch.worker.drawing.draft_tree import DraftTree
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.drawing.verification import Verification
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.target.target import TargetModel

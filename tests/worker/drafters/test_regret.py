@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from swiftbatch.worker.drafters import step_clock
-from swiftbatch.worker.drafters.base import DraftRequest
+from swiftbatch.worker.drafters.drafter_interface import DraftRequest
 from swiftbatch.worker.drafters.shared_budget import NUM_TRIED, SharedBudget
 from swiftbatch.worker.drafters.tree_budget import NODE_CHOICES
 

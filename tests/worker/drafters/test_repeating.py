@@ -11,12 +11,12 @@ import pytest
 
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
-from swiftbatch.worker.drafters.base import DraftRequest
+from swiftbatch.worker.drafters.drafter_interface import DraftRequest
 from swiftbatch.worker.drafters.lookup.repeated_text import MOST_TOLD_APART, NGRAM, RepeatedText, RepeatShares
 from swiftbatch.worker.drafters.two_level.auto import auto
 from swiftbatch.worker.drafters.two_level.repeating import REFUSED_FOR, RESTS_AT_ONCE, RepeatingDrafter
+from swiftbatch.worker.drawing.draft_tree import DraftTree
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.drawing.verification import Verification
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.kernels.kernel_sizes import TILE_ROWS

@@ -7,8 +7,8 @@ import pytest
 
 from swiftbatch.worker.drafters.tree_budget import EXPLORE_EVERY, NODE_CHOICES, NodeBudget
 from swiftbatch.worker.drafters.two_level.chain import ChainTree, Round
-from swiftbatch.worker.drafters.two_level.round_plan import PRIOR_CHAIN_ACCEPTANCE, MeasuredPlanner, Planner
-from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.drafters.two_level.two_level_plan import PRIOR_CHAIN_ACCEPTANCE, MeasuredPlanner, Planner
+from swiftbatch.worker.drawing.draft_tree import DraftTree
 from swiftbatch.worker.papers.tokenswift.tokenswift import whole_trees
 from swiftbatch.worker.target.step_costs import ROW_COUNTS, StepCosts
 

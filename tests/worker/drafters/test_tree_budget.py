@@ -13,7 +13,7 @@ import pytest
 
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.drafters import shared_budget
-from swiftbatch.worker.drafters.base import Drafter, DraftRequest
+from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest
 from swiftbatch.worker.drafters.shared_budget import BudgetedDrafter, best_shares
 from swiftbatch.worker.drafters.step_clock import StepClock
 from swiftbatch.worker.drafters.tree_budget import (
@@ -24,8 +24,8 @@ from swiftbatch.worker.drafters.tree_budget import (
     NodeAcceptance,
     NodeBudget,
 )
+from swiftbatch.worker.drawing.draft_tree import DraftTree
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.drawing.verification import Verification
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.kernels.kernel_sizes import TILE_ROWS

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.drafters.base import DraftRequest, Verified
-from swiftbatch.worker.drafters.two_level.turns import (
+from swiftbatch.worker.drafters.drafter_interface import DraftRequest, Verified
+from swiftbatch.worker.drafters.two_level.plain_turns import (
     DRAFTS_TRIAL,
     DRAFTS_TURNS,
     MOST_TRIED,
@@ -18,8 +18,8 @@ from swiftbatch.worker.drafters.two_level.turns import (
     PLAIN_TURNS,
     DraftTurns,
 )
+from swiftbatch.worker.drawing.draft_tree import DraftTree
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.drawing.verification import Verification
 
 AT_ONCE = 8  # plain steps

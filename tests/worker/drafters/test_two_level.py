@@ -14,18 +14,18 @@ import torch
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.compared_caches import PARTIAL_CACHES
-from swiftbatch.worker.caches import summary as summary_cache
-from swiftbatch.worker.caches.full import CacheShape
-from swiftbatch.worker.caches.partial import Entries
-from swiftbatch.worker.caches.room import KVRoomError
-from swiftbatch.worker.drafters.base import Drafter, DraftRequest
+from swiftbatch.worker.caches import summary_cache as summary_cache
+from swiftbatch.worker.caches.cache_room import KVRoomError
+from swiftbatch.worker.caches.full_cache import CacheShape
+from swiftbatch.worker.caches.partial_cache import Entries
 from swiftbatch.worker.drafters.catalogue import create_drafter
+from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest
 from swiftbatch.worker.drafters.two_level.chain import Chain, RoundPlan
-from swiftbatch.worker.drafters.two_level.drafter import TwoLevelDrafter
-from swiftbatch.worker.drafters.two_level.round_plan import Planner
+from swiftbatch.worker.drafters.two_level.two_level_drafter import TwoLevelDrafter
+from swiftbatch.worker.drafters.two_level.two_level_plan import Planner
+from swiftbatch.worker.drawing.draft_tree import DraftTree
 from swiftbatch.worker.drawing.drawing import create_drawing
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.model.tokenizer import TextCodec
 from swiftbatch.worker.papers.tokenswift.tokenswift import TokenSwiftOptions, tokenswift
@@ -291,7 +291,7 @@ ENGINES_RUN = """
 import sys
 from swiftbatch.jobs.sampling import SamplingParams
 from tests.worker.drafters.drafter_parts import free_rows
-from swiftbatch.worker.caches import summary
+from swiftbatch.worker.caches import summary_cache
 from swiftbatch.worker.papers.tokenswift.tokenswift import TokenSwiftOptions, tokenswift
 from swiftbatch.worker.papers.triforce.triforce import TriForceOptions, triforce
 from swiftbatch.worker.engine.engine import Engine
@@ -299,7 +299,7 @@ from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.target.target import TargetModel
 
-summary.NUM_RECENT, summary.PERIOD = 48, 32
+summary_cache.NUM_RECENT, summary_cache.PERIOD = 48, 32
 target = TargetModel.load(locate_model("embedded"), "bfloat16", "cpu")
 for drafter in (
     triforce(target, free_rows, None, TriForceOptions(budget=64, gammas=(2, 6))),

@@ -12,10 +12,10 @@ import torch
 from swiftbatch.jobs.run.option_values import LogprobsMode
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.drawing.cuda.cuda_drawing import CudaDrawing
+from swiftbatch.worker.drawing.draft_tree import ROOT, DraftTree
 from swiftbatch.worker.drawing.drawing import Drawing, NativeDrawing, Sampler, TorchDrawing, penalised
 from swiftbatch.worker.drawing.sampling import TokenSampler, process
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 from swiftbatch.worker.drawing.verification import Walk
 from tests.worker.kernels.kernel_parts import needs_kernels
 from tests.worker.target.cuda.checked_graph import CheckedGraph

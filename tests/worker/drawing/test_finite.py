@@ -17,13 +17,13 @@ from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.bench_engine import BenchError, text_tokens
 from swiftbatch.worker.bench.bench_variants import BENCH_ENGINES, create_bench_drafter
-from swiftbatch.worker.bench.decode import DecodeBenchOptions, run_decode_bench
-from swiftbatch.worker.bench.long.long import LongBenchOptions, run_long_bench
+from swiftbatch.worker.bench.decode_bench import DecodeBenchOptions, run_decode_bench
+from swiftbatch.worker.bench.long.long_bench import LongBenchOptions, run_long_bench
 from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
-from swiftbatch.worker.drafters.base import Drafter, DraftRequest
+from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest
+from swiftbatch.worker.drawing.draft_tree import ROOT, DraftTree
 from swiftbatch.worker.drawing.sampling import NotFiniteError, check_finite
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.model.tokenizer import TextCodec

@@ -11,9 +11,9 @@ import torch
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.constraints.constrained_tree import Constraints
 from swiftbatch.worker.drawing.adjustments import only_allowed, penalise
+from swiftbatch.worker.drawing.draft_tree import DraftTree
 from swiftbatch.worker.drawing.sampling import TokenSampler, process
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.drawing.verification import walk
 from swiftbatch.worker.papers.tokenswift.digit_tree import Sources, digit_tree
 from swiftbatch.worker.papers.tokenswift.ngram_table import NgramTable

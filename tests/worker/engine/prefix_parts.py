@@ -12,7 +12,7 @@ from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.bench_variants import create_bench_drafter
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine
-from swiftbatch.worker.engine.prefixes import MEMORY_SHARE, KeptPrefixes, Sharing
+from swiftbatch.worker.engine.shared_prefixes import MEMORY_SHARE, KeptPrefixes, Sharing
 from swiftbatch.worker.engine.slot import Slot
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.drafters.drafter_parts import free_rows

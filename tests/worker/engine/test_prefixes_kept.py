@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from swiftbatch.worker.caches.full import FullKVCache
-from swiftbatch.worker.caches.room import KVRoomError
-from swiftbatch.worker.engine.prefixes import MEMORY_SHARE, SHORTEST, KeptPrefixes
+from swiftbatch.worker.caches.cache_room import KVRoomError
+from swiftbatch.worker.caches.full_cache import FullKVCache
+from swiftbatch.worker.engine.shared_prefixes import MEMORY_SHARE, SHORTEST, KeptPrefixes
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.engine.prefix_parts import decode, new_engine, rows_of, sequence, text

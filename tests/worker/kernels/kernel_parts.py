@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from swiftbatch.jobs.run.option_values import KVDtype
-from swiftbatch.worker.caches.full import CacheShape, FullKVCache
+from swiftbatch.worker.caches.full_cache import CacheShape, FullKVCache
 from swiftbatch.worker.caches.scan_cache import ScannedKeys
-from swiftbatch.worker.drawing.tree import ROOT, DraftTree
+from swiftbatch.worker.drawing.draft_tree import ROOT, DraftTree
 from swiftbatch.worker.kernels.decoder_weights import DecoderSizes, DecoderWeights, LayerWeights, Linear
 from swiftbatch.worker.kernels.instruction_sets import runnable_variants
 from swiftbatch.worker.kernels.kernel_sizes import LatentSizes

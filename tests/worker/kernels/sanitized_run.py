@@ -23,7 +23,7 @@ import torch
 from swiftbatch.jobs.run.option_values import LogprobsMode
 from swiftbatch.jobs.sampling import MAX_TOP_LOGPROBS
 from swiftbatch.worker.caches import scan_cache
-from swiftbatch.worker.caches.full import MAX_TREE_NODES
+from swiftbatch.worker.caches.full_cache import MAX_TREE_NODES
 from swiftbatch.worker.drawing import native_calls as sampling_calls
 from swiftbatch.worker.drawing import native_drawing as sampling
 from swiftbatch.worker.drawing.sequence import Sequence

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.caches.partial import PartialCache
+from swiftbatch.worker.caches.partial_cache import PartialCache
 from swiftbatch.worker.drafters.two_level.chain import Chain, RoundPlan
+from swiftbatch.worker.drawing.draft_tree import DraftTree
 from swiftbatch.worker.drawing.drawing import Drawing
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.target import chains
 from swiftbatch.worker.target.native_forwards import NativeForwards

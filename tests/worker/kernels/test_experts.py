@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.drawing.draft_tree import DraftTree
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights, LayerWeights, Linear
 from swiftbatch.worker.kernels.layer_forms import Routing, Score
 from swiftbatch.worker.kernels.native_decoder import NativeDecoder

@@ -14,7 +14,7 @@ from swiftbatch.worker.kernels import kernel_choice
 from swiftbatch.worker.kernels.kernel_choice import CudaKernels
 from swiftbatch.worker.model.model_files import ModelFiles
 from swiftbatch.worker.target.cuda import cuda_loading as cuda_loading
-from swiftbatch.worker.target.loading import load_forwards
+from swiftbatch.worker.target.forwards_choice import load_forwards
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.kernels.cuda import flash_stub
 

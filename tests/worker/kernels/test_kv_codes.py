@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from swiftbatch.jobs.run.option_values import KVDtype
-from swiftbatch.worker.caches.full import CacheShape, FullKVCache
+from swiftbatch.worker.caches.full_cache import CacheShape, FullKVCache
 from swiftbatch.worker.kernels.compute_threads import Team
 from swiftbatch.worker.kernels.instruction_sets import load_library
 from swiftbatch.worker.kernels.kv_codes import CODES, coded, numbers_of

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.caches.full import CacheShape, FullKVCache
-from swiftbatch.worker.caches.recurrent import RecurrentCache, new_cache_of
-from swiftbatch.worker.exactness.probe import random_tree
+from swiftbatch.worker.caches.full_cache import CacheShape, FullKVCache
+from swiftbatch.worker.caches.recurrent_cache import RecurrentCache, new_cache_of
+from swiftbatch.worker.exactness.row_exactness import random_tree
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights, Linear, PackedLinear
 from swiftbatch.worker.kernels.mixer_sizes import MixerForm, MixerSizes
 from swiftbatch.worker.kernels.mixer_weights import MixerWeights

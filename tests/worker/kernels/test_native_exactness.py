@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swiftbatch.worker.drawing.tree import ROOT
+from swiftbatch.worker.drawing.draft_tree import ROOT
 from swiftbatch.worker.target.tiles import tree_rows
 from tests.worker.kernels.kernel_parts import (
     BF16,

@@ -19,7 +19,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from swiftbatch.worker.caches.full import CacheShape, FullKVCache
+from swiftbatch.worker.caches.full_cache import CacheShape, FullKVCache
 from swiftbatch.worker.kernels.compute_threads import Team
 from swiftbatch.worker.kernels.decoder_weights import decoder_weights
 from swiftbatch.worker.kernels.instruction_sets import load_library

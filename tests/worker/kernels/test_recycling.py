@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.drafters.base import WantedTree
+from swiftbatch.worker.drafters.drafter_interface import WantedTree
 from swiftbatch.worker.drafters.recycling import token_recycling
 from swiftbatch.worker.drafters.recycling.native_recycler import MOST_NODES, NativeRecycling, TextCandidates
 from swiftbatch.worker.drafters.recycling.recycling_tables import RecyclingTables
@@ -18,8 +18,8 @@ from swiftbatch.worker.drafters.recycling.token_recycling import (
     Recycler,
     create_recycler,
 )
+from swiftbatch.worker.drawing.draft_tree import ROOT, DraftTree
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 from swiftbatch.worker.drawing.verification import TOP_K
 from tests.worker.kernels.kernel_parts import VARIANTS, needs_kernels
 

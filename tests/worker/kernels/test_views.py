@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from swiftbatch.worker.caches.full import FullKVCache
-from swiftbatch.worker.drawing.tree import ROOT, DraftTree
+from swiftbatch.worker.caches.full_cache import FullKVCache
+from swiftbatch.worker.drawing.draft_tree import ROOT, DraftTree
 from swiftbatch.worker.kernels.attention_view import AttentionView
 from swiftbatch.worker.kernels.compute_threads import Team
 from swiftbatch.worker.kernels.instruction_sets import load_library

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.activations import ACT2CLS
 
-from swiftbatch.worker.caches.room import bytes_per_position
+from swiftbatch.worker.caches.cache_room import bytes_per_position
 from swiftbatch.worker.inspection import inspect_model
 from swiftbatch.worker.model.compute_path import path_on
 from swiftbatch.worker.model.config_conflicts import LATENT_KINDS, OF_ATTENTION, OF_LATENT

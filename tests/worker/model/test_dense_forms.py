@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from swiftbatch.worker.exactness.probe import probe_rows
+from swiftbatch.worker.exactness.row_exactness import probe_rows
 from swiftbatch.worker.exactness.transformers_agreement import _our_logits
 from swiftbatch.worker.kernels.layer_forms import Activation
 from swiftbatch.worker.kernels.rotary_angles import angles

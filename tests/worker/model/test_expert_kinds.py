@@ -9,9 +9,9 @@ from transformers import AutoConfig
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.run.option_values import KVDtype
-from swiftbatch.worker.caches.room import bytes_per_position
-from swiftbatch.worker.drawing.tree import DraftTree
-from swiftbatch.worker.exactness.probe import probe_rows
+from swiftbatch.worker.caches.cache_room import bytes_per_position
+from swiftbatch.worker.drawing.draft_tree import DraftTree
+from swiftbatch.worker.exactness.row_exactness import probe_rows
 from swiftbatch.worker.exactness.transformers_agreement import compare
 from swiftbatch.worker.model.compute_path import path_on
 from swiftbatch.worker.model.dense_config import OtherDecoderError, read_dense

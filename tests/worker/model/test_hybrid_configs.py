@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
-from swiftbatch.worker.exactness.probe import probe_rows
+from swiftbatch.worker.exactness.row_exactness import probe_rows
 from swiftbatch.worker.inspection import inspect_model
 from swiftbatch.worker.kernels.decoder_weights import PackedLinear
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK

@@ -14,7 +14,7 @@ from swiftbatch.worker.bench.bench_variants import BENCH_ENGINES, VARIANTS, crea
 from swiftbatch.worker.drafters.two_level.auto import round_costs
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine
-from swiftbatch.worker.exactness.probe import probe_rows
+from swiftbatch.worker.exactness.row_exactness import probe_rows
 from swiftbatch.worker.model.model_files import DRAFT_FOLDER, PARTS_FOLDER, locate_model
 from swiftbatch.worker.papers.griffin.griffin_weights import save_griffin
 from swiftbatch.worker.papers.griffin.model import GriffinConfig, GriffinModel

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.caches.memory.model_sizes import read_sizes
 from swiftbatch.worker.exactness import transformers_agreement as agreement
-from swiftbatch.worker.exactness.probe import probe_rows
+from swiftbatch.worker.exactness.row_exactness import probe_rows
 from swiftbatch.worker.exactness.transformers_agreement import compare
 from swiftbatch.worker.model import attention_needs
 from swiftbatch.worker.model.attention_masks import FULL, Span
@@ -104,10 +104,10 @@ def test_an_attention_that_drops_what_is_asked_for_does_not_agree(asked: str, mo
     if asked == "span":
         target.transformers.spans = [FULL] * len(target.transformers.spans)
     else:
-        from swiftbatch.worker.target import attention
+        from swiftbatch.worker.target import transformers_attention
 
-        asks = attention.Asked
-        monkeypatch.setattr(attention, "Asked", lambda *args: asks(args[0]))
+        asks = transformers_attention.Asked
+        monkeypatch.setattr(transformers_attention, "Asked", lambda *args: asks(args[0]))
     assert not compare(target).agrees
 
 

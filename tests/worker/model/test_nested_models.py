@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.caches.memory.model_sizes import read_sizes
-from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.drawing.draft_tree import DraftTree
 from swiftbatch.worker.model.dense_loading import dense_weights
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 from swiftbatch.worker.model.text_config import LEFT_OUT, TURNED_EXPERTS, text_name, text_view

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoConfig
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.worker.caches.full import CacheShape, FullKVCache
+from swiftbatch.worker.caches.full_cache import CacheShape, FullKVCache
 from swiftbatch.worker.caches.memory.model_sizes import read_sizes
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights, decoder_weights
 from swiftbatch.worker.model.causal_lm import load_causal_lm

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from swiftbatch.worker.caches.recurrent import RecurrentCache
-from swiftbatch.worker.caches.room import MEMORY, NUM_STEPS, KVRoom, KVRoomError, bytes_per_position, state_bytes
+from swiftbatch.worker.caches.cache_room import MEMORY, NUM_STEPS, KVRoom, KVRoomError, bytes_per_position, state_bytes
+from swiftbatch.worker.caches.recurrent_cache import RecurrentCache
 from swiftbatch.worker.model.model_kinds import RECURRENT_KINDS
 from swiftbatch.worker.model.recurrent_sizes import layer_types, num_attending_layers, recurrent_shape
 from tests.worker.model.kind_parts import tiny_target

@@ -16,7 +16,7 @@ from swiftbatch.jobs.job import Job
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.constraints.grammar import Grammar
 from swiftbatch.worker.constraints.thinking import Markers, Thinking, ThinkingRule
-from swiftbatch.worker.drawing.rules import ConstraintError
+from swiftbatch.worker.drawing.token_rules import ConstraintError
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.model.tokenizer import TextCodec
 

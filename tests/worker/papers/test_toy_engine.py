@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.drafters import catalogue
-from swiftbatch.worker.drafters.base import Drafter
 from swiftbatch.worker.drafters.catalogue import ENGINES, FINGERPRINT, EngineEntry, check_parts, create_drafter
+from swiftbatch.worker.drafters.drafter_interface import Drafter
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.model.model_files import locate_model

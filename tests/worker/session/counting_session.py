@@ -26,8 +26,8 @@ from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.model.model_files import OtherModelError
 from swiftbatch.worker.session.reserve import CacheRoom, Reserve
-from swiftbatch.worker.session.result_sealing import Sealing, SealingRule
-from swiftbatch.worker.session.work import Assignment, JobProgress, Orders, WorkReport
+from swiftbatch.worker.session.result_writer import Sealing, SealingRule
+from swiftbatch.worker.session.work_messages import Assignment, JobProgress, Orders, WorkReport
 
 TOKENS_PER_SLICE = 10
 

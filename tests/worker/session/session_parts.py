@@ -20,7 +20,7 @@ from swiftbatch.scheduler.runs.fixed_settings import with_model
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.session.session import WorkerSession
-from swiftbatch.worker.session.work import Assignment, Orders, WorkReport
+from swiftbatch.worker.session.work_messages import Assignment, Orders, WorkReport
 from swiftbatch.worker.target.step_costs import StepCosts
 from tests.jobs.run.run_parts import MANIFEST
 

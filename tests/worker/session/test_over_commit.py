@@ -14,7 +14,7 @@ from swiftbatch.jobs.run.run import Run
 from swiftbatch.worker.caches.memory import page_counts
 from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.session.session import WorkerSession
-from swiftbatch.worker.session.work import Assignment, JobProgress, Orders
+from swiftbatch.worker.session.work_messages import Assignment, JobProgress, Orders
 from tests.worker.session.session_parts import claimed, digest, make_run, record, session, to_the_end
 
 pytestmark = pytest.mark.long

@@ -8,7 +8,7 @@ from typing import Any
 
 from swiftbatch.worker.caches.memory.page_counts import Growth, most_pages
 from swiftbatch.worker.session.reserve import CacheRoom, Reserve
-from swiftbatch.worker.session.work import Assignment, Orders
+from swiftbatch.worker.session.work_messages import Assignment, Orders
 from tests.worker.session.session_parts import claimed, digest, make_run, record, session, undisturbed_digest
 
 NO_ROOM_MATTERS = CacheRoom(None)

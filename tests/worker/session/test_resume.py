@@ -12,8 +12,8 @@ import pytest
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore, StateManifest
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.worker.caches.full import CacheShape, FullKVCache
-from swiftbatch.worker.session.work import Orders
+from swiftbatch.worker.caches.full_cache import CacheShape, FullKVCache
+from swiftbatch.worker.session.work_messages import Orders
 from swiftbatch.worker.target import step_costs
 from swiftbatch.worker.target.step_costs import StepCosts
 from swiftbatch.worker.target.target import DTYPES, TargetModel

@@ -19,7 +19,7 @@ from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.jobs.storage.store import Store, StoreError
 from swiftbatch.worker.session import checkpointing
-from swiftbatch.worker.session.work import Assignment, Orders
+from swiftbatch.worker.session.work_messages import Assignment, Orders
 from tests.jobs.checkpoints.checkpoint_parts import claim
 from tests.worker.session.session_parts import (
     NUM_TOKENS,

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 import torch
 
-from swiftbatch.worker.caches.full import CacheShape, FullKVCache
+from swiftbatch.worker.caches.cache_room import NUM_ASKED, HeldPositions, PagesError
+from swiftbatch.worker.caches.full_cache import CacheShape, FullKVCache
 from swiftbatch.worker.caches.memory.page_counts import PoolSize, WindowPages, has_window_pages, pages_of
-from swiftbatch.worker.caches.room import NUM_ASKED, HeldPositions, PagesError
 from swiftbatch.worker.caches.window_arena import WindowArena
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK
 from swiftbatch.worker.session.reserve import JobSizes, without_room

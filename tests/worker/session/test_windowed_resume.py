@@ -14,9 +14,9 @@ import pytest
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.job import JobRecord
+from swiftbatch.worker.caches.cache_room import HeldPositions
 from swiftbatch.worker.caches.memory.page_counts import pages_of
-from swiftbatch.worker.caches.room import HeldPositions
-from swiftbatch.worker.caches.windowed import WindowedKVCache
+from swiftbatch.worker.caches.windowed_cache import WindowedKVCache
 from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.drafters.two_level.repeating import RepeatingDrafter
 from swiftbatch.worker.session.reserve import JobSizes

@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from swiftbatch.worker.exactness.probe import probe_rows
+from swiftbatch.worker.exactness.row_exactness import probe_rows
 from swiftbatch.worker.exactness.transformers_agreement import compare
 from swiftbatch.worker.kernels.instruction_sets import NO_KERNELS, OVERRIDE
 from swiftbatch.worker.model.attention_masks import FULL
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.target import attention
-from swiftbatch.worker.target.attention import attend_in_torch
+from swiftbatch.worker.target import transformers_attention
 from swiftbatch.worker.target.attention_choice import attends_of
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.torch_attention import attention_kernel
+from swiftbatch.worker.target.transformers_attention import attend_in_torch
 from swiftbatch.worker.target.transformers_forwards import TransformersForwards
 from tests.worker.kernels.kernel_parts import VARIANTS, needs_kernels
 from tests.worker.model.kind_parts import EACH_KIND, tiny_config, tiny_model, tiny_target
@@ -49,8 +49,8 @@ def test_kernels_that_drop_what_is_asked_for_do_not_agree(asked: str, monkeypatc
     if asked == "span":
         target.transformers.spans = [FULL] * len(target.transformers.spans)
     else:
-        asks = attention.Asked
-        monkeypatch.setattr(attention, "Asked", lambda *args: asks(args[0]))
+        asks = transformers_attention.Asked
+        monkeypatch.setattr(transformers_attention, "Asked", lambda *args: asks(args[0]))
     assert not compare(target).agrees
 
 

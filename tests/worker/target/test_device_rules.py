@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from swiftbatch.worker.exactness.probe import probe_rows
-from swiftbatch.worker.exactness.verdicts import verdict_key
+from swiftbatch.worker.exactness.doctor_verdicts import verdict_key
+from swiftbatch.worker.exactness.row_exactness import probe_rows
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK, TILE_ROWS
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.target import attention, hardware, step_costs, torch_attention
-from swiftbatch.worker.target.loading import DTYPES, load_transformers
+from swiftbatch.worker.target import hardware, step_costs, torch_attention, transformers_attention
+from swiftbatch.worker.target.forwards_choice import DTYPES, load_transformers
 from swiftbatch.worker.target.step_costs import PROBE_LENGTHS, measure_step_costs
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.tiles import needs_whole_tiles
@@ -51,7 +51,7 @@ def no_flash_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def refuse(*_: object) -> None:
         raise RuntimeError("pack_vnni2 is only supported when avx512 is supported")
 
-    for module in (attention, torch_attention):
+    for module in (transformers_attention, torch_attention):
         monkeypatch.setattr(module, "flash_attention", refuse)
     torch_attention.attention_kernel.cache_clear()
     yield

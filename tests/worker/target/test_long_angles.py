@@ -12,17 +12,17 @@ import pytest
 import torch
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.worker.caches.full import FullKVCache
+from swiftbatch.worker.caches.full_cache import FullKVCache
+from swiftbatch.worker.drawing.draft_tree import DraftTree
 from swiftbatch.worker.drawing.sequence import Sequence as Job
-from swiftbatch.worker.drawing.tree import DraftTree
-from swiftbatch.worker.engine.prefixes import SHORTEST
+from swiftbatch.worker.engine.shared_prefixes import SHORTEST
 from swiftbatch.worker.exactness.transformers_agreement import compare
 from swiftbatch.worker.inspection import inspect_model
 from swiftbatch.worker.kernels.rotary_angles import angles
 from swiftbatch.worker.model.causal_lm import load_causal_lm
 from swiftbatch.worker.model.dense_config import read_dense
 from swiftbatch.worker.model.model_files import ModelFiles, what_refuses
-from swiftbatch.worker.target import loading
+from swiftbatch.worker.target import forwards_choice
 from swiftbatch.worker.target.native_forwards import NativeForwards
 from swiftbatch.worker.target.partial_rows import partial_rows
 from swiftbatch.worker.target.target import TargetModel
@@ -207,7 +207,7 @@ def test_numbers_of_longrope_that_nothing_turns_by_are_told(change: dict[str, An
 def test_where_our_kernels_do_not_run_such_a_model_is_refused_when_it_is_loaded(
     phi: TargetModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "chosen_variant", lambda: None)
+    monkeypatch.setattr(forwards_choice, "chosen_variant", lambda: None)
     with pytest.raises(ModelError, match=re.escape("(longrope) change with the length of the text")):
         TargetModel.load(phi.files, "float32", "cpu")
 

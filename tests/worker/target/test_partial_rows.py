@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from swiftbatch.worker.caches.full import FullKVCache
-from swiftbatch.worker.caches.offloaded import OffloadedKVCache
-from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.caches.full_cache import FullKVCache
+from swiftbatch.worker.caches.offloaded_cache import OffloadedKVCache
+from swiftbatch.worker.drawing.draft_tree import DraftTree
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.target.forwards import Forwards
-from swiftbatch.worker.target.loading import DTYPES, load_forwards, load_transformers
+from swiftbatch.worker.target.forwards_choice import DTYPES, load_forwards, load_transformers
 from swiftbatch.worker.target.native_forwards import NativeForwards
 from swiftbatch.worker.target.partial_rows import PartialRows, partial_rows
 from swiftbatch.worker.target.tiles import tree_rows

@@ -11,11 +11,11 @@ import torch
 from swiftbatch.jobs.checkpoints.state_file import LayerStates, decode_state, encode_state
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.file_owner import Identity
-from swiftbatch.worker.caches.full import FullKVCache
-from swiftbatch.worker.caches.recurrent import NUM_STEPS, RecurrentCache
+from swiftbatch.worker.caches.full_cache import FullKVCache
+from swiftbatch.worker.caches.recurrent_cache import NUM_STEPS, RecurrentCache
 from swiftbatch.worker.drafters.catalogue import create_drafter
-from swiftbatch.worker.drawing.tree import ROOT, DraftTree
-from swiftbatch.worker.exactness.probe import random_tree
+from swiftbatch.worker.drawing.draft_tree import ROOT, DraftTree
+from swiftbatch.worker.exactness.row_exactness import random_tree
 from swiftbatch.worker.kernels.instruction_sets import chosen_variant
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK
 from swiftbatch.worker.model.model_kinds import RECURRENT_KINDS

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.drafters.base import DraftRequest
+from swiftbatch.worker.drafters.drafter_interface import DraftRequest
 from swiftbatch.worker.drafters.shared_budget import NUM_ROWS, best_shares
 from swiftbatch.worker.drafters.tree_budget import NODE_CHOICES, NodeBudget
-from swiftbatch.worker.drafters.two_level.auto_plan import RoundsPlanner
+from swiftbatch.worker.drafters.two_level.auto_rounds import RoundsPlanner
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.papers.griffin.griffin_tree import PricePlanner

@@ -22,8 +22,6 @@ from swiftbatch.worker.model.tokenizer import TextCodec
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.training import defaults
 from swiftbatch.worker.training.corpus import CorpusError, read_books
-from swiftbatch.worker.training.own_texts import load_target
-from swiftbatch.worker.training.steps import Recipe
 from swiftbatch.worker.training.target import evaluate, stages
 from swiftbatch.worker.training.target import training as target
 from swiftbatch.worker.training.target.recipe import (
@@ -34,6 +32,8 @@ from swiftbatch.worker.training.target.recipe import (
     long_text_recipe,
 )
 from swiftbatch.worker.training.target.windows import WindowSource
+from swiftbatch.worker.training.training_loop import Recipe
+from swiftbatch.worker.training.training_texts import load_target
 from tests.worker.training.small_target import train_small_targets
 
 pytestmark = pytest.mark.long

@@ -24,7 +24,7 @@ def run_gpu_bench(options: GPUBenchOptions, report: Callable[[str], None] = lamb
             "`swiftbatch bench kernels` measures CPUs"
         )
     from swiftbatch.worker.bench.gpu.measuring import measured
-    from swiftbatch.worker.exactness.first_run.parts import Parts
+    from swiftbatch.worker.exactness.gpu_doctor.check_parts import Parts
 
     kernels = CudaKernels(options.attention, options.linear)
     parts = Parts.of(locate_model(options.model), options.dtype, torch.device("cuda"), kernels)

@@ -12,9 +12,9 @@ from rich.text import Text
 
 from swiftbatch.jobs.frozen_records import Frozen
 from swiftbatch.jobs.run.option_values import AttentionName, Device, LinearName
+from swiftbatch.worker.bench.bench_options import BenchOptions, Positions
 from swiftbatch.worker.bench.bench_tables import new_table, number
 from swiftbatch.worker.bench.decode_figures import DecodeRecord
-from swiftbatch.worker.bench.options import BenchOptions, Positions
 from swiftbatch.worker.config import Computation
 from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS

@@ -14,11 +14,11 @@ import torch
 
 from swiftbatch.worker.bench.gpu.gpu_figures import GPUResumeRecord, GPUStepRecord, ReadRecord
 from swiftbatch.worker.caches.slot_arena import ArenaKVCache
-from swiftbatch.worker.drawing.tree import ROOT, DraftTree
-from swiftbatch.worker.exactness.first_run.parts import ArenaTarget, Parts
+from swiftbatch.worker.drawing.draft_tree import ROOT, DraftTree
+from swiftbatch.worker.exactness.gpu_doctor.check_parts import ArenaTarget, Parts
 from swiftbatch.worker.kernels.cuda.cuda_graph import Graph, Repeated, Work, capture
-from swiftbatch.worker.target.clock import Clock, clock_of
 from swiftbatch.worker.target.tiles import SequenceRows, max_tree_depth, tree_rows
+from swiftbatch.worker.target.timers import Clock, clock_of
 
 PIECE = 1024  # positions of a checkpoint's segment
 

@@ -11,19 +11,19 @@ import torch
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.bench.bench_engine import BenchError
-from swiftbatch.worker.bench.decode import NUM_WARMUP_TOKENS, DecodeBenchOptions, decode_records
+from swiftbatch.worker.bench.bench_options import machine
+from swiftbatch.worker.bench.decode_bench import NUM_WARMUP_TOKENS, DecodeBenchOptions, decode_records
 from swiftbatch.worker.bench.decode_figures import DecodeRecord
 from swiftbatch.worker.bench.gpu.gpu_figures import GPUBenchOptions, GPUBenchResult
 from swiftbatch.worker.bench.gpu.gpu_steps import read_records, resume_record, step_records
-from swiftbatch.worker.bench.options import machine
 from swiftbatch.worker.bench.peak_memory import peak_bytes, reset_peak
+from swiftbatch.worker.caches.cache_room import GB, MEMORY, KVRoom
 from swiftbatch.worker.caches.memory.memory_plan import GPUMemory, one_slot
 from swiftbatch.worker.caches.memory.model_sizes import ModelSizes, read_sizes
 from swiftbatch.worker.caches.memory.page_counts import GPU_PAGE
-from swiftbatch.worker.caches.room import GB, MEMORY, KVRoom
 from swiftbatch.worker.drafters.catalogue import check_parts
-from swiftbatch.worker.exactness.first_run.machine import device_facts, read_bandwidth
-from swiftbatch.worker.exactness.first_run.parts import Parts
+from swiftbatch.worker.exactness.gpu_doctor.check_parts import Parts
+from swiftbatch.worker.exactness.gpu_doctor.machine_checks import device_facts, read_bandwidth
 
 NUM_CACHES = 2  # an engine has a job's and the warm-up text's; a resume has as many
 TEMPERATURE, MIN_P = 1.0, 0.1  # of the engines

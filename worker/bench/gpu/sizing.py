@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
+from swiftbatch.worker.caches.cache_room import GB, NUM_UNWRITTEN
 from swiftbatch.worker.caches.memory.memory_plan import NO_DRAFTS, DraftMemory, GPUMemory, one_slot, splits_of
 from swiftbatch.worker.caches.memory.model_sizes import ExpertSizes, ModelSizes
 from swiftbatch.worker.caches.memory.packed_sizes import PackedPart
 from swiftbatch.worker.caches.memory.page_counts import held_in_windows
 from swiftbatch.worker.caches.memory.row_choice import most_together
-from swiftbatch.worker.caches.room import GB, NUM_UNWRITTEN
-from swiftbatch.worker.caches.summary import summary_positions
+from swiftbatch.worker.caches.summary_cache import summary_positions
 from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.inspection import CONTEXT_BYTES, GPU_BYTES, GPUS, SLOT_LENGTHS
 from swiftbatch.worker.kernels.kernel_sizes import LatentSizes

@@ -16,7 +16,7 @@ from rich.console import Group
 from swiftbatch.jobs.frozen_records import Frozen
 from swiftbatch.worker.bench.bench_tables import new_table, number
 from swiftbatch.worker.bench.kernels.operations import Operation
-from swiftbatch.worker.bench.kernels.roof import Roof
+from swiftbatch.worker.bench.kernels.roofline import Roof
 
 COLOURS, MARKERS = ("#0b5fa5", "#d9730d", "#3a923a", "#8c4fb0", "#7f7f7f"), ("o", "s", "^", "D", "v")
 ROOF = "#333333"

@@ -12,10 +12,10 @@ from pathlib import Path
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.bench_engine import BenchEngine, digest
 from swiftbatch.worker.bench.bench_variants import create_bench_drafter
-from swiftbatch.worker.bench.decode import read_tokens
+from swiftbatch.worker.bench.decode_bench import read_tokens
 from swiftbatch.worker.bench.long.long_figures import LongFigures, LongRecord, LongResult, Mark
 from swiftbatch.worker.bench.long.plain_windows import PlainWindows
-from swiftbatch.worker.drafters.base import Drafter
+from swiftbatch.worker.drafters.drafter_interface import Drafter
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.session.diversity import distinct
 from swiftbatch.worker.target.step_costs import Costs

@@ -10,7 +10,7 @@ import numpy as np
 
 from swiftbatch.jobs.frozen_records import Frozen
 from swiftbatch.worker.bench.bench_engine import BenchEngine
-from swiftbatch.worker.caches.full import FullKVCache
+from swiftbatch.worker.caches.full_cache import FullKVCache
 from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.target.target import TargetModel

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from swiftbatch.worker.bench.bench_engine import BenchError
 from swiftbatch.worker.bench.kernels.kernel_figures import KernelResult
 from swiftbatch.worker.bench.kernels.kernel_figures import plot as plot_kernels
-from swiftbatch.worker.bench.long.long import LongBenchOptions
+from swiftbatch.worker.bench.long.long_bench import LongBenchOptions
 from swiftbatch.worker.bench.long.long_figures import LongResult
 from swiftbatch.worker.bench.long.long_plot import plot as plot_long
 from swiftbatch.worker.bench.suite.speed_tables import (

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from swiftbatch.worker.bench.agreement import AgreementRecord
+from swiftbatch.worker.bench.agreement_bench import AgreementRecord
 from swiftbatch.worker.bench.auto_figures import BASELINE, AutoRecord
-from swiftbatch.worker.bench.checkpoints import MIB, CheckpointRecord
+from swiftbatch.worker.bench.checkpoint_bench import MIB, CheckpointRecord
 from swiftbatch.worker.bench.decode_figures import DecodeRecord
-from swiftbatch.worker.bench.fields import FieldRecord
+from swiftbatch.worker.bench.field_bench import FieldRecord
 from swiftbatch.worker.bench.kernels.kernel_figures import KernelResult
 from swiftbatch.worker.bench.long.long_figures import LongResult
 

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 import swiftbatch
 from swiftbatch.jobs.frozen_records import Frozen
 from swiftbatch.worker.bench.bench_engine import BenchError, read_text
-from swiftbatch.worker.bench.options import BenchOptions
+from swiftbatch.worker.bench.bench_options import BenchOptions
 from swiftbatch.worker.kernels.instruction_sets import chosen_variant
 
 PATHS = {"json_path", "plot_path", "text", "model"}  # options that say where, and not what

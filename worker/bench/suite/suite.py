@@ -12,7 +12,7 @@ from typing import Any
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.run.option_values import Device
 from swiftbatch.worker.bench.bench_engine import text_tokens
-from swiftbatch.worker.bench.options import BenchOptions
+from swiftbatch.worker.bench.bench_options import BenchOptions
 from swiftbatch.worker.bench.suite.speed_page import PAGE, draw_plots, page_of
 from swiftbatch.worker.bench.suite.stage_file import MadeWith, StageFile, known, made_with, sha256_of, write_whole
 from swiftbatch.worker.bench.suite.suite_stages import SuiteStage, stages_of

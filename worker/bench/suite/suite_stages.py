@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.worker.bench.agreement import AgreementOptions, run_agreement_bench
+from swiftbatch.worker.bench.agreement_bench import AgreementOptions, run_agreement_bench
 from swiftbatch.worker.bench.auto_bench import AutoBenchOptions, run_auto_bench
-from swiftbatch.worker.bench.checkpoints import CheckpointBenchOptions, run_checkpoint_bench
-from swiftbatch.worker.bench.decode import DecodeBenchOptions, run_decode_bench
-from swiftbatch.worker.bench.fields import FieldBenchOptions, run_field_bench
-from swiftbatch.worker.bench.kernels.kernels import KernelBenchOptions, run_kernel_bench
-from swiftbatch.worker.bench.long.long import LongBenchOptions, run_long_bench
-from swiftbatch.worker.bench.options import BenchOptions
+from swiftbatch.worker.bench.bench_options import BenchOptions
+from swiftbatch.worker.bench.checkpoint_bench import CheckpointBenchOptions, run_checkpoint_bench
+from swiftbatch.worker.bench.decode_bench import DecodeBenchOptions, run_decode_bench
+from swiftbatch.worker.bench.field_bench import FieldBenchOptions, run_field_bench
+from swiftbatch.worker.bench.kernels.kernel_bench import KernelBenchOptions, run_kernel_bench
+from swiftbatch.worker.bench.long.long_bench import LongBenchOptions, run_long_bench
 from swiftbatch.worker.drafters.catalogue import ENGINES, check_parts
 from swiftbatch.worker.model.model_files import ModelFiles
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from swiftbatch.jobs.run.option_values import AttentionName
+from swiftbatch.worker.caches.cache_room import GB, MAX_TREE_NODES, KVRoomError
 from swiftbatch.worker.caches.memory.page_counts import GPU_PAGE, WindowPages
-from swiftbatch.worker.caches.room import GB, MAX_TREE_NODES, KVRoomError
 from swiftbatch.worker.kernels.kernel_sizes import MOST_SLOTS, NUM_ROWS, most_slots
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from swiftbatch.jobs.run.option_values import KVDtype
+from swiftbatch.worker.caches.cache_room import ITEM_SIZES, MAX_TREE_NODES, HeldPositions, bytes_per_position
 from swiftbatch.worker.caches.memory.packed_sizes import PackedPart, num_beside, num_floats, packed_parts
-from swiftbatch.worker.caches.room import ITEM_SIZES, MAX_TREE_NODES, HeldPositions, bytes_per_position
 from swiftbatch.worker.kernels.cuda.states.step_layout import slot_bytes
 from swiftbatch.worker.kernels.kernel_sizes import CUDA_SCALE_BYTES, LatentSizes
 from swiftbatch.worker.model.dense_config import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
-from swiftbatch.worker.caches.room import MAX_TREE_NODES, NUM_ASKED, HeldPositions
+from swiftbatch.worker.caches.cache_room import MAX_TREE_NODES, NUM_ASKED, HeldPositions
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK, ROW_CHOICES
 from swiftbatch.worker.model.layer_windows import Windows
 

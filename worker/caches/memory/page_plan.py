@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from swiftbatch.worker.caches.cache_room import GB, MAX_TREE_NODES, MEMORY, KVRoomError
 from swiftbatch.worker.caches.memory.memory_plan import (
     NO_DRAFTS,
     DraftMemory,
@@ -22,7 +23,6 @@ from swiftbatch.worker.caches.memory.memory_plan import (
 )
 from swiftbatch.worker.caches.memory.model_sizes import ModelSizes
 from swiftbatch.worker.caches.memory.page_counts import GPU_PAGE, WindowPages, pages_of
-from swiftbatch.worker.caches.room import GB, MAX_TREE_NODES, MEMORY, KVRoomError
 from swiftbatch.worker.kernels.kernel_sizes import RING_LAYERS, most_slots
 
 DRAFT_SHARE = 0.25  # of what is left beside the weights, for what drafts keep, where few jobs fit at their longest

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from swiftbatch.worker.caches.full import FullKVCache
+from swiftbatch.worker.caches.full_cache import FullKVCache
 from swiftbatch.worker.drafters.shared_budget import BudgetedDrafter
+from swiftbatch.worker.drawing.draft_tree import DraftTree
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.drawing.verification import Verification
 from swiftbatch.worker.target.step_costs import Costs
 from swiftbatch.worker.target.target import TargetModel

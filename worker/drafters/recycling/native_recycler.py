@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from swiftbatch.worker.drafters.base import WantedTree
+from swiftbatch.worker.drafters.drafter_interface import WantedTree
+from swiftbatch.worker.drawing.draft_tree import DraftTree
 from swiftbatch.worker.drawing.native_calls import address_of
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.drawing.verification import TOP_K
 from swiftbatch.worker.kernels.instruction_sets import load_library
 

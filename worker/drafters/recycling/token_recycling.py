@@ -14,13 +14,13 @@ from typing import Protocol
 
 import numpy as np
 
-from swiftbatch.worker.drafters.base import ReadRows, Verified, WantedTree
+from swiftbatch.worker.drafters.drafter_interface import ReadRows, Verified, WantedTree
 from swiftbatch.worker.drafters.ranking import CandidateRanker, grow_best_first, ranking_rule
 from swiftbatch.worker.drafters.recycling.native_recycler import NativeRecycling, TextCandidates
 from swiftbatch.worker.drafters.recycling.recycling_tables import NEW_SHARE, PAIR_SHARE, RecyclingTables
 from swiftbatch.worker.drafters.shared_budget import BudgetedDrafter
+from swiftbatch.worker.drawing.draft_tree import DraftTree
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.drawing.verification import Verification
 from swiftbatch.worker.kernels.instruction_sets import chosen_variant
 from swiftbatch.worker.target.step_costs import Costs

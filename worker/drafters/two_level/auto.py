@@ -17,13 +17,20 @@ from pathlib import Path
 import numpy as np
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.worker.caches.full import FullKVCache
+from swiftbatch.worker.caches.full_cache import FullKVCache
 from swiftbatch.worker.caches.scan_cache import SHORTEST_SCANNED, ScanKVCache
-from swiftbatch.worker.drafters.base import DraftCounters, Drafter, DraftRequest, ReadRows, Verified, WantedTree
 from swiftbatch.worker.drafters.catalogue import ENGINES, MTP, engine_entry
+from swiftbatch.worker.drafters.drafter_interface import (
+    DraftCounters,
+    Drafter,
+    DraftRequest,
+    ReadRows,
+    Verified,
+    WantedTree,
+)
 from swiftbatch.worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
 from swiftbatch.worker.drafters.shared_budget import MUCH_LONGER, RestingDrafter, SharedBudget, lengths_of, names_of
-from swiftbatch.worker.drafters.two_level.auto_plan import (
+from swiftbatch.worker.drafters.two_level.auto_rounds import (
     ON_A_CPU,
     RoundCosts,
     RoundsChoice,
@@ -32,12 +39,12 @@ from swiftbatch.worker.drafters.two_level.auto_plan import (
     costs_on_a_gpu,
 )
 from swiftbatch.worker.drafters.two_level.chain import Chain, Proposer
-from swiftbatch.worker.drafters.two_level.drafter import TwoLevelDrafter
-from swiftbatch.worker.drafters.two_level.measured import MeasuredDrafter
+from swiftbatch.worker.drafters.two_level.faster_drafter import MeasuredDrafter
+from swiftbatch.worker.drafters.two_level.plain_turns import DraftTurns
 from swiftbatch.worker.drafters.two_level.repeating import RepeatingDrafter
-from swiftbatch.worker.drafters.two_level.turns import DraftTurns
+from swiftbatch.worker.drafters.two_level.two_level_drafter import TwoLevelDrafter
+from swiftbatch.worker.drawing.draft_tree import DraftTree
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.drawing.verification import Verification
 from swiftbatch.worker.target.step_costs import Costs
 from swiftbatch.worker.target.target import TargetModel

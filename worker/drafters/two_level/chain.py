@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from swiftbatch.worker.caches.partial import PartialCache
-from swiftbatch.worker.drafters.base import Learner
+from swiftbatch.worker.caches.partial_cache import PartialCache
+from swiftbatch.worker.drafters.drafter_interface import Learner
 from swiftbatch.worker.drafters.ranking import CandidateRanker
+from swiftbatch.worker.drawing.draft_tree import ROOT, DraftTree
 from swiftbatch.worker.drawing.drawing import Sampler, penalised
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 from swiftbatch.worker.drawing.verification import Walk
 from swiftbatch.worker.target.chains import Drawn
 from swiftbatch.worker.target.partial_rows import PartialRows, partial_rows, row_ahead

@@ -8,17 +8,17 @@ from itertools import pairwise
 
 import numpy as np
 
-from swiftbatch.worker.caches.full import FullKVCache
-from swiftbatch.worker.drafters.base import DraftCounters, Drafter, DraftRequest, ReadRows, Verified
+from swiftbatch.worker.caches.full_cache import FullKVCache
+from swiftbatch.worker.drafters.drafter_interface import DraftCounters, Drafter, DraftRequest, ReadRows, Verified
 from swiftbatch.worker.drafters.lookup.repeated_text import RepeatedText, RepeatShares
 from swiftbatch.worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
 from swiftbatch.worker.drafters.shared_budget import RestingDrafter, SharedBudget, names_of
 from swiftbatch.worker.drafters.tree_budget import NODE_CHOICES
-from swiftbatch.worker.drafters.two_level.turns import DraftTurns, num_steps_of
+from swiftbatch.worker.drafters.two_level.plain_turns import DraftTurns, num_steps_of
+from swiftbatch.worker.drawing.draft_tree import DraftTree
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.drawing.verification import Verification
-from swiftbatch.worker.target.clock import seconds_now
+from swiftbatch.worker.target.timers import seconds_now
 
 FEW_NODES = (7,)
 PROMISING = 1.3  # tokens a step of a chain that short: a repeat that promises less is not worth planning for

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from swiftbatch.worker.drawing.cuda.row_words import NUM_DRAFTED, NUM_MASKED
-from swiftbatch.worker.drawing.rules import num_mask_words
+from swiftbatch.worker.drawing.token_rules import num_mask_words
 
 BLOCK = 1024  # tokens of one program; a multiple of 4, which share a counter of the noise
 MAX_VOCAB = 2**19 - 1  # weights of that many tokens are summed as whole numbers of 2^-44 in 63 bits

@@ -17,12 +17,12 @@ from swiftbatch.worker.drawing.cuda.buffers import SlotBuffers
 from swiftbatch.worker.drawing.cuda.draw_graphs import DrawGraphs, DrawnRows
 from swiftbatch.worker.drawing.cuda.draw_rows import DrawLayout, DrawRow, committed_tokens, mask_rows, rows_of
 from swiftbatch.worker.drawing.cuda.row_words import NUM_DRAFTED, needs_slot
+from swiftbatch.worker.drawing.draft_tree import ROOT, DraftTree
 from swiftbatch.worker.drawing.drawing import NO_MASKS, Masks, logprobs_by
 from swiftbatch.worker.drawing.filters.filter_list import needs_filters
 from swiftbatch.worker.drawing.sampling import TokenSampler
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.split_rows import together
-from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 from swiftbatch.worker.drawing.verification import Walk
 from swiftbatch.worker.kernels.cuda.cuda_graph import Capture, capture
 from swiftbatch.worker.kernels.cuda.upload import Upload

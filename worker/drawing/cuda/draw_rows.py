@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from swiftbatch.worker.drawing.adjustments import masked_behind
 from swiftbatch.worker.drawing.cuda.buffers import SlotBuffers
 from swiftbatch.worker.drawing.cuda.row_words import NUM_DRAFTED, NUM_MASKED, NUM_WORDS, PADDING, ROW, fill_row
+from swiftbatch.worker.drawing.draft_tree import ROOT, DraftTree
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
 
 

@@ -12,7 +12,7 @@ import torch
 import triton
 from numpy.typing import NDArray
 
-from swiftbatch.worker.caches.full import CacheShape, FullKVCache
+from swiftbatch.worker.caches.full_cache import CacheShape, FullKVCache
 from swiftbatch.worker.caches.slot_arena import ArenaKVCache, KVArena
 from swiftbatch.worker.drawing.cuda.buffers import SlotBuffers
 from swiftbatch.worker.drawing.cuda.counts import update_counts

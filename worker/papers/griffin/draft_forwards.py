@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.caches.full import FullKVCache
+from swiftbatch.worker.caches.full_cache import FullKVCache
+from swiftbatch.worker.drawing.draft_tree import ROOT, DraftTree
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK
 from swiftbatch.worker.papers.griffin.draft_input import (
     NOTHING,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from swiftbatch.worker.caches.full import MAX_TREE_NODES, FullKVCache
+from swiftbatch.worker.caches.full_cache import MAX_TREE_NODES, FullKVCache
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK
 from swiftbatch.worker.target.tiles import SequenceRows

@@ -6,17 +6,17 @@ from typing import Protocol
 
 import torch
 
-from swiftbatch.worker.caches.full import CacheShape, FullKVCache
+from swiftbatch.worker.caches.full_cache import CacheShape, FullKVCache
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.papers.griffin.draft_input import NUM_ENTRIES, Candidates, DraftRows, Room, wanted_rows
 from swiftbatch.worker.papers.griffin.griffin_weights import packed_weights
 from swiftbatch.worker.papers.griffin.model import GriffinConfig, GriffinModel
 from swiftbatch.worker.papers.griffin.native_griffin import NativeGriffin
 from swiftbatch.worker.papers.griffin.torch_ranking import TorchRoom, keep_and_rank
-from swiftbatch.worker.target.attention import ATTENTION_NAME, ExactRows, RowGroup
 from swiftbatch.worker.target.forwards import Forwards
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.tiles import Tile, needs_whole_tiles, pack_tiles
+from swiftbatch.worker.target.transformers_attention import ATTENTION_NAME, ExactRows, RowGroup
 
 
 class GriffinRows(Protocol):

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 
 from swiftbatch.metrics.worker_counters import timed
-from swiftbatch.worker.caches.full import FullKVCache
-from swiftbatch.worker.drafters.base import Drafter, DraftRequest
+from swiftbatch.worker.caches.full_cache import FullKVCache
+from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest
 from swiftbatch.worker.drafters.tree_budget import LookRhythm
+from swiftbatch.worker.drawing.draft_tree import DraftTree
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.drawing.verification import Verification
 from swiftbatch.worker.papers.griffin.draft_forwards import DraftForwards, GriffinForwards
 from swiftbatch.worker.papers.griffin.griffin_tree import EVERYTHING_PAYS, GrowingTree, PricePlanner

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from swiftbatch.worker.drafters.tree_budget import LEARNING_RATE, PRIOR_STEPS
+from swiftbatch.worker.drawing.draft_tree import ROOT, DraftTree
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 from swiftbatch.worker.papers.griffin.draft_forwards import Level
 from swiftbatch.worker.papers.griffin.draft_input import Candidates
 from swiftbatch.worker.target.step_costs import StepCosts

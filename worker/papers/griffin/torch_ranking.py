@@ -7,7 +7,7 @@ from typing import cast
 
 import torch
 
-from swiftbatch.worker.caches.full import FullKVCache
+from swiftbatch.worker.caches.full_cache import FullKVCache
 from swiftbatch.worker.drafters.ranking import CandidateRanker
 from swiftbatch.worker.drawing.sampling import TokenSampler
 from swiftbatch.worker.drawing.sequence import Sequence

@@ -20,11 +20,11 @@ import torch
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.caches.full import CacheShape, FullKVCache
+from swiftbatch.worker.caches.full_cache import CacheShape, FullKVCache
 from swiftbatch.worker.drafters.ranking import CandidateRanker
+from swiftbatch.worker.drawing.draft_tree import DraftTree
 from swiftbatch.worker.drawing.sampling import TokenSampler
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK
 from swiftbatch.worker.kernels.packed_layers import NativeLayers
 from swiftbatch.worker.papers.griffin.draft_forwards import Level

@@ -26,9 +26,9 @@ from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.training import defaults
 from swiftbatch.worker.training.feature_file import TextFeatures
 from swiftbatch.worker.training.head_recipe import HeadRecipe
-from swiftbatch.worker.training.own_texts import load_target
-from swiftbatch.worker.training.steps import Optimizers, Recipe, StepLoss, run_steps
 from swiftbatch.worker.training.training_folder import TrainingFiles, TrainingFolder, held, write_measured, write_record
+from swiftbatch.worker.training.training_loop import Optimizers, Recipe, StepLoss, run_steps
+from swiftbatch.worker.training.training_texts import load_target
 
 FILES = TrainingFiles("mtp_log.jsonl", "mtp_state.pt", MTP_FILE)
 NUM_STATE_STEPS = 100  # between two states

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from swiftbatch.worker.drafters.ranking import grow_best_first
-from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.drawing.draft_tree import DraftTree
 
 Ranked = list[tuple[float, int]]  # (log-confidence, token)
 Recycled = Callable[[tuple[int, ...]], Ranked]  # tokens from the root -> candidates behind them

@@ -17,20 +17,20 @@ import numpy as np
 import torch
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.worker.caches.full import MAX_TREE_NODES
-from swiftbatch.worker.caches.partial import PartialCacheFactory
-from swiftbatch.worker.caches.summary import SummaryKVCache
-from swiftbatch.worker.drafters.base import ReadRows
+from swiftbatch.worker.caches.full_cache import MAX_TREE_NODES
+from swiftbatch.worker.caches.partial_cache import PartialCacheFactory
+from swiftbatch.worker.caches.summary_cache import SummaryKVCache
 from swiftbatch.worker.drafters.catalogue import ENGINES
+from swiftbatch.worker.drafters.drafter_interface import ReadRows
 from swiftbatch.worker.drafters.ranking import CandidateRanker
 from swiftbatch.worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
 from swiftbatch.worker.drafters.two_level.chain import Chain, Proposer, RoundPlan
-from swiftbatch.worker.drafters.two_level.drafter import TwoLevelDrafter
-from swiftbatch.worker.drafters.two_level.round_plan import planner_of
+from swiftbatch.worker.drafters.two_level.two_level_drafter import TwoLevelDrafter
+from swiftbatch.worker.drafters.two_level.two_level_plan import planner_of
 from swiftbatch.worker.drawing.adjustments import adjusted
+from swiftbatch.worker.drawing.draft_tree import DraftTree
 from swiftbatch.worker.drawing.drawing import penalised
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.drawing.verification import Verification
 from swiftbatch.worker.papers.tokenswift.digit_tree import Ranked, Recycled, Sources, digit_tree
 from swiftbatch.worker.papers.tokenswift.heads import DecodingHeads

@@ -21,9 +21,15 @@ from swiftbatch.worker.model.model_files import HEADS_FILE, ModelFiles, locate_m
 from swiftbatch.worker.papers.tokenswift.heads import head_states, save_heads
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.training.head_recipe import HeadRecipe
-from swiftbatch.worker.training.own_texts import TextStates, held_out_texts, load_target, text_states, training_states
-from swiftbatch.worker.training.steps import check_loss
 from swiftbatch.worker.training.training_folder import TrainingFiles, TrainingFolder, held, write_measured, write_record
+from swiftbatch.worker.training.training_loop import check_loss
+from swiftbatch.worker.training.training_texts import (
+    TextStates,
+    held_out_texts,
+    load_target,
+    text_states,
+    training_states,
+)
 
 FILES = TrainingFiles("tokenswift_log.jsonl", "tokenswift_state.pt", HEADS_FILE)
 NUM_LOGITS = 2**24  # held at once, whatever the vocabulary

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.worker.caches.full import FullKVCache
+from swiftbatch.worker.caches.full_cache import FullKVCache
 from swiftbatch.worker.drafters.catalogue import DRAFT_MODEL, ENGINES
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.target.step_costs import seconds_of

@@ -8,7 +8,7 @@ from transformers import LlamaConfig, PreTrainedConfig
 
 from swiftbatch.worker.papers.triforce.draft_model import NUM_SINKS, WINDOW
 from swiftbatch.worker.training.head_recipe import HeadRecipe
-from swiftbatch.worker.training.steps import Recipe
+from swiftbatch.worker.training.training_loop import Recipe
 
 LENGTH = NUM_SINKS + 2 * WINDOW  # length of training windows: the most that it reads in use
 

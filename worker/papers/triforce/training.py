@@ -25,7 +25,10 @@ from swiftbatch.worker.papers.triforce.draft_model import NUM_SINKS, WINDOW, win
 from swiftbatch.worker.papers.triforce.recipe import NUM_BOOK_TOKENS, DraftRecipe, draft_config
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.training.corpus import jumping_positions
-from swiftbatch.worker.training.own_texts import (
+from swiftbatch.worker.training.target.training import save_target
+from swiftbatch.worker.training.training_folder import TrainingFiles, TrainingFolder, held, write_measured, write_record
+from swiftbatch.worker.training.training_loop import Optimizers, StepLoss, repeatable, run_steps
+from swiftbatch.worker.training.training_texts import (
     Text,
     book_texts,
     held_out_texts,
@@ -33,9 +36,6 @@ from swiftbatch.worker.training.own_texts import (
     learned_texts,
     load_target,
 )
-from swiftbatch.worker.training.steps import Optimizers, StepLoss, repeatable, run_steps
-from swiftbatch.worker.training.target.training import save_target
-from swiftbatch.worker.training.training_folder import TrainingFiles, TrainingFolder, held, write_measured, write_record
 
 FILES = TrainingFiles("draft_log.jsonl", "draft_state.pt", "model.safetensors")
 NUM_STATE_STEPS = 100  # between two states

@@ -11,16 +11,16 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from swiftbatch.worker.caches.partial import PartialCacheFactory
-from swiftbatch.worker.caches.summary import SummaryKVCache
+from swiftbatch.worker.caches.partial_cache import PartialCacheFactory
+from swiftbatch.worker.caches.summary_cache import SummaryKVCache
 from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.drafters.ranking import CandidateRanker
 from swiftbatch.worker.drafters.two_level.chain import Chain, Proposer, RoundPlan
-from swiftbatch.worker.drafters.two_level.drafter import TwoLevelDrafter
-from swiftbatch.worker.drafters.two_level.round_plan import planner_of
+from swiftbatch.worker.drafters.two_level.two_level_drafter import TwoLevelDrafter
+from swiftbatch.worker.drafters.two_level.two_level_plan import planner_of
+from swiftbatch.worker.drawing.draft_tree import ROOT, DraftTree
 from swiftbatch.worker.drawing.drawing import Drawing, penalised
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 from swiftbatch.worker.papers.triforce.draft_model import DraftModel, window_of
 from swiftbatch.worker.target.step_costs import Costs
 from swiftbatch.worker.target.target import TargetModel

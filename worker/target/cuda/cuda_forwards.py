@@ -13,12 +13,12 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.caches.full import FullKVCache
+from swiftbatch.worker.caches.full_cache import FullKVCache
 from swiftbatch.worker.caches.host_copies import computing_stream
-from swiftbatch.worker.caches.partial import NewEntries, PartialCacheFactory
+from swiftbatch.worker.caches.partial_cache import NewEntries, PartialCacheFactory
 from swiftbatch.worker.caches.slot_arena import ArenaKVCache, KVArena
 from swiftbatch.worker.drawing.cuda.cuda_drawing import CudaDrawing
-from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.drawing.draft_tree import DraftTree
 from swiftbatch.worker.kernels.cuda.cuda_attention_choice import ATTENTION_KERNELS
 from swiftbatch.worker.kernels.cuda.cuda_graph import Capture, capture
 from swiftbatch.worker.kernels.cuda.decoder import CudaDecoder
@@ -33,7 +33,7 @@ from swiftbatch.worker.kernels.kernel_choice import CUBLAS_WORKSPACES, CudaKerne
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK
 from swiftbatch.worker.kernels.kv_dtypes import with_kv
 from swiftbatch.worker.target.cuda.partial_arena import PartialArena, RowMover, arena_for
-from swiftbatch.worker.target.cuda.rounds import CudaRounds, entries_of
+from swiftbatch.worker.target.cuda.partial_cache_forwards import CudaRounds, entries_of
 from swiftbatch.worker.target.expert_counts import CudaExpertCounts
 from swiftbatch.worker.target.hardware import hardware_of
 from swiftbatch.worker.target.partial_rows import PartialRows

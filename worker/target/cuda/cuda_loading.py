@@ -9,7 +9,8 @@ from dataclasses import replace
 import torch
 
 from swiftbatch.jobs.run.option_values import AttentionName, KVDtype
-from swiftbatch.worker.caches.full import MAX_TREE_NODES, CacheShape
+from swiftbatch.worker.caches.cache_room import HeldPositions
+from swiftbatch.worker.caches.full_cache import MAX_TREE_NODES, CacheShape
 from swiftbatch.worker.caches.host_copies import CudaLane, Staging, computing_stream
 from swiftbatch.worker.caches.layer_ring import Streams
 from swiftbatch.worker.caches.memory.memory_plan import (
@@ -31,11 +32,10 @@ from swiftbatch.worker.caches.memory.page_counts import PoolSize, held_in_window
 from swiftbatch.worker.caches.memory.page_plan import most_of_a_job, plan_offload, plan_pages
 from swiftbatch.worker.caches.offloaded_arena import OffloadedArena
 from swiftbatch.worker.caches.paged_arena import PagedArena
-from swiftbatch.worker.caches.room import HeldPositions
 from swiftbatch.worker.caches.scan_slots import scan_memory
 from swiftbatch.worker.caches.slot_arena import KVArena
 from swiftbatch.worker.caches.state_arena import StateArena
-from swiftbatch.worker.caches.summary import CHUNK_SIZE, summary_positions
+from swiftbatch.worker.caches.summary_cache import CHUNK_SIZE, summary_positions
 from swiftbatch.worker.caches.window_arena import WindowArena
 from swiftbatch.worker.kernels.cuda.stacked_weights import handed_over, stacked_weights
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights

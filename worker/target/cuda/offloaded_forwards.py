@@ -9,10 +9,10 @@ from typing import cast
 
 import torch
 
-from swiftbatch.worker.caches.full import FullKVCache
+from swiftbatch.worker.caches.full_cache import FullKVCache
 from swiftbatch.worker.caches.layer_ring import Visit
 from swiftbatch.worker.caches.offloaded_arena import OffloadedArena, OffloadedSlotCache
-from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.drawing.draft_tree import DraftTree
 from swiftbatch.worker.target.cuda.cuda_forwards import CudaForwards
 from swiftbatch.worker.target.tiles import SequenceRows, tree_rows
 

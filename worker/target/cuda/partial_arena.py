@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.caches.full import MAX_TREE_NODES, CacheShape, FullKVCache
-from swiftbatch.worker.caches.partial import Entries, PartialCacheFactory
-from swiftbatch.worker.caches.room import KVRoomError
+from swiftbatch.worker.caches.cache_room import KVRoomError
+from swiftbatch.worker.caches.full_cache import MAX_TREE_NODES, CacheShape, FullKVCache
+from swiftbatch.worker.caches.partial_cache import Entries, PartialCacheFactory
 from swiftbatch.worker.caches.scan_slots import SlotKeys
 from swiftbatch.worker.caches.slot_arena import ArenaKVCache, Place, SlotLease
 from swiftbatch.worker.drawing.sequence import Sequence

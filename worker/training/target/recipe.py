@@ -13,7 +13,7 @@ import numpy as np
 from transformers import Qwen3_5TextConfig, Qwen3Config
 
 from swiftbatch.worker.training import defaults
-from swiftbatch.worker.training.steps import Recipe
+from swiftbatch.worker.training.training_loop import Recipe
 
 VOCAB_SIZE = 4096
 MAX_POSITIONS = 131_072

@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.nn.functional import kl_div, log_softmax, nll_loss
 from transformers import PreTrainedModel
 
-from swiftbatch.worker.training.steps import Optimizers, StepLoss, StepRecord, repeatable, run_steps
 from swiftbatch.worker.training.target.delta_nets import sparing
 from swiftbatch.worker.training.target.recipe import LongTextRecipe, TargetRecipe, WindowRecipe
 from swiftbatch.worker.training.target.training_attention import EarlierSegments
 from swiftbatch.worker.training.target.windows import WindowBatch, WindowSource
 from swiftbatch.worker.training.training_folder import TrainingFolder, write_record
+from swiftbatch.worker.training.training_loop import Optimizers, StepLoss, StepRecord, repeatable, run_steps
 
 NUM_LOGIT_ROWS = {"cpu": 1024, "cuda": 16_384}  # rows whose logits are held at once: on a CPU they fit its cache
 

@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from swiftbatch.worker.caches.memory.memory_plan import SlotsWanted
 from swiftbatch.worker.model.model_files import EMBEDDED, let_others_read, locate_model
-from swiftbatch.worker.target.loading import resolve_device
+from swiftbatch.worker.target.forwards_choice import resolve_device
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.training import defaults
-from swiftbatch.worker.training.card import write_card
 from swiftbatch.worker.training.corpus import encode_books, read_books
+from swiftbatch.worker.training.model_card import write_card
 from swiftbatch.worker.training.target import evaluate
 from swiftbatch.worker.training.target.delta_nets import use_chunks
 from swiftbatch.worker.training.target.evaluate import (

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from swiftbatch.worker.bench.gpu.everything.gpu_stages import GPUStage
-from swiftbatch.worker.exactness.first_run.findings import Finding
+from swiftbatch.worker.exactness.gpu_doctor.findings import Finding
 
 if TYPE_CHECKING:
     from swiftbatch.worker.bench.gpu.everything.trial import Trial, Try

@@ -29,7 +29,7 @@ from swiftbatch.worker.bench.gpu.measuring import fitting_lengths, measured
 from swiftbatch.worker.bench.gpu.sizing import MODELS
 from swiftbatch.worker.caches.memory.memory_plan import GPUMemory
 from swiftbatch.worker.caches.slot_arena import ArenaKVCache
-from swiftbatch.worker.exactness.first_run.parts import Parts
+from swiftbatch.worker.exactness.gpu_doctor.check_parts import Parts
 from swiftbatch.worker.kernels import kernel_choice
 from swiftbatch.worker.kernels.cuda.linear import LINEAR_KERNELS
 from swiftbatch.worker.kernels.kernel_choice import CudaKernels
@@ -37,7 +37,7 @@ from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.target import step_costs
 from tests import ROOT
 from tests.worker.bench.bench_parts import words
-from tests.worker.exactness.first_run.small_parts import SMALL, row_by_row
+from tests.worker.exactness.gpu_doctor.small_parts import SMALL, row_by_row
 
 pytestmark = pytest.mark.long
 

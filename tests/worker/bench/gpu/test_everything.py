@@ -25,7 +25,7 @@ from swiftbatch.worker.bench.gpu.everything.stage_process import tried
 from swiftbatch.worker.bench.gpu.everything.stage_record import GPUStageRecord, read_record
 from swiftbatch.worker.bench.gpu.everything.trial import SMALL_SIZES, Trial
 from swiftbatch.worker.bench.gpu.sizing import EXPERTS, WINDOWED
-from swiftbatch.worker.exactness.first_run.findings import Finding, Result
+from swiftbatch.worker.exactness.gpu_doctor.findings import Finding, Result
 from swiftbatch.worker.model.dense_config import read_dense
 from tests import ROOT
 from tests.worker.bench.gpu import broken_stages, interpreted_stages

@@ -20,7 +20,7 @@ from swiftbatch.worker.bench.gpu.sizing import (
 )
 from swiftbatch.worker.caches.host_copies import STAGING_BYTES
 from swiftbatch.worker.caches.memory.memory_plan import CAPACITY_BLOCK, GRAPH_RESERVE, one_slot
-from swiftbatch.worker.caches.summary import CHUNK_SIZE
+from swiftbatch.worker.caches.summary_cache import CHUNK_SIZE
 from swiftbatch.worker.inspection import CONTEXT_BYTES, GPU_BYTES, GPUS, SLOT_LENGTHS
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
 from swiftbatch.worker.papers.tokenswift.tokenswift import TokenSwiftOptions

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.worker.bench import auto_bench, decode
+from swiftbatch.worker.bench import auto_bench, decode_bench
 from swiftbatch.worker.bench.bench_engine import BenchError
-from swiftbatch.worker.bench.kernels import roof
-from swiftbatch.worker.bench.options import BenchOptions
+from swiftbatch.worker.bench.bench_options import BenchOptions
+from swiftbatch.worker.bench.kernels import roofline
 from swiftbatch.worker.bench.suite import suite
 from swiftbatch.worker.bench.suite.speed_page import NAMES, PAGE, SECTIONS, page_of, with_figures
 from swiftbatch.worker.bench.suite.stage_file import MadeWith, StageFile, cpu_name, read_stage_file
@@ -34,9 +34,9 @@ CODE = "0" * 64
 @pytest.fixture(autouse=True)
 def _few_tokens(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(auto_bench, "CELL_TOKENS", 64)
-    monkeypatch.setattr(decode, "NUM_WARMUP_TOKENS", 256)
+    monkeypatch.setattr(decode_bench, "NUM_WARMUP_TOKENS", 256)
     for name, value in {"LARGEST": 1 << 20, "NUM_READ": 1 << 20, "NUM_MULTIPLIED": 100, "NUM_ROUNDS": 1}.items():
-        monkeypatch.setattr(roof, name, value)
+        monkeypatch.setattr(roofline, name, value)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
@@ -175,7 +175,7 @@ def test_a_stage_that_cannot_run_is_left_out_and_the_others_run(
     def refuse(*_: object) -> None:
         raise BenchError("not on this model")
 
-    monkeypatch.setattr(decode, "warm_drafters", refuse)
+    monkeypatch.setattr(decode_bench, "warm_drafters", refuse)
     monkeypatch.delitem(figures, "greedy", raising=False)
     assert told(options)[1] == "stage 1 of 2, greedy: left out: not on this model"
     assert not (options.output / "greedy.json").exists()

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from swiftbatch.worker.bench.gpu.sizing import MODELS, gpu_memory
-from swiftbatch.worker.caches.full import CacheShape
+from swiftbatch.worker.caches.cache_room import KVRoomError
+from swiftbatch.worker.caches.full_cache import CacheShape
 from swiftbatch.worker.caches.host_copies import HostStream
 from swiftbatch.worker.caches.layer_ring import LayerRing, Streams
 from swiftbatch.worker.caches.memory.memory_plan import DraftMemory, slot_capacity
 from swiftbatch.worker.caches.memory.page_plan import HOST_SHARE, plan_offload
-from swiftbatch.worker.caches.room import KVRoomError
 from swiftbatch.worker.inspection import CONTEXT_BYTES, GPU_BYTES, GPUS
 from swiftbatch.worker.kernels.kernel_sizes import MOST_SLOTS
 

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
+from swiftbatch.worker.caches.cache_room import HeldPositions
 from swiftbatch.worker.caches.memory.page_counts import HORIZON, PAGE, ROOM_BEHIND, Growth, most_pages, pages_of
-from swiftbatch.worker.caches.room import HeldPositions
 
 HELD = HeldPositions(150, 0.25)
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from swiftbatch.worker.bench.gpu.sizing import MODELS, WINDOWED, gpu_memory
-from swiftbatch.worker.caches.full import CacheShape
+from swiftbatch.worker.caches.cache_room import KVRoomError
+from swiftbatch.worker.caches.full_cache import CacheShape
 from swiftbatch.worker.caches.memory.memory_plan import DraftMemory, GPUMemory, plan_memory
 from swiftbatch.worker.caches.memory.model_sizes import ModelSizes
 from swiftbatch.worker.caches.memory.page_counts import GPU_PAGE, PoolSize, held_in_windows, pages_of
 from swiftbatch.worker.caches.memory.page_plan import DRAFT_SHARE, most_of_a_job, plan_pages
-from swiftbatch.worker.caches.room import KVRoomError
 from swiftbatch.worker.inspection import CONTEXT_BYTES, GPU_BYTES, GPUS
 from swiftbatch.worker.kernels.kernel_sizes import MOST_SLOTS
 from swiftbatch.worker.target.cuda.cuda_loading import arena_of

@@ -13,7 +13,8 @@ import torch
 
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.gpu.sizing import MODELS, gpu_memory
-from swiftbatch.worker.caches.full import MAX_TREE_NODES, CacheShape
+from swiftbatch.worker.caches.cache_room import KVRoomError
+from swiftbatch.worker.caches.full_cache import MAX_TREE_NODES, CacheShape
 from swiftbatch.worker.caches.memory.memory_plan import (
     DraftMemory,
     GPUMemory,
@@ -24,9 +25,8 @@ from swiftbatch.worker.caches.memory.memory_plan import (
 )
 from swiftbatch.worker.caches.memory.model_sizes import ModelSizes, read_sizes, sizes_of
 from swiftbatch.worker.caches.memory.packed_sizes import PackedPart
-from swiftbatch.worker.caches.room import KVRoomError
 from swiftbatch.worker.caches.slot_arena import KVArena
-from swiftbatch.worker.caches.summary import SummaryKVCache, summary_positions
+from swiftbatch.worker.caches.summary_cache import SummaryKVCache, summary_positions
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.inspection import CONTEXT_BYTES, GPU_BYTES, GPUS
 from swiftbatch.worker.kernels.cuda.cuda_row_table import TableLayout

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from swiftbatch.worker.caches.memory.page_counts import GPU_PAGE
-from swiftbatch.worker.caches.summary import CHUNK_SIZE
+from swiftbatch.worker.caches.summary_cache import CHUNK_SIZE
 from swiftbatch.worker.drawing.cuda import buffers, candidates, counts, draw, scores
 from swiftbatch.worker.drawing.cuda import candidates as choice
 from swiftbatch.worker.drawing.cuda import (

@@ -14,11 +14,11 @@ from swiftbatch.worker.drawing.cuda.buffers import SlotBuffers
 from swiftbatch.worker.drawing.cuda.draw import DrawBuffers
 from swiftbatch.worker.drawing.cuda.draw_rows import leaving_tokens
 from swiftbatch.worker.drawing.cuda.row_words import NUM_DRAFTED, NUM_MASKED, fill_row, padding_rows
+from swiftbatch.worker.drawing.draft_tree import ROOT, DraftTree
 from swiftbatch.worker.drawing.filters.filter_list import FILTERS as FILTER_LIST
-from swiftbatch.worker.drawing.rules import mask_of, num_mask_words
 from swiftbatch.worker.drawing.sampling import TokenSampler
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.tree import ROOT, DraftTree
+from swiftbatch.worker.drawing.token_rules import mask_of, num_mask_words
 from tests.worker.drawing.native.sampling_parts import any_mask, any_row, any_words
 
 NAN = float("nan")

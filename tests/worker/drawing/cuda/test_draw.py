@@ -9,8 +9,8 @@ import torch
 
 from swiftbatch.worker.drawing.cuda.buffers import BLOCK
 from swiftbatch.worker.drawing.cuda.draw import Draw, DrawBuffers, FilteredDraw
+from swiftbatch.worker.drawing.draft_tree import DraftTree
 from swiftbatch.worker.drawing.filters.filter_list import needs_filters
-from swiftbatch.worker.drawing.tree import DraftTree
 from tests.worker.drawing.cuda.draw_parts import (
     FILTERS,
     NAN,

@@ -14,8 +14,8 @@ from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.drawing.adjustments import penalise
 from swiftbatch.worker.drawing.native_calls import kernels
 from swiftbatch.worker.drawing.noise import BLOCK, GumbelNoise
-from swiftbatch.worker.drawing.rules import mask_of
 from swiftbatch.worker.drawing.sampling import draw
+from swiftbatch.worker.drawing.token_rules import mask_of
 from swiftbatch.worker.kernels.instruction_sets import OVERRIDE
 from tests.worker.kernels.kernel_parts import VARIANTS
 

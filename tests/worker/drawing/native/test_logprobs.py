@@ -11,9 +11,9 @@ import torch
 from swiftbatch.jobs.logprobs import NO_TOKEN, TokenLogprobs
 from swiftbatch.jobs.run.option_values import LogprobsMode
 from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.drawing.draft_tree import DraftTree
 from swiftbatch.worker.drawing.drawing import NativeDrawing, TorchDrawing
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.drawing.verification import Walk
 from tests.worker.drawing.native.sampling_parts import INF, any_row, in_every_variant
 from tests.worker.drawing.native.test_sampling_walk import VOCAB, any_rows, any_tree, sequences

@@ -10,11 +10,11 @@ import torch
 
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.drawing import native_drawing as sampling
+from swiftbatch.worker.drawing.draft_tree import ROOT, DraftTree
 from swiftbatch.worker.drawing.drawing import UNLIKELY, TorchDrawing
 from swiftbatch.worker.drawing.native_drawing import NativeSampler
 from swiftbatch.worker.drawing.sampling import TokenSampler
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 from swiftbatch.worker.drawing.verification import TOP_K, Walk, walk
 from tests.worker.drawing.native.sampling_parts import (
     INF,

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.caches.full import FullKVCache
-from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.caches.full_cache import FullKVCache
+from swiftbatch.worker.drawing.draft_tree import DraftTree
 from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, CudaRowTable, PageTable, TableLayout
 from swiftbatch.worker.kernels.cuda.tree_attention import AttentionShape
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS

@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from swiftbatch.worker.caches.memory.page_counts import GPU_PAGE
-from swiftbatch.worker.exactness.first_run import machine
+from swiftbatch.worker.exactness.gpu_doctor import machine_checks
 from swiftbatch.worker.kernels.attention_view import AttentionView
 from swiftbatch.worker.kernels.cuda import (
     activations,
@@ -314,8 +314,8 @@ def kernels_besides_attention() -> dict[str, Made]:
         "linear with bias": (linear.multiply_columns, linear.multiply_constants(HIDDEN, True)),
         "head": (linear.multiply_columns, plain_linear),
         **griffin_kernels(),
-        "read": (machine.read_numbers, machine.READ_CONSTANTS),
-        "noise": (machine.store_noise, {"BLOCK": machine.NOISE_BLOCK}),
+        "read": (machine_checks.read_numbers, machine_checks.READ_CONSTANTS),
+        "noise": (machine_checks.store_noise, {"BLOCK": machine_checks.NOISE_BLOCK}),
     }
 
 

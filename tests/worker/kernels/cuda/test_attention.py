@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.drawing.draft_tree import DraftTree
 from swiftbatch.worker.kernels.attention_view import SEES_ALL, AttentionView
 from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK
 from swiftbatch.worker.kernels.cuda.flash_attention import FlashAttention

@@ -260,7 +260,7 @@ def test_every_kernel_that_is_launched_is_among_them() -> None:
     moving = ("move_rows.py", "row_means.py")  # which `tests/worker/drawing/cuda/compile_run.py` compiles
     paths = (path for room in rooms for path in (ROOT / "worker" / room).glob("*.py"))
     sources = [path for path in paths if path.name not in moving]
-    apart = ("exactness/first_run/machine", "papers/griffin/cuda_griffin", "papers/griffin/draft_layer_kernels")
+    apart = ("exactness/gpu_doctor/machine_checks", "papers/griffin/cuda_griffin", "papers/griffin/draft_layer_kernels")
     sources += [ROOT / "worker" / f"{name}.py" for name in apart]
     launch = re.compile(r"^(?: {4}| {8})(\w+)\[.*\]\(", re.MULTILINE)
     launched = {name for path in sources for name in launch.findall(path.read_text())}

@@ -13,7 +13,7 @@ import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.caches.full import FullKVCache
+from swiftbatch.worker.caches.full_cache import FullKVCache
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.papers.griffin.draft_input import Candidates, DraftRows, regressed_place

@@ -18,7 +18,7 @@ from swiftbatch.worker.papers.griffin.training.training import FILES
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.training.feature_file import TextFeatures
 from swiftbatch.worker.training.head_recipe import HeadRecipe
-from swiftbatch.worker.training.own_texts import hidden_states
+from swiftbatch.worker.training.training_texts import hidden_states
 
 SENTENCE = "the quick brown fox jumps over the lazy dog. "
 TEXTS = HeadRecipe(num_book_tokens=150, num_own_texts=4, num_prompt_tokens=16, num_own_tokens=60)

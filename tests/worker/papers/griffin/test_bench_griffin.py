@@ -16,10 +16,10 @@ from click.testing import CliRunner, Result
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.scheduler.cli import main
 from swiftbatch.worker.bench.bench_engine import BenchError, encode, read_text
-from swiftbatch.worker.caches.full import FullKVCache
-from swiftbatch.worker.drafters.base import Drafter, DraftRequest
+from swiftbatch.worker.caches.full_cache import FullKVCache
+from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest
+from swiftbatch.worker.drawing.draft_tree import DraftTree
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.drawing.verification import Verification
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.papers.griffin.griffin import GriffinOptions

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.drafters.base import DraftRequest
-from swiftbatch.worker.drawing.tree import ROOT, DraftTree
+from swiftbatch.worker.drafters.drafter_interface import DraftRequest
+from swiftbatch.worker.drawing.draft_tree import ROOT, DraftTree
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.papers.griffin.draft_forwards import GriffinForwards, Level
 from swiftbatch.worker.papers.griffin.draft_input import entry_of, regressed_place, window_start

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from swiftbatch.worker.caches.full import CacheShape, FullKVCache
+from swiftbatch.worker.caches.full_cache import CacheShape, FullKVCache
+from swiftbatch.worker.drawing.draft_tree import DraftTree
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.papers.griffin.griffin_tree import EVERYTHING_PAYS, GrowingTree
 from swiftbatch.worker.papers.griffin.torch_ranking import TorchRoom
 from tests.worker.law_parts import PLAIN, PROMPT, TABLE, VOCAB, gate, ours

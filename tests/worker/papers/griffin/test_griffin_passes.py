@@ -31,7 +31,7 @@ from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.training.corpus import CorpusError
 from swiftbatch.worker.training.feature_file import read_features, write_features
 from swiftbatch.worker.training.head_recipe import OWN_SAMPLING
-from swiftbatch.worker.training.own_texts import Text, hidden_states, load_target
+from swiftbatch.worker.training.training_texts import Text, hidden_states, load_target
 from tests.worker.papers.griffin.griffin_training_parts import (
     CPU,
     EAGLE2_RECIPE,

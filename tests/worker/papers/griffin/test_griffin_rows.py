@@ -16,7 +16,7 @@ from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.papers.griffin.draft_input import NUM_PLACES, Features
 from swiftbatch.worker.papers.griffin.draft_rows import NativeRows, TiledRows, rows_of
 from swiftbatch.worker.papers.griffin.model import SECOND_FUSIONS, GriffinConfig
-from swiftbatch.worker.target.loading import load_transformers
+from swiftbatch.worker.target.forwards_choice import load_transformers
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.kernels.kernel_parts import needs_kernels

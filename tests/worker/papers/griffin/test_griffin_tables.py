@@ -15,9 +15,9 @@ from swiftbatch.worker.bench.ablation_arms import PromptArms, num_plain_tokens
 from swiftbatch.worker.bench.ablation_prompts import Prompt, read_prompt
 from swiftbatch.worker.bench.bench_variants import create_bench_drafter
 from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
-from swiftbatch.worker.drafters.base import Drafter, DraftRequest
+from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest
+from swiftbatch.worker.drawing.draft_tree import DraftTree
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.papers.griffin.griffin import GriffinDrafter
 from swiftbatch.worker.papers.griffin.model import GriffinModel

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.caches.full import CacheShape, FullKVCache
+from swiftbatch.worker.caches.full_cache import CacheShape, FullKVCache
+from swiftbatch.worker.drawing.draft_tree import DraftTree
 from swiftbatch.worker.drawing.sampling import TokenSampler
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.papers.griffin.griffin_tree import EVERYTHING_PAYS, GrowingTree, PricePlanner, TreePrices
 from swiftbatch.worker.papers.griffin.torch_ranking import TorchRoom
 from swiftbatch.worker.target.step_costs import ROW_COUNTS, StepCosts

@@ -22,7 +22,7 @@ from swiftbatch.worker.papers.griffin.training.training import FILES, train_grif
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.training.corpus import CorpusError
 from swiftbatch.worker.training.head_recipe import OWN_SAMPLING
-from swiftbatch.worker.training.own_texts import load_target
+from swiftbatch.worker.training.training_texts import load_target
 from tests.worker.papers.griffin.griffin_training_parts import (
     EAGLE2_RECIPE,
     FAST,

@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.drafters.base import DraftRequest
 from swiftbatch.worker.drafters.catalogue import create_drafter
-from swiftbatch.worker.drafters.two_level.measured import MeasuredDrafter
+from swiftbatch.worker.drafters.drafter_interface import DraftRequest
+from swiftbatch.worker.drafters.two_level.faster_drafter import MeasuredDrafter
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.inspection import inspect_model

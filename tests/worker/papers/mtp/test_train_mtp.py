@@ -11,7 +11,7 @@ import torch
 
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.drafters.catalogue import create_drafter
-from swiftbatch.worker.drafters.two_level.measured import MeasuredDrafter
+from swiftbatch.worker.drafters.two_level.faster_drafter import MeasuredDrafter
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.model.model_files import locate_model

@@ -31,7 +31,7 @@ from swiftbatch.worker.papers.tokenswift.training import accumulate_gradients, r
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.training.corpus import CorpusError
 from swiftbatch.worker.training.head_recipe import OWN_SAMPLING, HeadRecipe
-from swiftbatch.worker.training.own_texts import Text, load_target, own_texts, text_states, training_states
+from swiftbatch.worker.training.training_texts import Text, load_target, own_texts, text_states, training_states
 
 pytestmark = pytest.mark.long
 

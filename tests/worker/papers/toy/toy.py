@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from swiftbatch.worker.drafters.base import Drafter, DraftRequest
 from swiftbatch.worker.drafters.catalogue import TrainedPart
+from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest
 from swiftbatch.worker.drafters.trained_part import read_part
-from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.drawing.draft_tree import DraftTree
 from swiftbatch.worker.target.step_costs import Costs
 from swiftbatch.worker.target.target import TargetModel
 

@@ -18,7 +18,7 @@ from swiftbatch.worker.bench.ablation_prompts import NEEDLE, make_prompts
 from swiftbatch.worker.bench.bench_engine import encode
 from swiftbatch.worker.bench.compared_caches import PARTIAL_CACHES, RetrievalKVCache
 from swiftbatch.worker.bench.prompt_forms import Prompts
-from swiftbatch.worker.caches.summary import SummaryKVCache
+from swiftbatch.worker.caches.summary_cache import SummaryKVCache
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.papers.triforce.tables.ablation import (
     PromptAblationOptions,

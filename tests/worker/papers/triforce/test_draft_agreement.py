@@ -19,7 +19,7 @@ from swiftbatch.worker.papers.triforce.draft_model import window_of
 from swiftbatch.worker.papers.triforce.recipe import LENGTH, draft_config
 from swiftbatch.worker.papers.triforce.training import SAMPLING, agreement, windowed_logits
 from swiftbatch.worker.target.target import TargetModel
-from swiftbatch.worker.training.own_texts import Text, load_target, own_texts
+from swiftbatch.worker.training.training_texts import Text, load_target, own_texts
 from tests import ROOT
 
 

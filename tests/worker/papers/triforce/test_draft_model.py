@@ -13,10 +13,10 @@ from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.drafters.two_level.chain import Chain, RoundPlan
+from swiftbatch.worker.drawing.draft_tree import ROOT, DraftTree
 from swiftbatch.worker.drawing.drawing import create_drawing
 from swiftbatch.worker.drawing.sampling import TokenSampler
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK
 from swiftbatch.worker.model.model_files import DRAFT_FOLDER, PARTS_FOLDER, locate_model
 from swiftbatch.worker.papers.triforce.draft_model import NUM_SINKS, WINDOW, DraftModel, window_of

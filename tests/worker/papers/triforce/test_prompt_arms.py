@@ -18,12 +18,12 @@ from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.ablation_arms import PromptArms, PromptFigures
 from swiftbatch.worker.bench.ablation_prompts import Prompt, ReadPrompt, read_prompt
 from swiftbatch.worker.bench.bench_engine import BenchError
-from swiftbatch.worker.caches.full import FullKVCache
-from swiftbatch.worker.caches.offloaded import OffloadedKVCache
+from swiftbatch.worker.caches.full_cache import FullKVCache
+from swiftbatch.worker.caches.offloaded_cache import OffloadedKVCache
 from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
-from swiftbatch.worker.drafters.base import Drafter, DraftRequest
+from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest
+from swiftbatch.worker.drawing.draft_tree import DraftTree
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.drawing.verification import Verification
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.model.model_files import locate_model

@@ -33,7 +33,7 @@ from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.tiles import chain_rows
 from swiftbatch.worker.training.corpus import CorpusError
 from swiftbatch.worker.training.head_recipe import OWN_SAMPLING, HeadRecipe
-from swiftbatch.worker.training.own_texts import Text, load_target
+from swiftbatch.worker.training.training_texts import Text, load_target
 
 pytestmark = pytest.mark.long
 

@@ -10,9 +10,9 @@ import pytest
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench import compared_caches as retrieval_cache
 from swiftbatch.worker.bench.compared_caches import PARTIAL_CACHES
-from swiftbatch.worker.drafters.base import Drafter
 from swiftbatch.worker.drafters.catalogue import create_drafter
-from swiftbatch.worker.drafters.two_level.drafter import TwoLevelDrafter
+from swiftbatch.worker.drafters.drafter_interface import Drafter
+from swiftbatch.worker.drafters.two_level.two_level_drafter import TwoLevelDrafter
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.model.model_files import locate_model

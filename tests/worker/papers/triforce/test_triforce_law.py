@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.drawing.draft_tree import DraftTree
 from swiftbatch.worker.drawing.sampling import TokenSampler, process
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.drawing.verification import walk
 from tests.worker.law_parts import PLAIN, PROMPT, TABLE, VOCAB, gate, ours, plain_steps
 

@@ -7,7 +7,7 @@ import random
 import torch
 
 from swiftbatch.jobs.run.option_values import AttentionName, KVDtype, LinearName
-from swiftbatch.worker.caches.full import CacheShape
+from swiftbatch.worker.caches.full_cache import CacheShape
 from swiftbatch.worker.caches.host_copies import HostStream
 from swiftbatch.worker.caches.layer_ring import Streams
 from swiftbatch.worker.caches.memory.page_counts import PoolSize, WindowPages, pages_of

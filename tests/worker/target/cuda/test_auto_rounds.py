@@ -13,14 +13,14 @@ from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.caches import scan_cache, scan_slots
 from swiftbatch.worker.caches.scan_cache import ScanKVCache
 from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
-from swiftbatch.worker.drafters.base import Drafter
+from swiftbatch.worker.drafters.drafter_interface import Drafter
 from swiftbatch.worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
 from swiftbatch.worker.drafters.two_level import auto as auto_module
-from swiftbatch.worker.drafters.two_level import auto_plan as plan_module
+from swiftbatch.worker.drafters.two_level import auto_rounds as plan_module
 from swiftbatch.worker.drafters.two_level.auto import AutoDrafter, auto
 from swiftbatch.worker.drafters.two_level.repeating import RepeatingDrafter
+from swiftbatch.worker.drawing.draft_tree import DraftTree
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.kernels import scan_coding as coding
 from swiftbatch.worker.kernels.cuda.scan import scan as scan_module

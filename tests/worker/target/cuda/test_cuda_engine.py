@@ -14,7 +14,7 @@ from swiftbatch.worker.bench.bench_variants import BENCH_ENGINES, create_bench_d
 from swiftbatch.worker.caches.memory.memory_plan import SlotsWanted
 from swiftbatch.worker.caches.memory.model_sizes import read_sizes
 from swiftbatch.worker.drafters.catalogue import ENGINES, create_drafter
-from swiftbatch.worker.drafters.gpu_room import slots_wanted
+from swiftbatch.worker.drafters.engine_memory import slots_wanted
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.kernels.cuda.upload import Download, Upload

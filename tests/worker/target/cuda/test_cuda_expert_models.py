@@ -11,8 +11,8 @@ import torch
 
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.caches.memory.model_sizes import read_sizes
+from swiftbatch.worker.drawing.draft_tree import DraftTree
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.exactness.transformers_agreement import compare
 from swiftbatch.worker.kernels.cuda.stacked_weights import stacked_weights
 from swiftbatch.worker.kernels.packed_weights import PackedMatrix

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.caches.room import KVRoomError
+from swiftbatch.worker.caches.cache_room import KVRoomError
 from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine

@@ -14,9 +14,9 @@ from swiftbatch.jobs.file_owner import Identity
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.caches.memory.model_sizes import read_sizes
 from swiftbatch.worker.caches.state_arena import StateArena, StateSlotCache
+from swiftbatch.worker.drawing.draft_tree import DraftTree
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.tree import DraftTree
-from swiftbatch.worker.exactness.probe import random_tree
+from swiftbatch.worker.exactness.row_exactness import random_tree
 from swiftbatch.worker.exactness.transformers_agreement import compare
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model

@@ -13,10 +13,10 @@ from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.drawing.cuda import draw_graphs
 from swiftbatch.worker.drawing.cuda.cuda_drawing import CudaDrawing
 from swiftbatch.worker.drawing.cuda.draw import QuickDraw
+from swiftbatch.worker.drawing.draft_tree import DraftTree
 from swiftbatch.worker.drawing.drawing import TorchDrawing
-from swiftbatch.worker.drawing.rules import allows, mask_of
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.drawing.token_rules import allows, mask_of
 from tests.worker.target.cuda.checked_graph import CheckedGraph
 
 PENALISED = SamplingParams(

@@ -13,18 +13,18 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from swiftbatch.worker.bench.gpu.sizing import MODELS, WINDOWED
+from swiftbatch.worker.caches.cache_room import KVRoom
 from swiftbatch.worker.caches.host_copies import computing_stream
 from swiftbatch.worker.caches.layer_ring import Streams
 from swiftbatch.worker.caches.memory.memory_plan import GPUMemory, MemoryPlan, SlotsWanted, plan_memory
 from swiftbatch.worker.caches.memory.model_sizes import ModelSizes, read_sizes
 from swiftbatch.worker.caches.memory.page_counts import held_in_windows
-from swiftbatch.worker.caches.room import KVRoom
 from swiftbatch.worker.kernels.kernel_choice import CudaKernels, triton_version
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 from swiftbatch.worker.target.cuda import cuda_loading as loading
 from swiftbatch.worker.target.cuda.cuda_loading import planned_forwards
 from swiftbatch.worker.target.cuda.offloaded_forwards import OffloadedForwards
-from swiftbatch.worker.target.loading import load_forwards
+from swiftbatch.worker.target.forwards_choice import load_forwards
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.caches.lazy_stream import LazyStream
 from tests.worker.kernels.cuda import flash_stub

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from swiftbatch.worker.caches.full import FullKVCache
-from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.caches.full_cache import FullKVCache
+from swiftbatch.worker.drawing.draft_tree import DraftTree
 from swiftbatch.worker.model.model_files import ModelFiles
 from swiftbatch.worker.target.cuda.cuda_forwards import CudaForwards
 from swiftbatch.worker.target.partial_rows import partial_rows

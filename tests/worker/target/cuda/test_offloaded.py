@@ -13,9 +13,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from swiftbatch.worker.bench.bench_variants import BENCH_ENGINES
-from swiftbatch.worker.caches.full import CacheShape, FullKVCache
+from swiftbatch.worker.caches.full_cache import CacheShape, FullKVCache
 from swiftbatch.worker.caches.host_copies import ComputingStream, computing_stream
-from swiftbatch.worker.drawing.tree import ROOT, DraftTree
+from swiftbatch.worker.drawing.draft_tree import ROOT, DraftTree
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 from swiftbatch.worker.target import step_costs
 from swiftbatch.worker.target.cuda.offloaded_forwards import OffloadedForwards

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from swiftbatch.worker.drawing.cuda.draw_graphs import DrawGraphs
 from swiftbatch.worker.drawing.cuda.draw_rows import DrawLayout
+from swiftbatch.worker.drawing.draft_tree import DraftTree
 from swiftbatch.worker.drawing.filters.filter_list import keep_top_p
-from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.target.cuda.cuda_forwards import CudaForwards

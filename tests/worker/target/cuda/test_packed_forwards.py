@@ -9,7 +9,7 @@ import torch
 
 from swiftbatch.jobs.run.option_values import LinearName
 from swiftbatch.worker.caches.slot_arena import KVArena
-from swiftbatch.worker.drawing.tree import ROOT, DraftTree
+from swiftbatch.worker.drawing.draft_tree import ROOT, DraftTree
 from swiftbatch.worker.kernels.cuda.stacked_weights import StackedWeights, stacked_weights
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights, Linear, PackedLinear, plain_linear
 from swiftbatch.worker.kernels.kernel_choice import CudaKernels

@@ -17,7 +17,7 @@ from swiftbatch.worker.caches.paged_arena import PagedArena
 from swiftbatch.worker.model.model_files import ModelFiles
 from swiftbatch.worker.session import session as worker_session
 from swiftbatch.worker.session.session import WorkerSession
-from swiftbatch.worker.session.work import Assignment, JobProgress, Orders
+from swiftbatch.worker.session.work_messages import Assignment, JobProgress, Orders
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.session.session_parts import claimed, digest, make_run, record, session, to_the_end

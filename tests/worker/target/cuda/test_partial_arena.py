@@ -10,10 +10,10 @@ import torch
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench import compared_caches as retrieval_cache
 from swiftbatch.worker.bench.compared_caches import PARTIAL_CACHES
-from swiftbatch.worker.caches import summary as summary_cache
-from swiftbatch.worker.caches.full import CacheShape, FullKVCache
-from swiftbatch.worker.caches.partial import PartialCache
-from swiftbatch.worker.caches.room import KVRoomError
+from swiftbatch.worker.caches import summary_cache as summary_cache
+from swiftbatch.worker.caches.cache_room import KVRoomError
+from swiftbatch.worker.caches.full_cache import CacheShape, FullKVCache
+from swiftbatch.worker.caches.partial_cache import PartialCache
 from swiftbatch.worker.caches.slot_arena import KVArena
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.target.cuda.partial_arena import PartialArena, arena_for

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.drafters.base import Drafter, DraftRequest, ReadRows
+from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest, ReadRows
+from swiftbatch.worker.drawing.draft_tree import ROOT, DraftTree
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.caches import summary as summary_cache
+from swiftbatch.worker.caches import summary_cache as summary_cache
 from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
 from swiftbatch.worker.drafters.two_level.chain import RoundPlan
-from swiftbatch.worker.drafters.two_level.drafter import TwoLevelDrafter
-from swiftbatch.worker.drafters.two_level.round_plan import Planner
+from swiftbatch.worker.drafters.two_level.two_level_drafter import TwoLevelDrafter
+from swiftbatch.worker.drafters.two_level.two_level_plan import Planner
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.model.model_files import DRAFT_FOLDER, PARTS_FOLDER, ModelFiles, locate_model

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from swiftbatch.worker.caches.full import MAX_TREE_NODES, CacheShape
+from swiftbatch.worker.caches.full_cache import MAX_TREE_NODES, CacheShape
 from swiftbatch.worker.caches.memory.page_counts import PoolSize
 from swiftbatch.worker.caches.paged_arena import PagedArena
 from swiftbatch.worker.caches.slot_arena import KVArena

@@ -13,8 +13,8 @@ import torch
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.bench_variants import create_bench_drafter
 from swiftbatch.worker.drawing.cuda.cuda_drawing import CudaDrawing
+from swiftbatch.worker.drawing.draft_tree import DraftTree
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.kernels.kernel_choice import DEFAULT_KERNELS
 from swiftbatch.worker.kernels.kernel_sizes import MOST_SLOTS, NUM_ROWS, ROW_CHOICES

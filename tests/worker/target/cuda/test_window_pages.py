@@ -15,16 +15,16 @@ import torch
 
 from swiftbatch.jobs.run.option_values import KVDtype
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.worker.caches.full import FullKVCache
+from swiftbatch.worker.caches.cache_room import HeldPositions
+from swiftbatch.worker.caches.full_cache import FullKVCache
 from swiftbatch.worker.caches.memory.page_counts import WindowPages, pages_of
 from swiftbatch.worker.caches.paged_arena import NO_PAGE
-from swiftbatch.worker.caches.room import HeldPositions
 from swiftbatch.worker.caches.window_arena import WindowArena
-from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.drawing.draft_tree import DraftTree
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 from swiftbatch.worker.session import session as worker_session
 from swiftbatch.worker.session.session import WorkerSession
-from swiftbatch.worker.session.work import Orders
+from swiftbatch.worker.session.work_messages import Orders
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.tiles import tree_rows
 from tests.worker.drafters.drafter_parts import free_rows

@@ -14,7 +14,7 @@ import swiftbatch
 from swiftbatch.jobs.child_processes import environment_of_code, module_command
 from swiftbatch.worker.bench.gpu.everything.exact_stages import untried
 from swiftbatch.worker.bench.gpu.everything.trial import Trial, Try
-from swiftbatch.worker.exactness.first_run.findings import Finding
+from swiftbatch.worker.exactness.gpu_doctor.findings import Finding
 
 KIND_TESTS = "tests/worker/test_gpu_kinds.py"
 ROW_TESTS = "tests/worker/test_gpu_rows.py"

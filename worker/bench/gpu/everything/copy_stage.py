@@ -13,13 +13,13 @@ import torch
 from swiftbatch.worker.bench.gpu.everything.decoding import random_ids
 from swiftbatch.worker.bench.gpu.everything.round_stages import offloaded_target
 from swiftbatch.worker.bench.gpu.everything.trial import Trial, Try, streams_of
-from swiftbatch.worker.caches.full import FullKVCache
+from swiftbatch.worker.caches.full_cache import FullKVCache
 from swiftbatch.worker.caches.host_memory import PinnedMemory
-from swiftbatch.worker.drawing.tree import DraftTree
-from swiftbatch.worker.exactness.first_run.findings import Finding, Row
-from swiftbatch.worker.exactness.first_run.parts import Parts
+from swiftbatch.worker.drawing.draft_tree import DraftTree
+from swiftbatch.worker.exactness.gpu_doctor.check_parts import Parts
+from swiftbatch.worker.exactness.gpu_doctor.findings import Finding, Row
 from swiftbatch.worker.model.dense_loading import dense_weights
-from swiftbatch.worker.target.loading import DTYPES
+from swiftbatch.worker.target.forwards_choice import DTYPES
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.tiles import tree_rows
 

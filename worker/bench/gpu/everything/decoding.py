@@ -11,14 +11,14 @@ import numpy as np
 
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.bench_engine import BenchEngine, digest
-from swiftbatch.worker.caches.full import FullKVCache
+from swiftbatch.worker.caches.full_cache import FullKVCache
 from swiftbatch.worker.caches.scan_cache import ScanKVCache
-from swiftbatch.worker.drafters.base import Drafter
+from swiftbatch.worker.drafters.drafter_interface import Drafter
 from swiftbatch.worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
 from swiftbatch.worker.drafters.two_level.auto import NUM_BEST, RecycledProposer
 from swiftbatch.worker.drafters.two_level.chain import RoundPlan
-from swiftbatch.worker.drafters.two_level.drafter import TwoLevelDrafter
-from swiftbatch.worker.drafters.two_level.round_plan import Planner
+from swiftbatch.worker.drafters.two_level.two_level_drafter import TwoLevelDrafter
+from swiftbatch.worker.drafters.two_level.two_level_plan import Planner
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.kernels.kernel_sizes import TILE_ROWS
 from swiftbatch.worker.target.step_costs import Costs

@@ -14,10 +14,10 @@ from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.gpu.everything.decoding import random_ids
 from swiftbatch.worker.bench.gpu.everything.trial import Trial, Try
 from swiftbatch.worker.drawing.cuda.cuda_drawing import CudaDrawing
+from swiftbatch.worker.drawing.draft_tree import DraftTree
 from swiftbatch.worker.drawing.drawing import TorchDrawing
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.tree import DraftTree
-from swiftbatch.worker.exactness.first_run.findings import Finding
+from swiftbatch.worker.exactness.gpu_doctor.findings import Finding
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
 
 KINDS: dict[str, dict[str, Any]] = {

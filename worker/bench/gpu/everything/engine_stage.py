@@ -9,7 +9,7 @@ from swiftbatch.worker.bench.gpu.everything.trial import Trial, Try
 from swiftbatch.worker.bench.gpu.gpu_figures import GPUBenchOptions, GPUBenchResult
 from swiftbatch.worker.bench.gpu.measuring import measured
 from swiftbatch.worker.drafters.catalogue import ENGINES
-from swiftbatch.worker.exactness.first_run.findings import Finding, Row
+from swiftbatch.worker.exactness.gpu_doctor.findings import Finding, Row
 
 
 def engines(trial: Trial) -> Iterator[Try]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from swiftbatch.worker.bench.gpu.everything.gpu_stages import GPUStage
 from swiftbatch.worker.bench.gpu.everything.stage_record import GPUStageRecord
 from swiftbatch.worker.bench.suite.speed_tables import table
-from swiftbatch.worker.exactness.first_run.findings import Result, Row, cell_of
+from swiftbatch.worker.exactness.gpu_doctor.findings import Result, Row, cell_of
 
 PAGE = "summary.md"
 Records = Mapping[str, GPUStageRecord | None]

@@ -14,13 +14,13 @@ from swiftbatch.worker.caches.memory.page_counts import GPU_PAGE, PoolSize
 from swiftbatch.worker.caches.memory.page_plan import most_of_a_job
 from swiftbatch.worker.caches.paged_arena import PagedArena
 from swiftbatch.worker.caches.slot_arena import KVArena
-from swiftbatch.worker.drawing.tree import DraftTree
-from swiftbatch.worker.exactness.first_run.attention_check import OneLayer
-from swiftbatch.worker.exactness.first_run.findings import Finding, Row, differing_bits
-from swiftbatch.worker.exactness.first_run.first_run import CHECKS
-from swiftbatch.worker.exactness.first_run.parts import ArenaTarget, Parts
-from swiftbatch.worker.exactness.first_run.whole_forwards import ROOM, work_digest
-from swiftbatch.worker.exactness.probe import MAX_LENGTH, NUM_CACHES, probe_rows
+from swiftbatch.worker.drawing.draft_tree import DraftTree
+from swiftbatch.worker.exactness.gpu_doctor.attention_check import OneLayer
+from swiftbatch.worker.exactness.gpu_doctor.check_parts import ArenaTarget, Parts
+from swiftbatch.worker.exactness.gpu_doctor.findings import Finding, Row, differing_bits
+from swiftbatch.worker.exactness.gpu_doctor.forward_checks import ROOM, work_digest
+from swiftbatch.worker.exactness.gpu_doctor.gpu_doctor import CHECKS
+from swiftbatch.worker.exactness.row_exactness import MAX_LENGTH, NUM_CACHES, probe_rows
 from swiftbatch.worker.kernels.kernel_choice import CudaKernels
 from swiftbatch.worker.kernels.kernel_sizes import CUDA_SCALE_BYTES
 from swiftbatch.worker.kernels.kv_codes import CODES, coded, numbers_of

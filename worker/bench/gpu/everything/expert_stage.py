@@ -10,11 +10,11 @@ import torch
 
 from swiftbatch.worker.bench.gpu.everything.family_weights import DEVIATION
 from swiftbatch.worker.bench.gpu.everything.trial import Trial, Try
-from swiftbatch.worker.exactness.first_run.findings import Finding, Row, differing_bits
-from swiftbatch.worker.exactness.first_run.packed_products import random_matrix
-from swiftbatch.worker.exactness.first_run.parts import Parts
-from swiftbatch.worker.exactness.first_run.whole_forwards import ROOM, work_digest
-from swiftbatch.worker.exactness.probe import MAX_LENGTH, NUM_CACHES, probe_rows
+from swiftbatch.worker.exactness.gpu_doctor.check_parts import Parts
+from swiftbatch.worker.exactness.gpu_doctor.findings import Finding, Row, differing_bits
+from swiftbatch.worker.exactness.gpu_doctor.forward_checks import ROOM, work_digest
+from swiftbatch.worker.exactness.gpu_doctor.packed_product_check import random_matrix
+from swiftbatch.worker.exactness.row_exactness import MAX_LENGTH, NUM_CACHES, probe_rows
 from swiftbatch.worker.kernels.cuda.stacked_experts import StackedExperts
 from swiftbatch.worker.kernels.cuda.stacked_weights import StackedWeights
 from swiftbatch.worker.kernels.decoder_weights import linear_from

@@ -22,9 +22,9 @@ from swiftbatch.worker.caches.memory.page_plan import most_of_a_job
 from swiftbatch.worker.caches.paged_arena import PagedArena
 from swiftbatch.worker.caches.slot_arena import ArenaKVCache, KVArena
 from swiftbatch.worker.caches.window_arena import WindowArena
-from swiftbatch.worker.drawing.tree import DraftTree
-from swiftbatch.worker.exactness.first_run.findings import Finding, Row
-from swiftbatch.worker.exactness.first_run.parts import NUM_SPLITS_ELSEWHERE, ArenaTarget, Parts
+from swiftbatch.worker.drawing.draft_tree import DraftTree
+from swiftbatch.worker.exactness.gpu_doctor.check_parts import NUM_SPLITS_ELSEWHERE, ArenaTarget, Parts
+from swiftbatch.worker.exactness.gpu_doctor.findings import Finding, Row
 from swiftbatch.worker.kernels.cuda.stacked_weights import StackedWeights
 from swiftbatch.worker.kernels.kernel_choice import DEFAULT_KERNELS, CudaKernels
 from swiftbatch.worker.model.digests import Digests

@@ -22,8 +22,8 @@ from swiftbatch.worker.bench.gpu.everything.trial import Shape, Trial, Try, writ
 from swiftbatch.worker.drawing.cuda.cuda_drawing import CudaDrawing
 from swiftbatch.worker.drawing.cuda.draw_graphs import WORDS_OUT, in_a_row
 from swiftbatch.worker.drawing.verification import TOP_K
-from swiftbatch.worker.exactness.first_run.findings import Finding, Row
-from swiftbatch.worker.exactness.first_run.parts import ArenaTarget, Parts
+from swiftbatch.worker.exactness.gpu_doctor.check_parts import ArenaTarget, Parts
+from swiftbatch.worker.exactness.gpu_doctor.findings import Finding, Row
 from swiftbatch.worker.kernels.cuda.cuda_graph import Graph, Repeated, Work
 from swiftbatch.worker.kernels.cuda.decoder import CudaDecoder
 from swiftbatch.worker.kernels.kernel_sizes import ROW_CHOICES

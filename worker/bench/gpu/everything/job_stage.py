@@ -17,10 +17,10 @@ from swiftbatch.worker.bench.gpu.everything.decoding import (
 )
 from swiftbatch.worker.bench.gpu.everything.trial import Trial, Try
 from swiftbatch.worker.bench.gpu.measuring import free_bytes
-from swiftbatch.worker.caches.full import FullKVCache
-from swiftbatch.worker.caches.room import KVRoomError
-from swiftbatch.worker.exactness.first_run.findings import Finding, Row
-from swiftbatch.worker.exactness.first_run.parts import ArenaTarget, Parts
+from swiftbatch.worker.caches.cache_room import KVRoomError
+from swiftbatch.worker.caches.full_cache import FullKVCache
+from swiftbatch.worker.exactness.gpu_doctor.check_parts import ArenaTarget, Parts
+from swiftbatch.worker.exactness.gpu_doctor.findings import Finding, Row
 from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK
 from swiftbatch.worker.target.step_costs import step_costs_of
 

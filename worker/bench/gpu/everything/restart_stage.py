@@ -23,7 +23,7 @@ from swiftbatch.worker.bench.bench_engine import PROMPT, BenchError, digest
 from swiftbatch.worker.bench.bench_worker import BenchWorker, make_run
 from swiftbatch.worker.bench.gpu.everything.trial import Trial, Try
 from swiftbatch.worker.config import EngineConfig
-from swiftbatch.worker.exactness.first_run.findings import Finding, Row
+from swiftbatch.worker.exactness.gpu_doctor.findings import Finding, Row
 from swiftbatch.worker.target.cuda.cuda_loading import settled_free_bytes
 
 PARTS = 6  # of the text, after each of which a worker says how far it is

@@ -9,9 +9,9 @@ from swiftbatch.worker.bench.bench_variants import create_bench_drafter
 from swiftbatch.worker.bench.gpu.everything.decoding import decoded, forced_rounds_of, random_ids, sequences_of
 from swiftbatch.worker.bench.gpu.everything.trial import Trial, Try, streams_of
 from swiftbatch.worker.caches.offloaded_arena import OffloadedArena
-from swiftbatch.worker.exactness.first_run.findings import Finding, Row
-from swiftbatch.worker.exactness.first_run.parts import ArenaTarget, Parts
-from swiftbatch.worker.exactness.first_run.whole_forwards import ROOM, work_digest
+from swiftbatch.worker.exactness.gpu_doctor.check_parts import ArenaTarget, Parts
+from swiftbatch.worker.exactness.gpu_doctor.findings import Finding, Row
+from swiftbatch.worker.exactness.gpu_doctor.forward_checks import ROOM, work_digest
 from swiftbatch.worker.target.cuda.offloaded_forwards import OffloadedForwards
 from swiftbatch.worker.target.step_costs import step_costs_of
 from swiftbatch.worker.target.target import TargetModel

@@ -16,11 +16,11 @@ from swiftbatch.worker.bench.gpu.everything.trial import Trial, Try
 from swiftbatch.worker.caches.scan_cache import ScanKVCache
 from swiftbatch.worker.drafters.two_level.auto import NUM_BEST
 from swiftbatch.worker.drawing.cuda.cuda_drawing import CudaDrawing
-from swiftbatch.worker.drawing.tree import DraftTree
-from swiftbatch.worker.exactness.first_run.findings import Finding, Row
-from swiftbatch.worker.exactness.first_run.parts import Parts
-from swiftbatch.worker.exactness.first_run.products import bits, weight_shapes
-from swiftbatch.worker.exactness.probe import MAX_LENGTH, num_caches, probe_rows
+from swiftbatch.worker.drawing.draft_tree import DraftTree
+from swiftbatch.worker.exactness.gpu_doctor.check_parts import Parts
+from swiftbatch.worker.exactness.gpu_doctor.findings import Finding, Row
+from swiftbatch.worker.exactness.gpu_doctor.product_check import bits, weight_shapes
+from swiftbatch.worker.exactness.row_exactness import MAX_LENGTH, num_caches, probe_rows
 from swiftbatch.worker.kernels.cuda.linear import cublas_linear, triton_linear
 from swiftbatch.worker.kernels.decoder_weights import AnyLinear
 from swiftbatch.worker.target.partial_rows import partial_rows

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from swiftbatch.worker.bench.gpu.everything.gpu_stages import STAGES, GPUStage
 from swiftbatch.worker.bench.gpu.everything.stage_record import GPUStageRecord
-from swiftbatch.worker.exactness.first_run.findings import Finding, Result
+from swiftbatch.worker.exactness.gpu_doctor.findings import Finding, Result
 
 if TYPE_CHECKING:
     from swiftbatch.worker.bench.gpu.everything.trial import Trial, Try

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.frozen_records import Frozen
 from swiftbatch.jobs.storage.store import Store
-from swiftbatch.worker.exactness.first_run.findings import Result
+from swiftbatch.worker.exactness.gpu_doctor.findings import Result
 
 StageState = Literal["running", "passed", "failed", "ended", "killed"]
 ENDINGS: frozenset[StageState] = frozenset({"passed", "failed", "ended", "killed"})

@@ -25,8 +25,8 @@ from swiftbatch.jobs.run.option_values import Dtype
 from swiftbatch.worker.bench.gpu.everything.family_weights import DEVIATION, FAMILIES, Family
 from swiftbatch.worker.caches.host_copies import CudaLane, HostStream, computing_stream
 from swiftbatch.worker.caches.layer_ring import Streams
-from swiftbatch.worker.exactness.first_run.findings import Finding
-from swiftbatch.worker.exactness.first_run.parts import Extent, Parts
+from swiftbatch.worker.exactness.gpu_doctor.check_parts import Extent, Parts
+from swiftbatch.worker.exactness.gpu_doctor.findings import Finding
 from swiftbatch.worker.kernels.cuda.stacked_weights import StackedWeights
 from swiftbatch.worker.kernels.kernel_choice import DEFAULT_KERNELS, CudaKernels
 from swiftbatch.worker.model.digests import TEXT_FILES

@@ -14,9 +14,9 @@ from rich.console import Group
 from swiftbatch.worker.bench.ablation_arms import PromptArms, num_plain_tokens
 from swiftbatch.worker.bench.ablation_prompts import Prompt, read_prompt
 from swiftbatch.worker.bench.bench_engine import BenchError, encode, read_text
+from swiftbatch.worker.bench.bench_options import BenchOptions, check_length
 from swiftbatch.worker.bench.bench_variants import bench_slots
-from swiftbatch.worker.bench.long.long import Report
-from swiftbatch.worker.bench.options import BenchOptions, check_length
+from swiftbatch.worker.bench.long.long_bench import Report
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 from swiftbatch.worker.papers.griffin.griffin import GriffinOptions, griffin
 from swiftbatch.worker.papers.griffin.tables.catalogue import (

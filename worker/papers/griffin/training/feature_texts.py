@@ -22,7 +22,7 @@ from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.training.corpus import CorpusError, jumping_positions, read_books
 from swiftbatch.worker.training.feature_file import TextFeatures, read_features, write_features
 from swiftbatch.worker.training.head_recipe import LEARNED_SAMPLING, OWN_SAMPLING, HeadRecipe
-from swiftbatch.worker.training.own_texts import Text, book_texts, held_out_texts, learned_texts
+from swiftbatch.worker.training.training_texts import Text, book_texts, held_out_texts, learned_texts
 
 FOLDER = "features"  # in the output, where no other one is named
 TRAIN, TEST = "*train*.jsonl", "*test*.jsonl"

@@ -15,18 +15,18 @@ from rich.console import Group
 from swiftbatch.worker.bench.ablation_arms import PromptArms, PromptFigures, num_plain_tokens
 from swiftbatch.worker.bench.ablation_prompts import NEEDLE, Prompt, make_prompts, num_text_tokens, read_prompt
 from swiftbatch.worker.bench.bench_engine import encode, text_tokens
+from swiftbatch.worker.bench.bench_options import BenchOptions, check_length
 from swiftbatch.worker.bench.bench_variants import bench_slots
 from swiftbatch.worker.bench.compared_caches import StreamingKVCache, with_cache
-from swiftbatch.worker.bench.long.long import Report
-from swiftbatch.worker.bench.options import BenchOptions, check_length
+from swiftbatch.worker.bench.long.long_bench import Report
 from swiftbatch.worker.bench.prompt_forms import Prompts, length_of
+from swiftbatch.worker.caches.cache_room import check_folder
 from swiftbatch.worker.caches.memory.memory_plan import SlotsWanted
-from swiftbatch.worker.caches.partial import NUM_PINNED
-from swiftbatch.worker.caches.room import check_folder
+from swiftbatch.worker.caches.partial_cache import NUM_PINNED
 from swiftbatch.worker.drafters.catalogue import check_parts
 from swiftbatch.worker.drafters.two_level.chain import RoundPlan
-from swiftbatch.worker.drafters.two_level.drafter import TwoLevelDrafter
-from swiftbatch.worker.drafters.two_level.round_plan import MeasuredPlanner
+from swiftbatch.worker.drafters.two_level.two_level_drafter import TwoLevelDrafter
+from swiftbatch.worker.drafters.two_level.two_level_plan import MeasuredPlanner
 from swiftbatch.worker.kernels.kernel_sizes import TILE_ROWS
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 from swiftbatch.worker.papers.triforce.draft_model import DraftModel

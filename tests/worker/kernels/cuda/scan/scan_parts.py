@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.caches.full import CacheShape
+from swiftbatch.worker.caches.full_cache import CacheShape
 from swiftbatch.worker.caches.memory.page_counts import PoolSize, pages_of
 from swiftbatch.worker.caches.paged_arena import PagedArena
-from swiftbatch.worker.caches.partial import PartialCache
+from swiftbatch.worker.caches.partial_cache import PartialCache
 from swiftbatch.worker.caches.scan_slots import SlotKeys
 from swiftbatch.worker.caches.slot_arena import ArenaKVCache, KVArena
-from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.drawing.draft_tree import DraftTree
 from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, CudaRowTable, TableLayout
 from swiftbatch.worker.kernels.cuda.scan.scan import Scan, scan_attend
 from swiftbatch.worker.kernels.cuda.scan.scanned_texts import TILE_ROWS, ScannedTexts, ScanScratch, TextSizes

@@ -1,0 +1,60 @@
+"""A decoder of one layer, and little to try: Triton's interpreter takes a second for a forward."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from swiftbatch.jobs.run.option_values import LinearName
+from swiftbatch.worker.exactness.gpu_doctor.check_parts import Extent, Parts
+from swiftbatch.worker.kernels.cuda.stacked_weights import StackedWeights, stacked_weights
+from swiftbatch.worker.kernels.kernel_choice import CudaKernels
+from swiftbatch.worker.model.model_files import ModelFiles
+from tests.worker.kernels.kernel_parts import FLOAT32, Shape, random_weights
+
+CPU = torch.device("cpu")
+SMALL = Extent(
+    num_tries=1,
+    lengths=(0, 65, 300),
+    row_counts=(1, 4),
+    slot_counts=(1, 2),
+    num_positions=16,
+    num_rows=1,
+    most_nodes=2,
+    work_lengths=(3,),
+    num_compared=20,
+    read_bytes=1 << 20,
+    num_rounds=1,
+)
+
+
+def one_layer(shape: Shape) -> StackedWeights:
+    weights = random_weights(shape)
+    sizes = dataclasses.replace(weights.sizes, num_layers=1)
+    return stacked_weights(dataclasses.replace(weights, sizes=sizes, layers=weights.layers[:1]), CPU)
+
+
+def small_parts(files: ModelFiles, dtype: torch.dtype = FLOAT32, linear: LinearName = "triton") -> Parts:
+    weights = one_layer(Shape(dtype=dtype))
+    return Parts(files, dtype, CPU, 3, lambda: weights, SMALL, CudaKernels(linear=linear))
+
+
+def row_by_row(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """A `LinearKernel` that is sooner done than the interpreter's."""
+    for place, row in enumerate(rows):
+        out[place] = (row.float() * weight.float()).sum(-1) + (0.0 if bias is None else bias.float())
+
+
+def by_place(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """A `LinearKernel` whose bits depend on a row's place: those of the second half are one unit higher."""
+    row_by_row(rows, weight, bias, out)
+    half = out[len(out) // 2 :]
+    half.copy_(torch.nextafter(half, half + 1))
+
+
+def a_little_off(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """A `LinearKernel` whose sums are wrong, in all places alike."""
+    row_by_row(rows, weight, bias, out)
+    out *= 1.001

@@ -1,0 +1,35 @@
+"""The room that an engine wants on a GPU beside the target's weights: known before any load, and without torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from swiftbatch.worker.caches.cache_room import ITEM_SIZES
+from swiftbatch.worker.caches.memory.memory_plan import SlotsWanted
+from swiftbatch.worker.caches.memory.model_sizes import num_parameters, read_sizes
+from swiftbatch.worker.drafters.catalogue import EngineEntry, engine_entry
+from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
+from swiftbatch.worker.model.model_files import ModelFiles, locate_model
+
+
+def slots_wanted(engine: str, files: ModelFiles, dtype: str, longest_job: int, parts: str | Path | None) -> SlotsWanted:
+    """Return what an engine wants for jobs of up to `longest_job` positions; `parts` is the folder of `--draft-model`.
+
+    Raises ModelError as `check_parts` does.
+    """
+    entry = engine_entry(engine)
+    wanted = SlotsWanted(longest_job, entry.partial_budget, scanned_best=entry.scanned_best)
+    if entry.part is None:
+        return wanted
+    path = entry.part.find(files.name, files.path, files.fingerprint, None if parts is None else Path(parts))
+    return _with_part(wanted, entry, path, dtype, files.vocab_size)
+
+
+def _with_part(wanted: SlotsWanted, entry: EngineEntry, path: Path, dtype: str, vocab_size: int) -> SlotsWanted:
+    if (engine := entry.memory_of(path)) is not None:
+        return replace(wanted, engine=engine)
+    if path.is_dir():
+        return replace(wanted, draft=read_sizes(locate_model(str(path)), dtype), draft_length=entry.draft_length)
+    logit_bytes = NUM_ROWS * vocab_size * 4  # of the heads
+    return replace(wanted, part_bytes=num_parameters([path]) * ITEM_SIZES[dtype] + logit_bytes)

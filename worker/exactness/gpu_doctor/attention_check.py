@@ -1,0 +1,185 @@
+"""The checks of attention: it gives a row its own bits, the right ones, and reads as fast as it should.
+
+They run the attention of one layer over an arena of noise: any rows of its slots, and each of them alone."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from torch import Tensor
+
+from swiftbatch.worker.caches.slot_arena import ArenaKVCache
+from swiftbatch.worker.drawing.draft_tree import DraftTree
+from swiftbatch.worker.exactness.gpu_doctor.check_parts import Parts
+from swiftbatch.worker.exactness.gpu_doctor.findings import Finding, Row, differing_bits
+from swiftbatch.worker.exactness.row_exactness import random_tree
+from swiftbatch.worker.kernels.cuda.cuda_attention_choice import ATTENTION_KERNELS, new_attention, shape_of
+from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, TableLayout
+from swiftbatch.worker.kernels.cuda.upload import Upload
+from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
+from swiftbatch.worker.target.tiles import SequenceRows, max_tree_depth, tree_rows
+
+MOST_ERROR = {torch.bfloat16: 0.02, torch.float32: 1e-5}  # of the greatest number of a row
+TIMED_ROWS = (1, 4, 16)  # of each slot
+Placed = tuple[SequenceRows, int]  # rows and their slot
+SHORTER = 37  # positions by which the cache of a slot is shorter than that of the slot before
+
+
+def check_attention(parts: Parts) -> Finding:
+    """Trees behind prefixes of all lengths, over one slot and over several, against each row alone."""
+    lengths = attended_lengths(parts)
+    layer = OneLayer(parts, max(parts.extent.slot_counts), lengths[-1])
+    rng = random.Random(0)
+    rows = [_compared(parts, layer, rng, length) for length in lengths]
+    differing, tried = (sum(int(row[name]) for row in rows) for name in ("differing", "tried"))
+    error = max(float(row["error"]) for row in rows)
+    bound = MOST_ERROR[parts.dtype]
+    words = f"{differing_bits(differing, tried, 'rows')} from the row alone; error {error:.2g}, {bound:g} is allowed"
+    return Finding(passed=differing == 0 and error <= bound, words=words, rows=rows)
+
+
+def check_attention_speed(parts: Parts) -> Finding:
+    """Reading of keys and values at the greatest length; slow is no fault."""
+    length, rng = attended_lengths(parts)[-1], random.Random(1)
+    layer = OneLayer(parts, max(parts.extent.slot_counts), length)
+    rows: list[Row] = []
+    for num_slots in parts.extent.slot_counts:
+        for num_rows in TIMED_ROWS:
+            placed = layer.placed(rng, length, num_slots, num_slots * num_rows)
+            layer.attended(layer.random_query(1), placed)
+            seconds = parts.seconds(layer.attend)
+            num_bytes = sum(_prefix_bytes(parts, each) for each in placed)
+            row: Row = {"length": length, "slots": num_slots, "rows": sum(len(each) for each, _ in placed)}
+            rows.append(row | {"ms": 1000 * seconds, "GB/s": num_bytes / seconds / 1e9})
+    best = max(float(row["GB/s"]) for row in rows)
+    return Finding(passed=True, words=f"keys and values are read at up to {best:,.1f} GB/s", rows=rows)
+
+
+def attended_lengths(parts: Parts) -> list[int]:
+    """List the lengths that the model has positions for."""
+    longest = parts.files.max_positions
+    return sorted({min(length, longest) for length in parts.extent.lengths})
+
+
+def _compared(parts: Parts, layer: OneLayer, rng: random.Random, length: int) -> Row:
+    """Compare all row and slot counts at one length."""
+    differing, tried, error = 0, 0, 0.0
+    for num_slots in parts.extent.slot_counts:
+        for num_rows in _row_counts(parts):
+            if num_rows < num_slots:
+                continue
+            placed = layer.placed(rng, length, num_slots, num_rows)
+            found, among, worst = _against_alone(layer, placed, rng.randrange(2**31))
+            differing, tried, error = differing + found, tried + among, max(error, worst)
+    return {"length": length, "tried": tried, "differing": differing, "error": error}
+
+
+def _row_counts(parts: Parts) -> tuple[int, ...]:
+    """The numbers of rows to try; where forwards have more than these, as many as a forward has, too."""
+    counts, most = parts.extent.row_counts, parts.kernels.num_rows
+    return counts if most == NUM_ROWS else (*counts, most)
+
+
+def _against_alone(layer: OneLayer, placed: list[Placed], seed: int) -> tuple[int, int, float]:
+    """Count rows that differ and all rows; find the greatest error of last rows, over their greatest number."""
+    num_rows = sum(len(rows) for rows, _ in placed)
+    query = layer.random_query(seed)[:num_rows]
+    together = layer.attended(query, placed)
+    differing, error, start = 0, 0.0, 0
+    for rows, slot in placed:
+        for row in range(len(rows)):
+            alone = layer.attended(query[start + row : start + row + 1], [(rows.part(row, row + 1), slot)])
+            differing += not torch.equal(alone[0], together[start + row])  # NaN differs from itself
+        exact = layer.exact(query[start + row], rows, row)
+        distance = (together[start + row].double() - exact).abs().max() / exact.abs().max()
+        error = max(error, float(distance.nan_to_num(torch.inf)))
+        start += len(rows)
+    return differing, num_rows, error
+
+
+def _prefix_bytes(parts: Parts, placed: Placed) -> int:
+    """Read once for all rows of a sequence."""
+    rows, _ = placed
+    return rows.boundary * parts.cache_shape(num_layers=1).bytes_per_position()
+
+
+class OneLayer:
+    """Kernels, buffers and caches as a whole model has them."""
+
+    def __init__(self, parts: Parts, num_slots: int, longest: int) -> None:
+        self._parts, sizes = parts, parts.sizes
+        self.arena = parts.arena(num_slots, longest, num_layers=1)
+        self.arena.buffer.normal_(generator=parts.generator(4))
+        num_rows = parts.kernels.num_rows
+        shape = shape_of(sizes, parts.num_splits, num_rows)
+        capacity, pages = self.arena.capacity, self.arena.pages
+        table = (num_slots, capacity, shape.rows_per_group, capacity, sizes.vocab)
+        self._layout = TableLayout(*table, page=None if pages is None else pages.page, num_rows=num_rows)
+        self._buffer = torch.zeros(self._layout.size, dtype=torch.int32, device=parts.device)
+        self._upload = Upload(self._buffer)
+        self._table = self._layout.table(self._buffer)
+        kernel = ATTENTION_KERNELS[parts.kernels.attention]
+        self._attention = new_attention(kernel, shape, self._layout, sizes.scale, parts.device)
+        self._value_dim = sizes.head_dim if sizes.latent is None else sizes.latent.rank
+        self._mixed = self._rows(self._value_dim)
+        self._caches = [self.arena.new_cache(longest) for _ in range(num_slots)]
+        for end in range(BLOCK, longest, BLOCK):
+            for cache in self._caches:  # in turn: pages of a slot do not lie side by side
+                cache.reserve(end)
+
+    def placed(self, rng: random.Random, length: int, num_slots: int, num_rows: int) -> list[Placed]:
+        """Return trees of so many rows in all at most, over some slots of nearly this length."""
+        found = []
+        for number, cache in enumerate(self._caches[:num_slots]):
+            rows = self._tree(rng, cache, max(0, length - number * SHORTER), min(num_rows // num_slots, BLOCK))
+            found.append((rows, cache.slot))
+        return found
+
+    def random_query(self, seed: int) -> Tensor:
+        """Draw a query `[num_rows, num_heads, head_dim]`."""
+        query = self._rows(self._parts.sizes.head_dim).float().normal_(generator=self._parts.generator(seed))
+        return query.to(self._parts.dtype)
+
+    def attended(self, query: Tensor, placed: list[Placed]) -> Tensor:
+        """Attend with rows `query [num_rows, num_heads, head_dim]` to the same shape; NaN lies where none may look."""
+        self.upload(placed)
+        self._mixed.fill_(torch.nan)
+        self._attention.put(query, self._table)
+        self.attend()
+        return self._mixed[: len(query)].clone()
+
+    def upload(self, placed: list[Placed]) -> None:
+        for rows, _ in placed:
+            rows.cache.reserve(rows.first_entry + len(rows))
+        pages = [rows.cache.pages for rows, _ in placed]
+        self._layout.fill(self._upload.buffer(), placed, pages)
+        self._upload.send()
+
+    def attend(self) -> None:
+        """Attend over what was uploaded, in two launches."""
+        kept = self.arena.buffer[0].expand(-1, len(self._caches), -1, -1, -1)
+        self._attention.attend(0, kept[0], kept[-1], None, self._table, self._mixed, pages=self.arena.pages)
+
+    def exact(self, query: Tensor, rows: SequenceRows, row: int) -> Tensor:
+        """One row's `[num_heads, value_dim]` in float64, of `query` as it is."""
+        length = rows.tail_lengths[row]
+        tail = torch.from_numpy(rows.tail_entries[row][:length].copy()).to(query.device)
+        kept = rows.cache.stored_between(0, slice(0, rows.first_entry + len(rows)))
+        found = []
+        for kv_head, heads in enumerate(query.double().chunk(self._parts.sizes.num_kv_heads)):
+            keys, values = (torch.cat([part[kv_head, : rows.boundary], part[kv_head, tail]]).double() for part in kept)
+            weights = torch.softmax(heads @ keys.t() * self._parts.sizes.scale, dim=-1)
+            found.append(weights @ values[:, : self._value_dim])
+        return torch.cat(found)
+
+    def _tree(self, rng: random.Random, cache: ArenaKVCache, length: int, num_rows: int) -> SequenceRows:
+        cache.length = length
+        vocab = self._parts.sizes.vocab
+        tree = random_tree(rng, num_rows - 1, max_tree_depth(length), vocab) if num_rows > 1 else DraftTree()
+        return tree_rows(cache, rng.randrange(vocab), tree)
+
+    def _rows(self, width: int) -> Tensor:
+        sizes = self._parts.sizes
+        heads = (self._layout.num_rows, sizes.num_heads, width)
+        return torch.zeros(heads, dtype=sizes.dtype, device=self._parts.device)

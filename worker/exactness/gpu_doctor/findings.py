@@ -1,0 +1,75 @@
+"""The findings of a check, and the page that they are printed on. Light: a command reads what its processes found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from swiftbatch.jobs.frozen_records import Frozen
+from swiftbatch.jobs.run.option_values import LinearName
+
+if TYPE_CHECKING:
+    from swiftbatch.worker.exactness.gpu_doctor.check_parts import Parts
+
+Row = dict[str, int | float | str]
+
+
+class Finding(Frozen):
+    """The figures of a check, all rows with the same columns, and its verdict."""
+
+    passed: bool
+    words: str  # the verdict in a line
+    rows: list[Row]
+    linear: LinearName | None = None  # the kernel for products that is to be taken from now on
+    unproved: str | None = None  # what could not be tried here
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that has to hold on this device before anything behind it means something."""
+
+    name: str
+    proves: str
+    run: Callable[[Parts], Finding]
+
+
+class Result(Frozen):
+    """A check that was run, and its finding."""
+
+    name: str
+    proves: str
+    seconds: float
+    finding: Finding
+
+    def page(self) -> str:
+        """Return the check's part of the page: name and verdict, what it is for, the figures as a table."""
+        verdict = "passed" if self.finding.passed else "FAILED"
+        head = f"{self.name}: {verdict} ({self.seconds:.1f} s)\n  {self.proves}\n  {self.finding.words}"
+        return "\n".join([head, *_table(self.finding.rows)])
+
+
+def differing_bits(found: int, tried: int, what: str) -> str:
+    return f"{found:,} of {tried:,} {what} differ in any bit"
+
+
+def _table(rows: list[Row]) -> Iterator[str]:
+    if not rows:
+        return
+    columns = list(rows[0])
+    cells = [columns, *([cell_of(row[column]) for column in columns] for row in rows)]
+    widths = [max(len(line[place]) for line in cells) for place in range(len(columns))]
+    is_text = [isinstance(rows[0][column], str) for column in columns]
+    for line in cells:
+        parts = (
+            cell.ljust(width) if text else cell.rjust(width)
+            for cell, width, text in zip(line, widths, is_text, strict=True)
+        )
+        yield f"    {'  '.join(parts)}".rstrip()
+
+
+def cell_of(value: float | str) -> str:
+    """One figure as pages show it."""
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return value if isinstance(value, str) else f"{value:,}"

@@ -1,0 +1,187 @@
+"""The texts that decoding heads learn from, of books or the target's own, and the target's hidden states along them.
+
+Own texts are what a model says behind prompts, as its users get them: the engine that decodes plainly samples them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.progress import Progress, track
+
+from swiftbatch.jobs.errors import ModelError
+from swiftbatch.jobs.sampling import MAX_SEED, SamplingParams
+from swiftbatch.worker.caches.memory.memory_plan import SlotsWanted
+from swiftbatch.worker.drafters.catalogue import create_drafter
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.engine.engine import Engine
+from swiftbatch.worker.model.model_files import ModelFiles
+from swiftbatch.worker.model.tokenizer import TextCodec
+from swiftbatch.worker.target.forwards_choice import load_transformers, resolve_device
+from swiftbatch.worker.target.step_costs import measure_step_costs
+from swiftbatch.worker.target.target import TargetModel, check_model
+from swiftbatch.worker.training.corpus import CorpusError, read_books
+from swiftbatch.worker.training.head_recipe import LEARNED_SAMPLING, OWN_SAMPLING, HeadRecipe
+
+CHARACTERS_PER_TOKEN = 16  # at most, of running text; what lies further back in a book need not be encoded
+NUM_AT_A_TIME = 32  # a forward's rows on a CPU, half of them on a GPU
+
+
+@dataclass(frozen=True)
+class Text:
+    """Token ids, and the first row that counts: what stands in front of it is a prompt."""
+
+    token_ids: list[int]
+    first_row: int = 0
+
+
+@dataclass(frozen=True)
+class TextStates:
+    """Texts end to end, and the rows from which every head has a token to predict."""
+
+    token_ids: torch.Tensor  # [num_tokens]
+    hidden: torch.Tensor  # [num_tokens, hidden], in the target's dtype and on the CPU
+    rows: torch.Tensor  # [num_rows]
+
+
+def load_target(files: ModelFiles) -> TargetModel:
+    """The frozen target with `transformers`' own attention, which takes whole texts at once."""
+    target = TargetModel(load_transformers(files, torch.bfloat16, resolve_device("auto")), files)
+    check_model(target)
+    target.model.set_attn_implementation("sdpa")
+    return target
+
+
+def training_states(target: TargetModel, data: Path, recipe: HeadRecipe) -> TextStates:
+    """The beginnings of the training books, or the target's own texts behind random stretches of them."""
+    texts = book_texts(data, "*train*.jsonl", target.files, recipe.num_book_tokens, recipe.num_needed_tokens)
+    if recipe.num_own_texts:
+        texts = learned_texts(target, texts, recipe)
+    return text_states(target, texts, recipe.num_heads)
+
+
+def held_out_texts(
+    target: TargetModel, data: Path, recipe: HeadRecipe, report: Callable[[str], None]
+) -> dict[str, list[Text]]:
+    """Test books, and what the target says behind their beginnings, by name; none where `data` has no test books."""
+    if not any(data.rglob("*test*.jsonl")):
+        report(f"{data}: no *test*.jsonl; the accuracy is not measured")
+        return {}
+    books = book_texts(data, "*test*.jsonl", target.files, recipe.num_book_tokens, recipe.num_needed_tokens)
+    beginnings = [Text(book.token_ids[: recipe.num_prompt_tokens]) for book in books]
+    prompts = _stretches(beginnings, recipe.num_prompt_tokens, first_ids_of(target.files))
+    own = {
+        f"own text, {name}": own_texts(target, prompts, recipe.own_sampling(sampling))
+        for name, sampling in OWN_SAMPLING.items()
+    }
+    return {"test books": books, **own}
+
+
+def book_texts(data: Path, pattern: str, files: ModelFiles, num_tokens: int, num_needed: int) -> list[Text]:
+    """The first `num_tokens` tokens of each book that has `num_needed`. Raises CorpusError where none has."""
+    codec = TextCodec(files)
+    encoded = [codec.encode(book[: num_tokens * CHARACTERS_PER_TOKEN]) for book in read_books(data, pattern)]
+    texts = [Text(token_ids[:num_tokens]) for token_ids in encoded if len(token_ids) >= num_needed]
+    if not texts:
+        longest = max(map(len, encoded), default=0)
+        raise CorpusError(
+            f"{data}: the books in {pattern} are too short, the longest has {longest} tokens; "
+            f"expected {num_needed} or more in at least one"
+        )
+    return texts
+
+
+def own_texts(target: TargetModel, prompts: list[list[int]], sampling: SamplingParams) -> list[Text]:
+    """Sample the target behind prompts: `sampling.max_tokens` tokens, whether or not a sequence ends among them."""
+    said = sampled_texts(target.files, target.device.type, prompts, sampling)
+    return [Text(token_ids, len(prompt) - 1) for prompt, token_ids in zip(prompts, said, strict=True)]
+
+
+def text_states(target: TargetModel, texts: list[Text], num_heads: int) -> TextStates:
+    """Run the target over texts, one forward each."""
+    token_ids, hidden, rows = [], [], []
+    start = 0
+    for text in track(texts, "hidden states", transient=True):
+        kept = torch.tensor(text.token_ids[text.first_row :])
+        token_ids.append(kept)
+        hidden.append(hidden_states(target, text.token_ids)[text.first_row :].cpu())
+        rows.append(torch.arange(start, start + max(0, len(kept) - num_heads - 1)))
+        start += len(kept)
+    return TextStates(torch.cat(token_ids), torch.cat(hidden), torch.cat(rows))
+
+
+def learned_texts(target: TargetModel, books: list[Text], recipe: HeadRecipe) -> list[Text]:
+    """Own texts behind random stretches of books, a share of them for each way of sampling."""
+    stretches = _stretches(books, recipe.num_prompt_tokens, first_ids_of(target.files))
+    drawn = np.random.default_rng(recipe.seed).integers(len(stretches), size=recipe.num_own_texts)
+    texts: list[Text] = []
+    for number, sampling in enumerate(LEARNED_SAMPLING):
+        prompts = [stretches[index] for index in drawn[number :: len(LEARNED_SAMPLING)]]
+        texts += own_texts(target, prompts, recipe.own_sampling(sampling, number))
+    return texts
+
+
+def first_ids_of(files: ModelFiles) -> list[int]:
+    """Tokens that every text of a model begins with; none for many models."""
+    return TextCodec(files).encode("")
+
+
+def _stretches(books: list[Text], length: int, first_ids: list[int]) -> list[list[int]]:
+    """All whole stretches of so many tokens, end to end, as texts; shorter ones where no book is that long."""
+    bodies = [book.token_ids[len(first_ids) :] for book in books]
+    length = min(length, len(first_ids) + max(map(len, bodies))) - len(first_ids)
+    return [
+        [*first_ids, *body[start : start + length]]
+        for body in bodies
+        for start in range(0, len(body) - length + 1, length)
+    ]
+
+
+@torch.inference_mode()
+def hidden_states(target: TargetModel, token_ids: list[int]) -> torch.Tensor:
+    """Final hidden states along one text: `[num_tokens, hidden]`."""
+    ids = torch.tensor([token_ids], device=target.device)
+    hidden: torch.Tensor = target.model.model(input_ids=ids, use_cache=False).last_hidden_state[0]
+    return hidden
+
+
+def sampled_texts(
+    files: ModelFiles, device: str, prompts: list[list[int]], sampling: SamplingParams
+) -> list[list[int]]:
+    """Prompts with `sampling.max_tokens` tokens behind each; an end of sequence does not end one.
+
+    The model in bf16. Each text has noise of its own, from the seed and its number. Raises ModelError where it gives
+    logits that nothing can be drawn from.
+    """
+    longest = max(map(len, prompts)) + sampling.max_tokens
+    slots = SlotsWanted(longest_job=longest, num_slots=min(NUM_AT_A_TIME, len(prompts)))
+    target = TargetModel.load(files, "bfloat16", device, slots=slots)
+    engine = Engine(target, create_drafter("autoregressive", target, partial(measure_step_costs, target)))
+    sequences = [
+        Sequence(f"{number}", prompt, _of_one(sampling, number), target.vocab_size, target.device)
+        for number, prompt in enumerate(prompts)
+    ]
+    waiting = deque(sequences)
+    with Progress(transient=True) as progress:
+        task = progress.add_task("own texts", total=len(prompts) * sampling.max_tokens)
+        while waiting or engine.sequences:
+            while waiting and len(engine.sequences) < NUM_AT_A_TIME:
+                engine.start(waiting.popleft())
+            engine.step()
+            for sequence in [each for each in engine.sequences if each.finish_reason is not None]:
+                engine.stop(sequence)
+                if sequence.error is not None:
+                    raise ModelError(f"model {files.name}: {sequence.error}")
+            progress.update(task, completed=engine.counters.num_generation_tokens)
+    return [sequence.token_ids.tolist() for sequence in sequences]
+
+
+def _of_one(sampling: SamplingParams, number: int) -> SamplingParams:
+    """Return the sampling of the text with this number; the seed combines the number with that of `sampling`."""
+    seed = ((sampling.seed or 0) << 32) + number & MAX_SEED
+    return sampling.model_copy(update={"seed": seed, "ignore_eos": True})
