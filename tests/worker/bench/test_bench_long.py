@@ -18,6 +18,7 @@ from rich.console import Console
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.bench_engine import BenchError, text_tokens
 from swiftbatch.worker.bench.decode_bench import read_tokens
+from swiftbatch.worker.bench.long.generation import METERED, metered_drafter
 from swiftbatch.worker.bench.long.long_bench import LongBenchOptions, generate_long, run_long_bench
 from swiftbatch.worker.bench.long.long_figures import LongResult, render
 from swiftbatch.worker.bench.long.plain_windows import PlainWindows, integral
@@ -27,10 +28,11 @@ from swiftbatch.worker.drawing.draft_tree import ROOT, DraftTree
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.engine.plain_runs import PlainRuns
-from swiftbatch.worker.model.model_files import locate_model
+from swiftbatch.worker.model.model_files import ModelError, locate_model
 from swiftbatch.worker.papers.tokenswift.heads import save_heads
 from swiftbatch.worker.target.target import TargetModel
 from tests.simulated_clock import SimulatedClock
+from tests.worker.drafters.drafter_parts import free_rows
 
 pytestmark = pytest.mark.long
 
@@ -145,6 +147,14 @@ def test_plain_decoding_drafts_nothing(make_options: Callable[..., LongBenchOpti
     [*_, record] = run_long_bench(make_options(engine="autoregressive")).records
     assert (record.total.alpha, record.total.beta, record.total.tokens_per_step) == (None, None, 1.0)
     assert record.total.speedup == pytest.approx(1.0, rel=0.02)
+
+
+@pytest.mark.parametrize("engine", METERED)
+def test_an_engine_whose_ngrams_are_counted_is_made_as_far_as_its_trained_heads(
+    engine: str, tiny_target: TargetModel, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match="swiftbatch train tokenswift"):
+        metered_drafter(engine, tiny_target, free_rows, tmp_path)
 
 
 @pytest.mark.slow

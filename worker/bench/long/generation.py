@@ -21,7 +21,7 @@ from swiftbatch.worker.session.diversity import distinct
 from swiftbatch.worker.target.step_costs import Costs
 from swiftbatch.worker.target.target import TargetModel
 
-METERED = dict.fromkeys(("tokenswift", "tokenswift-paper"), "papers.tokenswift.tables.reuse")
+METERED = dict.fromkeys(("tokenswift", "tokenswift-paper"), "papers.tokenswift.tables.ablation")
 
 
 class LongGeneration:
