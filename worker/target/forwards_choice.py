@@ -26,17 +26,6 @@ if TYPE_CHECKING:
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-def resolve_device(device: str) -> torch.device:
-    """Turn `auto`, `cpu` or `cuda` into a device; ModelError where CUDA is asked for and absent."""
-    available = torch.cuda.is_available()
-    if device == "cuda" and not available:
-        build = "a CPU build" if torch.version.cuda is None else f"built for CUDA {torch.version.cuda}"
-        raise ModelError(
-            f"device cuda: no CUDA device is visible to torch {torch.__version__} ({build}); use --device cpu"
-        )
-    return torch.device("cuda" if device != "cpu" and available else "cpu")
-
-
 def load_forwards(
     files: ModelFiles,
     dtype: torch.dtype,

@@ -1,4 +1,4 @@
-"""The hardware of a device, as far as bits depend on it. Without torch where that is sure: the driver asks, too."""
+"""The device that an option asks for, and its hardware as far as bits depend on it. Light: the driver asks, too."""
 
 from __future__ import annotations
 
@@ -7,8 +7,13 @@ import functools
 import importlib.metadata
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.kernels.instruction_sets import cpu_flags
+
+if TYPE_CHECKING:
+    import torch
 
 DRIVER = Path("/proc/driver/nvidia/version")
 AVX512 = {"avx512f", "avx512vl", "avx512bw", "avx512dq", "fma"}  # what torch asks for
@@ -24,6 +29,19 @@ def has_cuda() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+def resolve_device(device: str) -> torch.device:
+    """Turn `auto`, `cpu` or `cuda` into a device; ModelError where CUDA is asked for and absent."""
+    import torch
+
+    available = torch.cuda.is_available()
+    if device == "cuda" and not available:
+        build = "a CPU build" if torch.version.cuda is None else f"built for CUDA {torch.version.cuda}"
+        raise ModelError(
+            f"device cuda: no CUDA device is visible to torch {torch.__version__} ({build}); use --device cpu"
+        )
+    return torch.device("cuda" if device != "cpu" and available else "cpu")
 
 
 def cpu_capability() -> str:

@@ -23,7 +23,8 @@ from swiftbatch.worker.drawing.split_rows import SplitRows
 from swiftbatch.worker.kernels.kernel_choice import DEFAULT_KERNELS, CudaKernels
 from swiftbatch.worker.model.model_files import ModelFiles
 from swiftbatch.worker.target.forwards import Forwards
-from swiftbatch.worker.target.forwards_choice import DTYPES, load_forwards, load_transformers, resolve_device
+from swiftbatch.worker.target.forwards_choice import DTYPES, load_forwards, load_transformers
+from swiftbatch.worker.target.hardware import resolve_device
 from swiftbatch.worker.target.tiles import SequenceRows, tree_rows
 
 if TYPE_CHECKING:

@@ -22,7 +22,8 @@ from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.model.model_files import ModelFiles
 from swiftbatch.worker.model.tokenizer import TextCodec
-from swiftbatch.worker.target.forwards_choice import load_transformers, resolve_device
+from swiftbatch.worker.target.forwards_choice import load_transformers
+from swiftbatch.worker.target.hardware import resolve_device
 from swiftbatch.worker.target.step_costs import measure_step_costs
 from swiftbatch.worker.target.target import TargetModel, check_model
 from swiftbatch.worker.training.corpus import CorpusError, read_books

@@ -24,7 +24,7 @@ from swiftbatch.worker.exactness.gpu_doctor.findings import Check, Finding
 from swiftbatch.worker.exactness.gpu_doctor.gpu_doctor import FirstRun, run_checks
 from swiftbatch.worker.kernels.kernel_choice import CudaKernels
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
-from swiftbatch.worker.target import forwards_choice
+from swiftbatch.worker.target import hardware
 from swiftbatch.worker.target.hardware import hardware_of
 from tests.worker.exactness.gpu_doctor.small_parts import small_parts
 
@@ -42,7 +42,7 @@ def outcome(request: pytest.FixtureRequest, embedded_files: ModelFiles, monkeypa
         return run_checks(parts, report, [check("machine", True), check("products", request.param)])
 
     parts = small_parts(embedded_files, linear="cublas")
-    monkeypatch.setattr(forwards_choice, "resolve_device", lambda device: torch.device("cuda"))
+    monkeypatch.setattr(hardware, "resolve_device", lambda device: torch.device("cuda"))
     monkeypatch.setattr(gpu_doctor, "resolve_device", lambda device: torch.device("cuda"))
     monkeypatch.setattr(Parts, "of", lambda *args: parts)
     monkeypatch.setattr(gpu_doctor, "run_checks", checked)
@@ -84,7 +84,7 @@ def test_a_run_with_the_kernel_that_doctor_names_is_exact(
         return run_checks(parts, report, [Check("products", "products hold", lambda parts: only_triton)])
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for module in (forwards_choice, gpu_doctor):
+    for module in (hardware, gpu_doctor):
         monkeypatch.setattr(module, "resolve_device", lambda device: torch.device("cuda"))
     monkeypatch.setattr(
         Parts, "of", lambda files, dtype, device, kernels: small_parts(embedded_files, linear=kernels.linear)

@@ -28,8 +28,7 @@ from swiftbatch.worker.exactness.gpu_doctor.product_check import check_products
 from swiftbatch.worker.kernels.instruction_sets import chosen_numerics
 from swiftbatch.worker.kernels.kernel_choice import CudaKernels
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.target.forwards_choice import resolve_device
-from swiftbatch.worker.target.hardware import hardware_of
+from swiftbatch.worker.target.hardware import hardware_of, resolve_device
 
 CHECKS = (
     Check("machine", "what everything below was found on", check_machine),

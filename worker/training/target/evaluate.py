@@ -16,7 +16,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from swiftbatch.worker.target.forwards_choice import resolve_device
+from swiftbatch.worker.target.hardware import resolve_device
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.training.corpus import encode_books, read_books
 from swiftbatch.worker.training.target.delta_nets import use_chunks

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from swiftbatch.worker.caches.memory.memory_plan import SlotsWanted
 from swiftbatch.worker.model.model_files import EMBEDDED, let_others_read, locate_model
-from swiftbatch.worker.target.forwards_choice import resolve_device
+from swiftbatch.worker.target.hardware import resolve_device
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.training import defaults
 from swiftbatch.worker.training.corpus import encode_books, read_books
