@@ -21,7 +21,7 @@ from swiftbatch.jobs.backoff import Backoff
 from swiftbatch.jobs.frozen_records import Frozen
 from swiftbatch.jobs.run.checked_reading import RunError, pretty, read_model
 from swiftbatch.jobs.storage.store import Store, StoreError
-from swiftbatch.scheduler.display.webhook_message import PostError, ReceiverError, WebhookMessage
+from swiftbatch.scheduler.display.webhook_post import PostError, ReceiverError, WebhookMessage
 from swiftbatch.scheduler.process.streams import Lines
 from swiftbatch.scheduler.serve.batches import Batch, Batches
 from swiftbatch.scheduler.serve.server_records import is_batch_id

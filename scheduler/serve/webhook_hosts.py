@@ -14,7 +14,7 @@ from functools import partial
 from typing import Literal
 
 from swiftbatch.jobs.errors import UserError
-from swiftbatch.scheduler.display.webhook_message import SECRET_VARIABLE, Receiver, ReceiverError, WebhookMessage, post
+from swiftbatch.scheduler.display.webhook_post import SECRET_VARIABLE, Receiver, ReceiverError, WebhookMessage, post
 from swiftbatch.scheduler.serve.batches import Batch
 from swiftbatch.scheduler.serve.client_errors import RefusedError
 

@@ -17,7 +17,6 @@ from swiftbatch.worker.bench.auto_figures import BASELINE, CHOOSER, TWIN, AutoRe
 from swiftbatch.worker.bench.bench_engine import text_tokens
 from swiftbatch.worker.bench.bench_options import BenchOptions, Positions, Temperatures, check_length
 from swiftbatch.worker.bench.bench_variants import bench_slots, create_bench_drafter
-from swiftbatch.worker.bench.contestants import EngineContestant
 from swiftbatch.worker.bench.decode_bench import (
     compete,
     hot_contestant,
@@ -25,6 +24,7 @@ from swiftbatch.worker.bench.decode_bench import (
     read_tokens,
     warm_drafters,
 )
+from swiftbatch.worker.bench.decode_contestants import EngineContestant
 from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.model.model_files import locate_model

@@ -14,7 +14,7 @@ from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.bench_engine import own_tokens, text_tokens
 from swiftbatch.worker.bench.bench_options import BenchOptions, Positions, check_length
 from swiftbatch.worker.bench.bench_variants import BY_NAME, bench_slots, create_bench_drafter
-from swiftbatch.worker.bench.contestants import Contestant, EngineContestant, TransformersContestant
+from swiftbatch.worker.bench.decode_contestants import Contestant, EngineContestant, TransformersContestant
 from swiftbatch.worker.bench.decode_figures import DecodeRecord, make_records
 from swiftbatch.worker.caches.full_cache import FullKVCache
 from swiftbatch.worker.drafters.drafter_interface import Drafter

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from swiftbatch.jobs.frozen_records import Frozen
 from swiftbatch.worker.bench.bench_engine import digest
-from swiftbatch.worker.bench.contestants import Contestant
+from swiftbatch.worker.bench.decode_contestants import Contestant
 
 BASELINE = "autoregressive"
 

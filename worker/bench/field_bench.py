@@ -19,8 +19,8 @@ from swiftbatch.worker.bench.bench_engine import BenchError, own_tokens, text_to
 from swiftbatch.worker.bench.bench_options import BenchOptions, check_length
 from swiftbatch.worker.bench.bench_tables import new_table
 from swiftbatch.worker.bench.bench_variants import BENCH_ENGINES, bench_slots, create_bench_drafter
-from swiftbatch.worker.bench.contestants import EngineContestant
 from swiftbatch.worker.bench.decode_bench import read_tokens
+from swiftbatch.worker.bench.decode_contestants import EngineContestant
 from swiftbatch.worker.constraints.thinking import Markers, Thinking, ThinkingRule
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.token_rules import Rule

@@ -10,7 +10,7 @@ from torch.nn.functional import silu, softplus
 
 from swiftbatch.worker.kernels.recurrence import Steps
 from swiftbatch.worker.model.recurrent_sizes import RecurrentShape
-from swiftbatch.worker.target.mixers import Projected, StateWalk, in_whole_tiles
+from swiftbatch.worker.target.recurrent_paths import Projected, StateWalk, in_whole_tiles
 
 EPSILON = 1e-6  # of queries' and keys' lengths, in every kind
 STEEP = 20.0  # from here on the logarithm of 1 + e^x is x

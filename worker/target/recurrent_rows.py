@@ -21,8 +21,8 @@ from swiftbatch.worker.kernels.recurrence import are_known_states
 from swiftbatch.worker.model.attention_needs import attention_of, form_of, recurrent_layers
 from swiftbatch.worker.model.causal_lm import decoder_of
 from swiftbatch.worker.model.recurrent_sizes import RecurrentShape
-from swiftbatch.worker.target.mixers import Mixer, Projected, StateWalk
 from swiftbatch.worker.target.recurrent_mixers import DeltaAttention, DeltaNet, MambaLayer, ShortConvolution
+from swiftbatch.worker.target.recurrent_paths import Mixer, Projected, StateWalk
 from swiftbatch.worker.target.tiles import SequenceRows
 from swiftbatch.worker.target.transformers_attention import ExactRows
 

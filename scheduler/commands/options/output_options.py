@@ -13,13 +13,13 @@ from swiftbatch.scheduler.commands.options.option_types import WholeNumber, opti
 
 if TYPE_CHECKING:
     from swiftbatch.scheduler.display.display import Display, OutputMode
-    from swiftbatch.scheduler.display.webhook_message import Receiver
+    from swiftbatch.scheduler.display.webhook_post import Receiver
 
 
 def receiver_of(_context: click.Context, _parameter: click.Parameter, value: str | Receiver | None) -> Receiver | None:
     if value is None:
         return None
-    from swiftbatch.scheduler.display.webhook_message import SECRET_VARIABLE, Receiver, ReceiverError
+    from swiftbatch.scheduler.display.webhook_post import SECRET_VARIABLE, Receiver, ReceiverError
 
     try:
         return Receiver.parse(value, os.environ.get(SECRET_VARIABLE)) if isinstance(value, str) else value
@@ -66,7 +66,7 @@ def _opened(mode: OutputMode, receiver: Receiver | None, with_jobs: bool) -> Ite
         if receiver is None:
             yield display
             return
-        from swiftbatch.scheduler.display.webhook_delivery import posting
+        from swiftbatch.scheduler.display.run_webhooks import posting
 
         with posting(display, receiver, with_jobs) as posting_display:
             yield posting_display

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from swiftbatch.scheduler.display import webhook_delivery as sending
-from swiftbatch.scheduler.display.webhook_delivery import Sender
-from swiftbatch.scheduler.display.webhook_message import PATIENCE_SECONDS, PostError, Receiver, WebhookMessage, post
+from swiftbatch.scheduler.display import run_webhooks as sending
+from swiftbatch.scheduler.display.run_webhooks import Sender
+from swiftbatch.scheduler.display.webhook_post import PATIENCE_SECONDS, PostError, Receiver, WebhookMessage, post
 from tests.scheduler.display.receivers import KEY, SECRET, receiver, redirect, silence, slow_body, slow_head, status
 from tests.simulated_clock import SimulatedClock
 

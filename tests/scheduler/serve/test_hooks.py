@@ -14,7 +14,7 @@ import pytest
 
 from swiftbatch.jobs.backoff import Backoff
 from swiftbatch.jobs.storage.store import Store
-from swiftbatch.scheduler.display.webhook_message import SECRET_VARIABLE, Receiver
+from swiftbatch.scheduler.display.webhook_post import SECRET_VARIABLE, Receiver
 from swiftbatch.scheduler.serve import batch_webhooks, webhook_hosts
 from swiftbatch.scheduler.serve.batch_webhooks import Hooks
 from swiftbatch.scheduler.serve.batches import Batch, Batches

@@ -11,8 +11,8 @@ from rich.console import Console
 
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.bench_engine import BenchError, read_text
-from swiftbatch.worker.bench.contestants import EngineContestant
 from swiftbatch.worker.bench.decode_bench import DecodeBenchOptions, read_tokens, run_decode_bench
+from swiftbatch.worker.bench.decode_contestants import EngineContestant
 from swiftbatch.worker.bench.decode_figures import render
 from swiftbatch.worker.drafters.catalogue import create_drafter
 from swiftbatch.worker.drawing.sequence import Sequence

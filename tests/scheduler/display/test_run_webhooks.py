@@ -12,11 +12,11 @@ from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.cli import main
 from swiftbatch.scheduler.commands.options.output_options import shown
-from swiftbatch.scheduler.display import webhook_delivery as sending
+from swiftbatch.scheduler.display import run_webhooks as sending
 from swiftbatch.scheduler.display.events import RunEnded, RunOpened
 from swiftbatch.scheduler.display.job_events import JobCancelled, JobFinished, JobGivenUp, JobStarted
-from swiftbatch.scheduler.display.webhook_delivery import INTERRUPTED_SECONDS, posting
-from swiftbatch.scheduler.display.webhook_message import PATIENCE_SECONDS, Receiver
+from swiftbatch.scheduler.display.run_webhooks import INTERRUPTED_SECONDS, posting
+from swiftbatch.scheduler.display.webhook_post import PATIENCE_SECONDS, Receiver
 from tests.scheduler.display.receivers import SECRET, receiver, status
 from tests.scheduler.driver.driver_parts import RecordingDisplay, make_run
 

@@ -20,7 +20,7 @@ from swiftbatch.jobs.run.run_records import Progress
 from swiftbatch.scheduler.display.display import Display
 from swiftbatch.scheduler.display.events import Event, RunEnded, RunOpened, WebhookFailed
 from swiftbatch.scheduler.display.job_events import JobCancelled, JobFinished, JobGivenUp
-from swiftbatch.scheduler.display.webhook_message import (
+from swiftbatch.scheduler.display.webhook_post import (
     PATIENCE_SECONDS,
     PostError,
     PostRefusedError,
