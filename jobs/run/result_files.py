@@ -17,7 +17,7 @@ from typing import IO, Any
 from weakref import finalize
 
 from swiftbatch.jobs.run.checked_reading import NUM_READERS
-from swiftbatch.jobs.run.line_files import DAMAGED, NO_FILE, LineFiles, LinePlace, parsed_line, read_lines
+from swiftbatch.jobs.run.error_files import DAMAGED, NO_FILE, LineFiles, LinePlace, parsed_line, read_lines
 from swiftbatch.jobs.run.segment_format import (
     SEGMENTS,
     SUFFIX,

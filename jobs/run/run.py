@@ -17,9 +17,9 @@ from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.json_lines import dump_line
 from swiftbatch.jobs.run import job_table
 from swiftbatch.jobs.run.checked_reading import RunError, pretty, read_model, read_parsed
+from swiftbatch.jobs.run.error_files import LineFiles, LinePlace, parsed_line, read_lines, written_line
 from swiftbatch.jobs.run.job_table import lineages, newest_with
 from swiftbatch.jobs.run.job_table_parts import longest_job, read_parts, read_records
-from swiftbatch.jobs.run.line_files import LineFiles, LinePlace, parsed_line, read_lines, written_line
 from swiftbatch.jobs.run.output import joined, write_output
 from swiftbatch.jobs.run.output_line_fields import num_completion_tokens
 from swiftbatch.jobs.run.result_files import ResultFiles

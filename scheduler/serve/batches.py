@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from swiftbatch.jobs.input.job_file_paths import joined
 from swiftbatch.jobs.job import JobUrl
 from swiftbatch.jobs.run.checked_reading import NUM_READERS, DamagedError, RunError, pretty, read_model
-from swiftbatch.jobs.run.line_files import DAMAGED
+from swiftbatch.jobs.run.error_files import DAMAGED
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.process.streams import Lines
 from swiftbatch.scheduler.serve.client_errors import no_such_batch

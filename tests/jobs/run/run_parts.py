@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from swiftbatch.jobs.job import Job, JobRecord
-from swiftbatch.jobs.run.line_files import LineFiles
+from swiftbatch.jobs.run.error_files import LineFiles
 from swiftbatch.jobs.run.output_line_fields import line_id
 from swiftbatch.jobs.run.run import Progress, Run, RunManifest, WorkerStatus
 from swiftbatch.jobs.run.segment_format import SealedResult

@@ -15,7 +15,7 @@ import pytest
 from swiftbatch.jobs.chat import Message
 from swiftbatch.jobs.job import Job, JobRecord
 from swiftbatch.jobs.json_lines import dump_line, sealed
-from swiftbatch.jobs.run import line_files, output_line_fields
+from swiftbatch.jobs.run import error_files, output_line_fields
 from swiftbatch.jobs.run.output_line import Reasoning, error_line, success_line
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.segment_format import SealedResult
@@ -72,7 +72,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         seen.append(job_id)
         return output_line_fields.parse_line(data, job_id, fingerprint, is_sealed=is_sealed)
 
-    monkeypatch.setattr(line_files, "parse_line", parse)
+    monkeypatch.setattr(error_files, "parse_line", parse)
     return seen
 
 

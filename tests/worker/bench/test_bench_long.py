@@ -18,9 +18,9 @@ from rich.console import Console
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.bench_engine import BenchError, text_tokens
 from swiftbatch.worker.bench.decode_bench import read_tokens
-from swiftbatch.worker.bench.long.generation import METERED, metered_drafter
 from swiftbatch.worker.bench.long.long_bench import LongBenchOptions, generate_long, run_long_bench
 from swiftbatch.worker.bench.long.long_figures import LongResult, render
+from swiftbatch.worker.bench.long.long_generation import METERED, metered_drafter
 from swiftbatch.worker.bench.long.plain_windows import PlainWindows, integral
 from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
 from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest

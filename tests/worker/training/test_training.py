@@ -22,7 +22,7 @@ from swiftbatch.worker.model.tokenizer import TextCodec
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.training import defaults
 from swiftbatch.worker.training.corpus import CorpusError, read_books
-from swiftbatch.worker.training.target import evaluate, stages
+from swiftbatch.worker.training.target import evaluate, training_stages
 from swiftbatch.worker.training.target import training as target
 from swiftbatch.worker.training.target.recipe import (
     KINDS,
@@ -31,7 +31,7 @@ from swiftbatch.worker.training.target.recipe import (
     embedded_recipe,
     long_text_recipe,
 )
-from swiftbatch.worker.training.target.windows import WindowSource
+from swiftbatch.worker.training.target.training_windows import WindowSource
 from swiftbatch.worker.training.training_loop import Recipe
 from swiftbatch.worker.training.training_texts import load_target
 from tests.worker.training.small_target import train_small_targets
@@ -157,9 +157,9 @@ def test_a_killed_training_goes_on_to_the_same_bits_and_logs_each_step_once(
 ) -> None:
     (data / "test.jsonl").unlink()
     recipe = dataclasses.replace(SHORT_RECIPE, num_steps=6)
-    monkeypatch.setattr(stages, "NUM_STATE_STEPS", 2)
+    monkeypatch.setattr(training_stages, "NUM_STATE_STEPS", 2)
     target.train_target(data, tmp_path / "whole", recipe, lambda line: None, kind)
-    num_done, original = 0, stages.add_batch_gradients
+    num_done, original = 0, training_stages.add_batch_gradients
 
     def stopping(*args: object) -> float:
         nonlocal num_done
@@ -168,7 +168,7 @@ def test_a_killed_training_goes_on_to_the_same_bits_and_logs_each_step_once(
             raise KeyboardInterrupt
         return original(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(stages, "add_batch_gradients", stopping)
+    monkeypatch.setattr(training_stages, "add_batch_gradients", stopping)
     if stopped_at == recipe.all_steps:
         monkeypatch.setattr(target, "save_target", lambda *args: stopping())  # killed when all steps are done
     with pytest.raises(KeyboardInterrupt):

@@ -29,8 +29,8 @@ from swiftbatch.worker.training.target.evaluate import (
     measure_long_context,
 )
 from swiftbatch.worker.training.target.recipe import CONFIGS, VOCAB_SIZE, TargetRecipe
-from swiftbatch.worker.training.target.stages import run_stages, stages_of
 from swiftbatch.worker.training.target.training_attention import ATTENTION_NAME
+from swiftbatch.worker.training.target.training_stages import run_stages, stages_of
 from swiftbatch.worker.training.training_folder import TrainingFiles, TrainingFolder, held, write_record
 
 FILES = TrainingFiles("train_log.jsonl", "train_state.pt", "model.safetensors")

@@ -14,8 +14,8 @@ from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.training.target import delta_nets
 from swiftbatch.worker.training.target.delta_nets import sparing, use_chunks
 from swiftbatch.worker.training.target.evaluate import logits_of_last
-from swiftbatch.worker.training.target.stages import states_of
 from swiftbatch.worker.training.target.training_attention import ATTENTION_NAME, EarlierSegments
+from swiftbatch.worker.training.target.training_stages import states_of
 from tests.worker.training.small_target import small_hybrid_config
 
 VOCAB_SIZE = 300

@@ -20,9 +20,9 @@ from swiftbatch.worker.bench.bench_options import BenchOptions, check_length
 from swiftbatch.worker.bench.bench_tables import new_table, number, short
 from swiftbatch.worker.bench.bench_variants import bench_slots
 from swiftbatch.worker.bench.compared_caches import with_cache
-from swiftbatch.worker.bench.long.generation import ReuseTally
 from swiftbatch.worker.bench.long.long_bench import LongBenchOptions, Report, generate_long
 from swiftbatch.worker.bench.long.long_figures import LongRecord, LongResult
+from swiftbatch.worker.bench.long.long_generation import ReuseTally
 from swiftbatch.worker.drafters.drafter_interface import Drafter
 from swiftbatch.worker.drafters.two_level.chain import Chain
 from swiftbatch.worker.drawing.draft_tree import DraftTree

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from swiftbatch.worker.training.target.delta_nets import sparing
 from swiftbatch.worker.training.target.recipe import LongTextRecipe, TargetRecipe, WindowRecipe
 from swiftbatch.worker.training.target.training_attention import EarlierSegments
-from swiftbatch.worker.training.target.windows import WindowBatch, WindowSource
+from swiftbatch.worker.training.target.training_windows import WindowBatch, WindowSource
 from swiftbatch.worker.training.training_folder import TrainingFolder, write_record
 from swiftbatch.worker.training.training_loop import Optimizers, StepLoss, StepRecord, repeatable, run_steps
 
