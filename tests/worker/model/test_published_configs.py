@@ -208,15 +208,18 @@ def test_a_published_config_is_understood_and_gives_the_bits_of_transformers_wei
     assert read_sizes(files, "bfloat16") is not None, "a GPU's memory can be planned"
 
 
-def test_the_stretch_of_llama_3_1_changes_logits(tmp_path: Path) -> None:
-    """So that the test above would see it left away."""
-    files = folder_of("Llama 3.1 8B Instruct", tmp_path)
-    stretched = dense_weights(files, BF16)
-    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["Llama 3.1 8B Instruct"] | {"rope_scaling": None}))
+@pytest.mark.parametrize(
+    ("name", "key"), [("Llama 3.1 8B Instruct", "rope_scaling"), ("Mistral 7B v0.1", "sliding_window")]
+)
+def test_a_stretch_and_a_window_change_logits(name: str, key: str, tmp_path: Path) -> None:
+    """So that tests of logits would see them left away."""
+    files = folder_of(name, tmp_path)
+    published = dense_weights(files, BF16)
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name] | {key: None}))
     plain = dense_weights(files, BF16)
-    assert stretched is not None
+    assert published is not None
     assert plain is not None
-    assert not torch.equal(logits(stretched), logits(plain))
+    assert not torch.equal(logits(published), logits(plain))
 
 
 @pytest.mark.parametrize("change", LEFT)
@@ -713,17 +716,6 @@ def test_dense_decoders_by_other_names_say_in_our_kernels_what_transformers_says
     found = ReferenceDecoder(weights).forward([chain(cache, token_ids)])[1]
     assert found is not None
     assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
-
-
-def test_a_window_changes_logits(tmp_path: Path) -> None:
-    """So that the tests above would see it left away."""
-    files = folder_of("Mistral 7B v0.1", tmp_path)
-    windowed = dense_weights(files, BF16)
-    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["Mistral 7B v0.1"] | {"sliding_window": None}))
-    plain = dense_weights(files, BF16)
-    assert windowed is not None
-    assert plain is not None
-    assert not torch.equal(logits(windowed), logits(plain))
 
 
 def test_a_window_that_hides_nothing_of_the_longest_text_is_none() -> None:
