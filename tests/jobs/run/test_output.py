@@ -34,7 +34,7 @@ def records_of(*prompts: str, n: int = 1) -> list[JobRecord]:
 
 def finish(run: Run, record: JobRecord) -> None:
     index = record.job.choice_index
-    run_parts.finish(run, record, f"text {index}", 3 + index, num_drafts=index)
+    assert run_parts.finish(run, record, f"text {index}", 3 + index, num_drafts=index)
 
 
 def fail(run: Run, records: Sequence[JobRecord], code: str = "cancelled", message: str = "why") -> None:

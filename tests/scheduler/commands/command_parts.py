@@ -41,7 +41,7 @@ def job(custom_id: str, max_tokens: int = 20, **fields: object) -> dict[str, obj
 
 def finish(run: Run, custom_id: str, text: str) -> None:
     record = next(record for record in run.jobs() if record.job.custom_id == custom_id)
-    run_parts.finish(run, record, text, num_drafts=2)
+    assert run_parts.finish(run, record, text, num_drafts=2)
 
 
 def pretend_to_run(run: Run, seconds_ago: float = 0.0) -> None:

@@ -28,7 +28,7 @@ def jobs_file(tmp_path: Path) -> str:
 
 
 def finish(run: Run, record: JobRecord) -> None:
-    run_parts.finish(run, record, f"text {record.job.choice_index}", 4, num_drafts=1)
+    assert run_parts.finish(run, record, f"text {record.job.choice_index}", 4, num_drafts=1)
 
 
 def test_the_same_file_again_adds_nothing_and_another_number_of_choices_is_refused(run: Run, tmp_path: Path) -> None:
