@@ -11,8 +11,7 @@ from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.bench_engine import own_tokens, text_tokens
 from swiftbatch.worker.bench.bench_variants import bench_slots, known_engine
 from swiftbatch.worker.bench.long.generation import LongGeneration, ReuseTally, metered_drafter
-from swiftbatch.worker.bench.long.long_figures import LongRecord, LongResult
-from swiftbatch.worker.bench.long.long_plot import plot
+from swiftbatch.worker.bench.long.long_figures import LongRecord, LongResult, plot
 from swiftbatch.worker.bench.long.plain_windows import PlainWindows
 from swiftbatch.worker.bench.options import BenchOptions, check_length
 from swiftbatch.worker.drafters.base import Drafter

@@ -22,7 +22,6 @@ from triton.compiler import ASTSource
 
 from swiftbatch.worker.caches.memory.page_counts import GPU_PAGE
 from swiftbatch.worker.exactness.first_run import machine
-from swiftbatch.worker.kernels.attention_view import AttentionView
 from swiftbatch.worker.kernels.cuda import (
     activations,
     expert_products,
@@ -47,7 +46,7 @@ from swiftbatch.worker.kernels.cuda.states.state_buffers import MOVE_WARPS, MOVE
 from swiftbatch.worker.kernels.cuda.states.state_layers import finish_constants, finish_group
 from swiftbatch.worker.kernels.cuda.states.step_layout import StepLayout
 from swiftbatch.worker.kernels.decoder_weights import linear_from
-from swiftbatch.worker.kernels.forms import Activation, NormForm, Routing, Score
+from swiftbatch.worker.kernels.forms import Activation, AttentionView, NormForm, Routing, Score
 from swiftbatch.worker.kernels.mixer_sizes import MixerForm, MixerSizes
 from swiftbatch.worker.kernels.packed import CODE_BITS, TABLES, Code, PackedMatrix, Weight
 from swiftbatch.worker.kernels.sizes import ROW_CHOICES, LatentSizes
