@@ -74,35 +74,22 @@ QWEN25 = EVERYWHERE | {
     "transformers_version": "4.43.1",
     "use_sliding_window": False,
 }
+MISTRAL = EVERYWHERE | {
+    "architectures": ["MistralForCausalLM"],
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "max_position_embeddings": 32768,
+    "model_type": "mistral",
+    "rms_norm_eps": 1e-05,
+}
 PUBLISHED: dict[str, dict[str, Any]] = {
     "Llama 3.1 8B Instruct": LLAMA | {"rope_scaling": LLAMA3, "rope_theta": 500000.0},
     "Llama 3.2 1B": LLAMA
     | {"head_dim": 64, "tie_word_embeddings": True, "rope_scaling": LLAMA3 | {"factor": 32.0}, "rope_theta": 500000.0},
     "Llama 3.1 as newer versions save it": LLAMA | {"rope_parameters": LLAMA3 | {"rope_theta": 500000.0}},
-    "Mistral 7B v0.3": EVERYWHERE
-    | {
-        "architectures": ["MistralForCausalLM"],
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "max_position_embeddings": 32768,
-        "model_type": "mistral",
-        "rms_norm_eps": 1e-05,
-        "rope_theta": 1000000.0,
-        "sliding_window": None,
-        "transformers_version": "4.42.0.dev0",
-    },
-    "Mistral 7B v0.1": EVERYWHERE
-    | {
-        "architectures": ["MistralForCausalLM"],
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "max_position_embeddings": 32768,
-        "model_type": "mistral",
-        "rms_norm_eps": 1e-05,
-        "rope_theta": 10000.0,
-        "sliding_window": 40,
-        "transformers_version": "4.34.0.dev0",
-    },
+    "Mistral 7B v0.3": MISTRAL
+    | {"rope_theta": 1000000.0, "sliding_window": None, "transformers_version": "4.42.0.dev0"},
+    "Mistral 7B v0.1": MISTRAL | {"rope_theta": 10000.0, "sliding_window": 40, "transformers_version": "4.34.0.dev0"},
     "Qwen2.5 7B Instruct": QWEN25,
     "Qwen2 with windows from a layer on": QWEN25
     | {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1},

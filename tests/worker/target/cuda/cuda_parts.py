@@ -7,6 +7,7 @@ import random
 import torch
 
 from swiftbatch.jobs.run.option_values import AttentionName, KVDtype, LinearName
+from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.caches.full import CacheShape
 from swiftbatch.worker.caches.host_copies import HostStream
 from swiftbatch.worker.caches.layer_ring import Streams
@@ -16,6 +17,7 @@ from swiftbatch.worker.caches.paged_arena import PagedArena
 from swiftbatch.worker.caches.slot_arena import KVArena, SlotLease
 from swiftbatch.worker.caches.state_arena import StateArena
 from swiftbatch.worker.caches.window_arena import WindowArena
+from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.kernels.choice import CudaKernels
 from swiftbatch.worker.kernels.cuda.stacked import stacked_weights
@@ -30,6 +32,7 @@ from swiftbatch.worker.target.tiles import tree_rows
 from tests.worker.caches.lazy_stream import LazyStream
 from tests.worker.caches.window_parts import spoil_free_pages
 from tests.worker.kernels.kernel_parts import path_to, random_tree
+from tests.worker.model.test_kinds_engines import decode
 from tests.worker.target.cuda.checked_graph import CheckedGraph
 
 CPU = torch.device("cpu")
@@ -153,3 +156,16 @@ def check_rows_of_two_trees(target: TargetModel, num_nodes: int, *texts: list[in
             caches[1].advance(1)
         assert torch.equal(alone[0], logits[1 + node])
         caches[1].roll_back(length)
+
+
+def check_drafts_beside_a_resumed_job(target: TargetModel, num_tokens: int) -> None:
+    """Two jobs, one of which goes on behind its first tokens, have the tokens of plain decoding."""
+    params = SamplingParams(max_tokens=num_tokens, seed=3, ignore_eos=True)
+
+    def sequences() -> list[Sequence]:
+        return [Sequence(f"s{each}", [each, 5, 7, 5], params, target.vocab_size) for each in (3, 4)]
+
+    plain = [decode(target, "autoregressive", [text])[0] for text in sequences()]
+    fresh, resumed = sequences()
+    resumed.extend(plain[1][:2])
+    assert decode(target, "token-recycling", [fresh, resumed]) == plain

@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.caches.memory.model_sizes import read_sizes
-from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.exactness.transformers_agreement import compare
 from swiftbatch.worker.kernels.cuda.stacked import stacked_weights
@@ -25,8 +23,7 @@ from tests.worker.model.expert_configs import WITH_EXPERTS, write_experts
 from tests.worker.model.formats.examples import fp8
 from tests.worker.model.formats.test_native_experts import stored, write_gpt_oss
 from tests.worker.model.formats.twins import make_twins
-from tests.worker.model.test_kinds_engines import decode
-from tests.worker.target.cuda.cuda_parts import check_rows_of_two_trees, cuda_target
+from tests.worker.target.cuda.cuda_parts import check_drafts_beside_a_resumed_job, check_rows_of_two_trees, cuda_target
 
 pytestmark = pytest.mark.long
 
@@ -59,15 +56,7 @@ def test_rows_of_two_trees_have_the_bits_of_plain_decoding(name: str, tmp_path: 
 def test_drafts_beside_a_resumed_job_give_plain_decoding_s_tokens(tmp_path: Path) -> None:
     folder = folder_of("Qwen3 30B A3B", tmp_path, num_hidden_layers=1)
     target = cuda_target(locate_model(str(folder)), torch.bfloat16)
-    params = SamplingParams(max_tokens=4, seed=3, ignore_eos=True)
-
-    def sequences() -> list[Sequence]:
-        return [Sequence(f"s{each}", [each, 5, 7, 5], params, target.vocab_size) for each in (3, 4)]
-
-    plain = [decode(target, "autoregressive", [text])[0] for text in sequences()]
-    fresh, resumed = sequences()
-    resumed.extend(plain[1][:2])
-    assert decode(target, "token-recycling", [fresh, resumed]) == plain
+    check_drafts_beside_a_resumed_job(target, 4)
 
 
 def test_the_experts_that_rows_meet_are_counted_as_on_a_cpu_and_learned_without_a_wait(

@@ -9,10 +9,8 @@ import pytest
 import torch
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.caches.memory.memory_plan import SlotsWanted, splits_of
 from swiftbatch.worker.caches.memory.model_sizes import read_sizes
-from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.exactness.transformers_agreement import compare
 from swiftbatch.worker.kernels.choice import DEFAULT_KERNELS
 from swiftbatch.worker.kernels.cuda.stacked import stacked_weights
@@ -28,9 +26,13 @@ from tests.worker.model.expert_configs import WITH_LATENTS, write_experts
 from tests.worker.model.formats.examples import fp8
 from tests.worker.model.formats.test_native_experts import stored
 from tests.worker.model.formats.twins import make_twins
-from tests.worker.model.test_kinds_engines import decode
 from tests.worker.session.recurrent_parts import save_recurrent_model
-from tests.worker.target.cuda.cuda_parts import check_rows_of_two_trees, cuda_target, offloaded_target
+from tests.worker.target.cuda.cuda_parts import (
+    check_drafts_beside_a_resumed_job,
+    check_rows_of_two_trees,
+    cuda_target,
+    offloaded_target,
+)
 from tests.worker.target.cuda.test_pages_of_a_gpu import alone_on_a_cpu, check_jobs_that_outgrow_pages
 
 pytestmark = pytest.mark.long
@@ -89,15 +91,7 @@ def test_rows_of_two_trees_have_the_bits_of_plain_decoding(name: str, tmp_path: 
 @pytest.mark.slow  # rows of trees have those bits, as the test above says
 def test_drafts_beside_a_resumed_job_give_plain_decoding_s_tokens(tmp_path: Path) -> None:
     target = cuda_target(files_of("GLM 4.7 Flash", tmp_path), torch.float32, linear="cublas")
-    params = SamplingParams(max_tokens=3, seed=3, ignore_eos=True)
-
-    def sequences() -> list[Sequence]:
-        return [Sequence(f"s{each}", [each, 5, 7, 5], params, target.vocab_size) for each in (3, 4)]
-
-    plain = [decode(target, "autoregressive", [text])[0] for text in sequences()]
-    fresh, resumed = sequences()
-    resumed.extend(plain[1][:2])
-    assert decode(target, "token-recycling", [fresh, resumed]) == plain
+    check_drafts_beside_a_resumed_job(target, 3)
 
 
 def test_blocks_of_fp8_stay_packed_take_what_the_plan_counts_and_give_their_twin_s_logits(tmp_path: Path) -> None:
