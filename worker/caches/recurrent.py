@@ -20,7 +20,7 @@ from swiftbatch.worker.caches.full import CacheShape, CacheSource, FullKVCache
 from swiftbatch.worker.caches.recurrent_layer import LayerState, RecurrentLayer
 from swiftbatch.worker.caches.room import FIRST_STEPS
 from swiftbatch.worker.caches.room import NUM_STEPS as NUM_STEPS
-from swiftbatch.worker.caches.stateful import KeptStates, StatefulKVCache
+from swiftbatch.worker.caches.stateful_cache import KeptStates, StatefulKVCache
 from swiftbatch.worker.caches.windowed import WindowedKVCache
 from swiftbatch.worker.kernels.recurrence import StepBuffers, are_known_states, folding_team
 from swiftbatch.worker.kernels.sizes import BLOCK, TILE_ROWS

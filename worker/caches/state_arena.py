@@ -19,7 +19,7 @@ from swiftbatch.worker.caches.memory.page_counts import PoolSize
 from swiftbatch.worker.caches.paged_arena import PagedArena, PagedKVCache, PageLease
 from swiftbatch.worker.caches.room import MAX_TREE_NODES
 from swiftbatch.worker.caches.slot_arena import SlotLease
-from swiftbatch.worker.caches.stateful import KeptStates, StatefulKVCache
+from swiftbatch.worker.caches.stateful_cache import KeptStates, StatefulKVCache
 from swiftbatch.worker.kernels.cuda.move_rows import PADDING, moves_of
 from swiftbatch.worker.kernels.cuda.states.state_buffers import StateBuffers, move_steps, number_of_state
 from swiftbatch.worker.kernels.cuda.upload import Upload
