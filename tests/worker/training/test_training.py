@@ -128,7 +128,7 @@ def test_a_hybrid_is_trained_with_the_embedded_tokenizer_and_its_card_says_how(d
     assert "A small decoder of Qwen3.5's kind" in card
     assert f"`swiftbatch train target --kind {kind} --data DIR`" in card
     assert "with gates; in 1 of 2 layers gated delta nets in its place, 4 heads of 64 over 2 of keys |" in card
-    with pytest.raises(ModelError, match=f'kind is "{kind}", expected null'):
+    with pytest.raises(ModelError, match=f"kind is {kind}, expected null"):
         target.train_target(data, output, WINDOWS_ALONE, lambda line: None)
 
 
