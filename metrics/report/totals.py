@@ -9,9 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from swiftbatch.metrics.report.attempts import Attempt, Outcome
+from swiftbatch.metrics.report.attempts import DRAFTS, Attempt, JobFacts, Outcome, State
 from swiftbatch.metrics.report.intervals import Stretches, rows_of
-from swiftbatch.metrics.report.job_facts import DRAFTS, JobFacts, State
 
 MAX_BARS = 4000  # of attempts, on a page
 MAX_STRETCHES = 2_000_000  # 48 bytes each

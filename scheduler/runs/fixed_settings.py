@@ -27,8 +27,7 @@ from swiftbatch.worker.drafters.catalogue import PLAIN_ENGINE, engine_entry
 from swiftbatch.worker.exactness.doctor_verdicts import known_verdict, verdict_key
 from swiftbatch.worker.inspection import CONTEXT_BYTES, GPU_BYTES, GPUS
 from swiftbatch.worker.kernels.instruction_sets import chosen_numerics
-from swiftbatch.worker.kernels.kernel_choice import CudaKernels
-from swiftbatch.worker.kernels.kv_dtypes import refuse_kv_dtype
+from swiftbatch.worker.kernels.kernel_choice import CudaKernels, refuse_kv_dtype
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 from swiftbatch.worker.model.tokenizer import TextCodec
 from swiftbatch.worker.target.hardware import cpu_capability, gpu_here, hardware_of, has_cuda

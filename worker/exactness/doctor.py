@@ -16,8 +16,7 @@ from swiftbatch.worker.exactness.doctor_verdicts import keep_verdict, verdict_ke
 from swiftbatch.worker.exactness.row_exactness import MAX_LENGTH, num_caches, probe_rows
 from swiftbatch.worker.exactness.transformers_agreement import Agreement, compare
 from swiftbatch.worker.kernels.instruction_sets import chosen_variant, numerics_of, runnable_variants, why_none
-from swiftbatch.worker.kernels.kernel_choice import DEFAULT_KERNELS
-from swiftbatch.worker.kernels.kv_dtypes import with_kv
+from swiftbatch.worker.kernels.kernel_choice import DEFAULT_KERNELS, with_kv
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.target.hardware import cpu_capability, hardware_of
 from swiftbatch.worker.target.target import TargetModel

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from swiftbatch.worker.kernels.expert_weights import ExpertWeights, expert_shapes
 from swiftbatch.worker.kernels.kernel_sizes import LatentSizes, sizes_fault
 from swiftbatch.worker.kernels.layer_forms import Activation, NormForm
-from swiftbatch.worker.kernels.mixer_weights import MixerWeights, mixer_shapes
+from swiftbatch.worker.kernels.mixer_sizes import MixerWeights, mixer_shapes
 from swiftbatch.worker.kernels.packed_weights import PackedMatrix, Weight
 from swiftbatch.worker.kernels.rotary_frequencies import Rotary, rotary_of
 

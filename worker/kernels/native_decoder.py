@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.kernels.attention_view import SEES_ALL, AttentionView
 from swiftbatch.worker.kernels.compute_threads import ELEMENTS, Team, shared_team
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights
 from swiftbatch.worker.kernels.instruction_sets import load_library
 from swiftbatch.worker.kernels.kernel_sizes import HEAD_DIMS
+from swiftbatch.worker.kernels.layer_forms import SEES_ALL, AttentionView
 from swiftbatch.worker.kernels.packed_layers import NativeLayers, check_weights, checked
 from swiftbatch.worker.kernels.packed_weights import Weight, plain
 from swiftbatch.worker.kernels.quantized_rows import packed_rows

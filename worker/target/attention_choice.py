@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from swiftbatch.worker.kernels.attention_view import AttentionView
 from swiftbatch.worker.kernels.compute_threads import ELEMENTS, Team, shared_team
 from swiftbatch.worker.kernels.instruction_sets import kernel_numerics, load_library
 from swiftbatch.worker.kernels.kernel_sizes import HEAD_DIMS
+from swiftbatch.worker.kernels.layer_forms import AttentionView
 from swiftbatch.worker.kernels.native_decoder import native_attention
 from swiftbatch.worker.model.attention_masks import Span
 from swiftbatch.worker.model.attention_needs import LayerNeeds

@@ -14,7 +14,7 @@ from swiftbatch.worker.drawing.drawing import Drawing, NativeDrawing, create_dra
 from swiftbatch.worker.drawing.native_drawing import NativeSampler
 from swiftbatch.worker.kernels.decoder_weights import DecoderSizes, DecoderWeights
 from swiftbatch.worker.kernels.instruction_sets import numerics_of
-from swiftbatch.worker.kernels.kv_dtypes import with_kv
+from swiftbatch.worker.kernels.kernel_choice import with_kv
 from swiftbatch.worker.kernels.mixer_sizes import MOST_ROWS
 from swiftbatch.worker.kernels.native_decoder import NativeDecoder
 from swiftbatch.worker.kernels.row_tables import Rows

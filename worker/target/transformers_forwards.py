@@ -18,8 +18,8 @@ from swiftbatch.worker.caches.partial_cache import Entries, NewEntries, PartialC
 from swiftbatch.worker.drawing.draft_tree import DraftTree
 from swiftbatch.worker.drawing.drawing import Drawing, create_drawing
 from swiftbatch.worker.kernels.instruction_sets import kernel_numerics
+from swiftbatch.worker.kernels.kernel_choice import with_kv
 from swiftbatch.worker.kernels.kernel_sizes import TILE_ROWS
-from swiftbatch.worker.kernels.kv_dtypes import with_kv
 from swiftbatch.worker.model.attention_masks import FULL
 from swiftbatch.worker.model.attention_needs import observe_layers
 from swiftbatch.worker.model.causal_lm import Head, decoder_of

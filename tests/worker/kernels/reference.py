@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, relu, silu
 
-from swiftbatch.worker.kernels.attention_view import SEES_ALL, AttentionView
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights, LayerWeights, Linear
-from swiftbatch.worker.kernels.layer_forms import Activation, NormForm
+from swiftbatch.worker.kernels.layer_forms import SEES_ALL, Activation, AttentionView, NormForm
 from swiftbatch.worker.kernels.rotary_angles import angles, query_scales
 from swiftbatch.worker.kernels.row_tables import Rows
 from tests.worker.kernels.reference_experts import reference_experts

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from swiftbatch.worker.caches.full_cache import FullKVCache
 from swiftbatch.worker.drawing.draft_tree import ROOT, DraftTree
-from swiftbatch.worker.kernels.attention_view import AttentionView
 from swiftbatch.worker.kernels.compute_threads import Team
 from swiftbatch.worker.kernels.instruction_sets import load_library
+from swiftbatch.worker.kernels.layer_forms import AttentionView
 from swiftbatch.worker.kernels.native_decoder import native_attention
 from swiftbatch.worker.target.tiles import SequenceRows, tree_rows
 from tests.worker.kernels.kernel_parts import (

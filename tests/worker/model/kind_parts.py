@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from swiftbatch.worker.exactness.transformers_agreement import Agreement, compare
+from swiftbatch.worker.model.attention_masks import FULL
 from swiftbatch.worker.model.compute_path import path_on
 from swiftbatch.worker.model.dense_kinds import KINDS as DENSE_KINDS
 from swiftbatch.worker.model.digests import Digests
@@ -20,6 +21,7 @@ from swiftbatch.worker.model.hybrid_kinds import HYBRID_KINDS
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 from swiftbatch.worker.model.model_kinds import RECURRENT_KINDS, SUPPORTED_KINDS
 from swiftbatch.worker.model.text_config import NESTING, SAME_AS, text_view
+from swiftbatch.worker.target import transformers_attention
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.transformers_forwards import TransformersForwards
 
@@ -166,6 +168,17 @@ def tiny_target(
     model = tiny_model(tiny_config(kind, window, variant is not None), dtype)
     files = ModelFiles(kind, Path(kind), Digests({}, {}), NUM_POSITIONS, VOCAB_SIZE)
     return TargetModel(TransformersForwards(model, files, variant), files)
+
+
+def target_that_drops(asked: str, monkeypatch: pytest.MonkeyPatch, variant: str | None = None) -> TargetModel:
+    """A model that asks for a `span`, a `softcap` or `sinks`, and attends without."""
+    target = tiny_target({"span": "mistral", "softcap": "gemma2", "sinks": "gpt_oss"}[asked], variant=variant)
+    if asked == "span":
+        target.transformers.spans = [FULL] * len(target.transformers.spans)
+    else:
+        asks = transformers_attention.Asked
+        monkeypatch.setattr(transformers_attention, "Asked", lambda *args: asks(args[0]))
+    return target
 
 
 def save_tiny(config: PreTrainedConfig, folder: Path) -> None:

@@ -17,8 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from swiftbatch.worker.kernels.attention_view import SEES_ALL, AttentionView
-from swiftbatch.worker.kernels.cuda.activations import activate, gate_heads
+from swiftbatch.worker.kernels.cuda.activations import activate, cap_logits, gate_heads
 from swiftbatch.worker.kernels.cuda.cuda_attention_choice import (
     Attention,
     AttentionKernel,
@@ -32,7 +31,6 @@ from swiftbatch.worker.kernels.cuda.expert_products import CudaExperts
 from swiftbatch.worker.kernels.cuda.latent_products import CudaLatents
 from swiftbatch.worker.kernels.cuda.layer_kernels import add_norm, embed, norm_heads, rope_store
 from swiftbatch.worker.kernels.cuda.linear import LinearKernel
-from swiftbatch.worker.kernels.cuda.logit_cap import cap_logits
 from swiftbatch.worker.kernels.cuda.packed_linear import WeightKernel
 from swiftbatch.worker.kernels.cuda.scan.scan import ScanAttention
 from swiftbatch.worker.kernels.cuda.scan.scanned_texts import ScannedTexts
@@ -42,6 +40,7 @@ from swiftbatch.worker.kernels.cuda.states.state_layers import CudaMixers, scale
 from swiftbatch.worker.kernels.decoder_weights import AnyLinear, other_rotary
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS, RING_LAYERS
 from swiftbatch.worker.kernels.kv_codes import cuda_row_width
+from swiftbatch.worker.kernels.layer_forms import SEES_ALL, AttentionView
 from swiftbatch.worker.kernels.rotary_angles import angles, kept_as, query_scales
 from swiftbatch.worker.kernels.rotary_frequencies import QueryGrowth, Rotary
 

@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from swiftbatch.worker.kernels.attention_view import SEES_ALL, AttentionView
 from swiftbatch.worker.kernels.cuda.cuda_row_table import CudaRowTable, PageTable, TableLayout
 from swiftbatch.worker.kernels.cuda.kv_buffers import load_rows
 from swiftbatch.worker.kernels.cuda.layer_kernels import packed_head
@@ -23,6 +22,7 @@ from swiftbatch.worker.kernels.cuda.rounding import rounded
 from swiftbatch.worker.kernels.cuda.tail_attention import attend_tail, merge_part
 from swiftbatch.worker.kernels.cuda.tree_attention import AttentionShape
 from swiftbatch.worker.kernels.kernel_choice import flash_version
+from swiftbatch.worker.kernels.layer_forms import SEES_ALL, AttentionView
 
 MOST_SPLITS = 128  # that flash-attn takes
 

@@ -17,11 +17,11 @@ import torch
 import triton
 from torch import Tensor
 
-from swiftbatch.worker.kernels.attention_view import SEES_ALL, AttentionView
 from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, CudaRowTable, PageTable
 from swiftbatch.worker.kernels.cuda.prefix_attention import prefix_split
 from swiftbatch.worker.kernels.cuda.tail_attention import tail_merge
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS, least_blocks
+from swiftbatch.worker.kernels.layer_forms import SEES_ALL, AttentionView
 
 LOG2_E = math.log2(math.e)
 TAIL_TILE_ROWS = 16  # query heads of a KV head, at most; tensor cores take no fewer

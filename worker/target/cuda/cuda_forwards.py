@@ -29,9 +29,8 @@ from swiftbatch.worker.kernels.cuda.states.state_layers import NAME as STATES_NA
 from swiftbatch.worker.kernels.cuda.states.state_table import StateRows
 from swiftbatch.worker.kernels.cuda.upload import Upload
 from swiftbatch.worker.kernels.decoder_weights import AnyLinear, PackedLinear
-from swiftbatch.worker.kernels.kernel_choice import CUBLAS_WORKSPACES, CudaKernels, triton_version
+from swiftbatch.worker.kernels.kernel_choice import CUBLAS_WORKSPACES, CudaKernels, triton_version, with_kv
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK
-from swiftbatch.worker.kernels.kv_dtypes import with_kv
 from swiftbatch.worker.target.cuda.partial_arena import PartialArena, RowMover, arena_for
 from swiftbatch.worker.target.cuda.partial_cache_forwards import CudaRounds, entries_of
 from swiftbatch.worker.target.expert_counts import CudaExpertCounts

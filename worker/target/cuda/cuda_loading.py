@@ -39,9 +39,8 @@ from swiftbatch.worker.caches.summary_cache import CHUNK_SIZE, summary_positions
 from swiftbatch.worker.caches.window_arena import WindowArena
 from swiftbatch.worker.kernels.cuda.stacked_weights import handed_over, stacked_weights
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights
-from swiftbatch.worker.kernels.kernel_choice import CUBLAS_WORKSPACES, DEFAULT_KERNELS, CudaKernels
+from swiftbatch.worker.kernels.kernel_choice import CUBLAS_WORKSPACES, DEFAULT_KERNELS, CudaKernels, refuse_latent
 from swiftbatch.worker.kernels.kernel_sizes import CUDA_SCALE_BYTES, NUM_ROWS
-from swiftbatch.worker.kernels.kv_dtypes import refuse_latent
 from swiftbatch.worker.model.dense_loading import dense_weights
 from swiftbatch.worker.model.model_files import ModelFiles
 from swiftbatch.worker.target.cuda.cuda_forwards import CudaForwards

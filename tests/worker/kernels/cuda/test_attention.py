@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from swiftbatch.worker.drawing.draft_tree import DraftTree
-from swiftbatch.worker.kernels.attention_view import SEES_ALL, AttentionView
 from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK
 from swiftbatch.worker.kernels.cuda.flash_attention import FlashAttention
 from swiftbatch.worker.kernels.cuda.tree_attention import AttentionShape, Scratch, attend
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
+from swiftbatch.worker.kernels.layer_forms import SEES_ALL, AttentionView
 from swiftbatch.worker.target.tiles import tree_rows
 from tests.worker.kernels.cuda.arenas import (
     CAPACITY,

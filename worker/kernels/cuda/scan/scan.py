@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from swiftbatch.worker.kernels.attention_view import SEES_ALL, AttentionView
 from swiftbatch.worker.kernels.cuda.cuda_attention_choice import TritonAttention
 from swiftbatch.worker.kernels.cuda.cuda_row_table import CudaRowTable, PageTable
 from swiftbatch.worker.kernels.cuda.kv_buffers import in_pool, load_kept, load_rows
@@ -34,6 +33,7 @@ from swiftbatch.worker.kernels.cuda.scan.scanned_texts import (
     tile_of,
 )
 from swiftbatch.worker.kernels.cuda.tree_attention import AttentionShape, Scratch
+from swiftbatch.worker.kernels.layer_forms import SEES_ALL, AttentionView
 
 
 @triton.jit
