@@ -12,7 +12,7 @@ from collections.abc import Sequence as Many
 
 import numpy as np
 
-from swiftbatch.worker.drafters.base import Drafter, DraftRequest, WantedTree
+from swiftbatch.worker.drafters.base import Drafter, DraftRequest, Verified, WantedTree
 from swiftbatch.worker.drafters.step_clock import StepClock, together
 from swiftbatch.worker.drafters.tree_budget import LOOK_CHOICE, NODE_CHOICES, PRIOR_ACCEPTANCE, NodeAcceptance
 from swiftbatch.worker.drawing.sequence import Sequence
@@ -398,8 +398,13 @@ class BudgetedDrafter(RestingDrafter):
         return 0 if self.budget is None else self.budget.rest(most)
 
     def update(self, sequence: Sequence, verification: Verification) -> None:
+        self.observe([(sequence, verification)])
+
+    def observe(self, verified: Many[Verified]) -> None:
+        """Let the budget learn from the trees of a verified step."""
         if self.budget is not None:
-            self.budget.observe(sequence, verification.num_proposed_tokens, verification.proposed_path)
+            for sequence, verification in verified:
+                self.budget.observe(sequence, verification.num_proposed_tokens, verification.proposed_path)
 
     def stop(self, sequence: Sequence) -> None:
         if self.budget is not None:

@@ -104,8 +104,12 @@ class NodeAcceptance:
             return
         self.num_steps += 1
         rate = max(LEARNING_RATE, 1.0 / (PRIOR_STEPS + self.num_steps))
-        for node in range(min(num_draft_tokens, TILE_ROWS)):
-            self.shares[node] += rate * ((node in path) - self.shares[node])
+        shares, num_learned = self.shares, min(num_draft_tokens, TILE_ROWS)
+        before = shares[:num_learned]
+        shares[:num_learned] = [share + rate * (0 - share) for share in before]
+        for node in path:
+            if node < num_learned:
+                shares[node] = before[node] + rate * (1 - before[node])
 
     def looked_at(self, choice: int, num_choices: int, can_be_none: bool = True) -> int:
         """The choice to draft with in a step where `choice` pays most: now and then a larger one, to learn of it.

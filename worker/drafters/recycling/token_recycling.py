@@ -27,6 +27,9 @@ from swiftbatch.worker.target.step_costs import Costs
 from swiftbatch.worker.target.target import TargetModel
 
 
+ROOT_ALONE = [0]  # rows in the text
+
+
 class Recycler(Protocol):
     """Grows best-first trees from tables, and writes to them: a native call each where kernels run, else in Python."""
 
@@ -106,16 +109,15 @@ class TokenRecyclingDrafter(BudgetedDrafter):
         return self._recycler.trees(wanted)
 
     def learn(self, rows: ReadRows) -> None:
-        all_rows = np.arange(len(rows.token_ids))
-        text = TextCandidates(rows.token_ids, rows.top_ids, rows.top_logprobs, all_rows, rows.previous_ids)
-        self._recycler.write([text])
+        token_ids, previous_ids = rows.token_ids.tolist(), rows.previous_ids.tolist()
+        all_rows = list(range(len(token_ids)))
+        self._recycler.write([TextCandidates(token_ids, rows.top_ids, rows.top_logprobs, all_rows, previous_ids)])
 
     def update(self, sequence: Sequence, verification: Verification) -> None:
         self.update_all([(sequence, verification)])
 
     def update_all(self, verified: Many[Verified]) -> None:
-        for each in verified:
-            super().update(*each)
+        self.observe(verified)
         self.take([each for each in verified if each[1].top_ids is not None])  # where no drafts pay, there are none
 
     def take(self, verified: Many[Verified]) -> None:
@@ -132,10 +134,13 @@ class TokenRecyclingDrafter(BudgetedDrafter):
 
 def _candidates_of(sequence: Sequence, verification: Verification) -> TextCandidates:
     path, token_ids, committed = verification.path, verification.row_token_ids, verification.committed_ids
-    text_rows = [0, *(node + 1 for node in path)]  # of tokens that stand in the text now
-    before = sequence.token_id(max(len(sequence) - len(committed) - 2, 0))  # in front of the root
-    previous_ids = [before, token_ids[0], *committed][: len(text_rows)]
-    return TextCandidates(token_ids, *top_candidates_of(verification), text_rows, previous_ids)
+    top_ids, top_logprobs = top_candidates_of(verification)
+    previous = [sequence.token_id(max(len(sequence) - len(committed) - 2, 0))]  # in front of the root
+    if not path:
+        return TextCandidates(token_ids, top_ids, top_logprobs, ROOT_ALONE, previous)
+    text_rows = [0, *[node + 1 for node in path]]  # of tokens that stand in the text now
+    previous_ids = [*previous, token_ids[0], *committed][: len(text_rows)]
+    return TextCandidates(token_ids, top_ids, top_logprobs, text_rows, previous_ids)
 
 
 def top_candidates_of(verification: Verification) -> tuple[np.ndarray, np.ndarray]:

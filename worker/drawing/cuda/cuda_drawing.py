@@ -145,6 +145,7 @@ class CudaDrawing:
         news = {slot: counts.news(self._graphs.slots) for slot, counts in counted.items()}
         tokens, ids, logprobs = self._drawn(rows, together(logits), news)
         walks, start, drawn = list[Walk](), 0, tokens.tolist()
+        ids = ids.astype(np.int64) if with_candidates else ids
         for tree in trees:
             end = start + 1 + len(tree.token_ids)
             candidates = (ids[start:end], logprobs[start:end]) if with_candidates else None
@@ -155,7 +156,7 @@ class CudaDrawing:
     def top_candidates(self, logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
         anyone = Sequence("candidates", [0], GREEDY, self._vocab_size)
         _, ids, logprobs = self._drawn([DrawRow(anyone, NO_SLOT, [])] * len(logits), logits, {})
-        return ids, logprobs
+        return ids.astype(np.int64), logprobs
 
     def logprobs(
         self,
@@ -187,7 +188,7 @@ class CudaDrawing:
             news = {}
         tokens, ids, logprobs = zip(*((each.tokens, each.top_ids, each.top_logprobs) for each in found), strict=True)
         count = len(rows)
-        return _joined(tokens)[:count], _joined(ids)[:count].astype(np.int64), _joined(logprobs)[:count]
+        return _joined(tokens)[:count], _joined(ids)[:count], _joined(logprobs)[:count]
 
 
 def _joined(parts: Many[np.ndarray]) -> np.ndarray:
@@ -200,10 +201,13 @@ def _walk(tree: DraftTree, tokens: list[int], root: int, candidates: Candidates 
 
     Nodes stand behind their parents and siblings have different tokens: one look at each node finds the way.
     """
-    token, parent, path, drawn = tokens[root], ROOT, list[int](), list[int]()
+    token, draft_ids = tokens[root], tree.token_ids
+    if token >= 0 and token not in draft_ids:  # as most often
+        return Walk([], [token], None, candidates)
+    parent, path, drawn = ROOT, list[int](), list[int]()
     if token >= 0:
         drawn.append(token)
-        for node, token_id in enumerate(tree.token_ids):
+        for node, token_id in enumerate(draft_ids):
             if token_id == token and tree.parents[node] == parent:
                 path.append(node)
                 token, parent = tokens[root + 1 + node], node

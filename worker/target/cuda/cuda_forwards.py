@@ -185,11 +185,13 @@ class CudaForwards:
     def _send(self, groups: list[SequenceRows]) -> None:
         computing_stream(self.device).join()
         caches = cast("list[ArenaKVCache]", [group.cache for group in groups])
+        placed = list[tuple[SequenceRows, int]]()
         for group, cache in zip(groups, caches, strict=True):
             cache.reserve(group.first_entry + len(group.token_ids))
-        placed = [(group, cache.slot) for group, cache in zip(groups, caches, strict=True)]
+            placed.append((group, cache.slot))
         decoder, buffer = self._decoder, self._table.buffer()
-        pages = [cache.pages for cache in caches], [cache.window_pages for cache in caches]
+        windowed = caches if decoder.layout.has_window_pages else ()
+        pages = [cache.pages for cache in caches], [cache.window_pages for cache in windowed]
         decoder.layout.fill(buffer[: decoder.layout.size], placed, *pages)
         if decoder.mixers is not None:
             rows = [StateRows(group, slot, cache.boundary) for (group, slot), cache in zip(placed, caches, strict=True)]
