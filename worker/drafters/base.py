@@ -29,12 +29,8 @@ class DraftRequest(NamedTuple):
     overhead: float = 0.0  # seconds that a step of the engine takes beside forward and drafts, so far
 
 
-class WantedTree(NamedTuple):
-    """A tree that is to be drafted, of a size that the drafter has chosen."""
-
-    sequence: Sequence
-    max_nodes: int
-    max_depth: int
+WantedTree = tuple[Sequence, int, int]
+"""A tree that is to be drafted behind a sequence: most nodes and greatest depth, which the drafter has chosen."""
 
 
 @dataclass

@@ -26,7 +26,6 @@ from swiftbatch.worker.kernels.instruction_sets import chosen_variant
 from swiftbatch.worker.target.step_costs import Costs
 from swiftbatch.worker.target.target import TargetModel
 
-
 ROOT_ALONE = [0]  # rows in the text
 
 
@@ -51,7 +50,7 @@ class NativeRecycler:
         self.write = self._native.write
 
     def trees(self, wanted: Many[WantedTree]) -> list[DraftTree]:
-        rankings = [ranking_rule(each.sequence.sampling, self._with_noise) for each in wanted]
+        rankings = [ranking_rule(sequence.sampling, self._with_noise) for sequence, _, _ in wanted]
         return self._native.grow(wanted, rankings)
 
 
@@ -103,7 +102,7 @@ class TokenRecyclingDrafter(BudgetedDrafter):
         return self.is_drafting
 
     def tree(self, sequence: Sequence, max_nodes: int, max_depth: int) -> DraftTree:
-        return self.trees([WantedTree(sequence, max_nodes, max_depth)])[0]
+        return self.trees([(sequence, max_nodes, max_depth)])[0]
 
     def trees(self, wanted: Many[WantedTree]) -> list[DraftTree]:
         return self._recycler.trees(wanted)

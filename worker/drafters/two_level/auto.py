@@ -19,7 +19,7 @@ import numpy as np
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.caches.scan_cache import SHORTEST_SCANNED, ScanKVCache
-from swiftbatch.worker.drafters.base import DraftCounters, Drafter, DraftRequest, ReadRows, Verified, WantedTree
+from swiftbatch.worker.drafters.base import DraftCounters, Drafter, DraftRequest, ReadRows, Verified
 from swiftbatch.worker.drafters.catalogue import ENGINES, MTP, engine_entry
 from swiftbatch.worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
 from swiftbatch.worker.drafters.shared_budget import MUCH_LONGER, RestingDrafter, SharedBudget, lengths_of, names_of
@@ -102,7 +102,7 @@ class RecycledProposer(Proposer):
 
     def propose(self, chains: list[Chain], limits: list[tuple[int, int]]) -> list[DraftTree]:
         given = zip(chains, limits, strict=True)
-        wanted = [WantedTree(chain.sequence, *limit) for chain, limit in given if min(limit) > 0]
+        wanted = [(chain.sequence, *limit) for chain, limit in given if min(limit) > 0]
         trees = iter(self._recycling.trees(wanted) if wanted else ())
         return [next(trees) if min(limit) > 0 else DraftTree() for limit in limits]
 

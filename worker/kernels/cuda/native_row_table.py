@@ -51,23 +51,18 @@ class NativeFill:
         pages: Sequence[Sequence[int]],
         window_pages: Sequence[Sequence[int]],
     ) -> bool:
-        """Fill a buffer as `TableLayout.fill` does; False, with nothing written, where no kernels run or rows don't fit.
+        """Fill a buffer as `TableLayout.fill` does, with its arguments.
 
-        The arguments are those of `TableLayout.fill`.
+        False, with nothing written, where no kernels were compiled, and for what `TableLayout.fill` refuses.
         """
         library, page = chosen_library(), self._layout.page
         if library is None or not sequences or buffer.shape != (self._size,) or not buffer.flags.c_contiguous:
             return False
-        numbers, token_ids, positions, lengths = list[int](), list[int](), list[int](), list[int]()
-        for rows, slot in sequences:
-            numbers += (len(rows.token_ids), slot, rows.boundary, rows.first_entry)
-            token_ids += rows.token_ids
-            positions += rows.positions
-            lengths += rows.tail_lengths
-        tails, num_rows = np.concatenate([rows.tail_entries for rows, _ in sequences]), len(token_ids)
-        if tails.shape != (num_rows, BLOCK) or tails.dtype != np.int64 or not len(positions) == len(lengths) == num_rows:
+        numbers, by_row = _numbers_of(sequences)
+        tails, num_rows = np.concatenate([rows.tail_entries for rows, _ in sequences]), sum(numbers[::4])
+        if tails.shape != (num_rows, BLOCK) or tails.dtype != np.int64 or len(by_row) != 3 * num_rows:
             return False
-        given = array("q", [*numbers, *token_ids, *positions, *lengths])
+        given = array("q", [*numbers, *by_row])
         address = given.buffer_info()[0]
         places = [address + 8 * (len(numbers) + num_rows * part) for part in range(3)]
         own, windowed = (_pages_of(each, numbers, page) for each in (pages, window_pages))
@@ -78,11 +73,27 @@ class NativeFill:
         return bool(filled)
 
 
+def _numbers_of(sequences: Sequence[tuple[Rows, int]]) -> tuple[list[int], list[int]]:
+    """Size, slot, boundary and first entry of each sequence; then tokens, positions and lengths of tails of all rows.
+
+    Fewer of these where a sequence has not all of them.
+    """
+    numbers, token_ids, positions, lengths = list[int](), list[int](), list[int](), list[int]()
+    for rows, slot in sequences:
+        numbers += (len(rows.token_ids), slot, rows.boundary, rows.first_entry)
+        token_ids += rows.token_ids
+        positions += rows.positions
+        lengths += rows.tail_lengths
+    are_whole = len(token_ids) == len(positions) == len(lengths)
+    return numbers, [*token_ids, *positions, *lengths] if are_whole else []
+
+
 def _pages_of(pages: Sequence[Sequence[int]], numbers: list[int], page: int) -> CGivenPages:
     """The pages of each sequence from that of its boundary to that of its last row; none where not all have some."""
     if not page or 4 * len(pages) != len(numbers):
         return CGivenPages(None, 0)
     known = list[int]()
     for own, size, boundary, first_entry in zip(pages, numbers[::4], numbers[2::4], numbers[3::4], strict=True):
-        known += own[boundary // page : (first_entry + size - 1) // page + 1]
+        first, last = boundary // page, (first_entry + size - 1) // page
+        known += own[first : last + 1]
     return CGivenPages((c_int64 * len(known))(*known), len(known))
