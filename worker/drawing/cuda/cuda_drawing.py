@@ -184,7 +184,8 @@ class CudaDrawing:
             self._layout.fill(self._table.buffer(), part, news)
             self._table.send()
             mask_rows(self._graphs.slots, part)
-            found.append(self._graphs.replay(any(needs_filters(row.sequence.sampling) for row in part)))
+            all_params = {id(row.sequence): row.sequence.sampling for row in part}  # rows of a tree have the same
+            found.append(self._graphs.replay(any(map(needs_filters, all_params.values()))))
             news = {}
         tokens, ids, logprobs = zip(*((each.tokens, each.top_ids, each.top_logprobs) for each in found), strict=True)
         count = len(rows)
