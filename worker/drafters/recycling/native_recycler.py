@@ -98,13 +98,13 @@ class NativeRecycling:
         growths, most = bytearray(TREE_GROWTH.size * len(wanted)), list[int]()
         for number, ((sequence, max_nodes, max_depth), ranking) in enumerate(zip(wanted, rankings, strict=True)):
             most.append(max(0, min(max_nodes, MOST_NODES)))
-            numbers = (sequence.sampling.seed or 0, *ranking, *self._end_of(sequence), most[-1], max_depth)
-            TREE_GROWTH.pack_into(growths, number * TREE_GROWTH.size, *numbers)
-        num_trees, num_nodes = len(most), sum(most)
-        found = (c_int64 * (2 * num_nodes + num_trees))()  # numpy's own take longer to make
+            words = (sequence.sampling.seed or 0, *ranking, *self._end_of(sequence), most[-1], max_depth)
+            TREE_GROWTH.pack_into(growths, number * TREE_GROWTH.size, *words)
+        num_nodes = sum(most)
+        found = (c_int64 * (2 * num_nodes + len(most)))()  # tokens, parents, sizes: numpy's own take longer to make
         parents = ctypes.addressof(found) + 8 * num_nodes
         self._library.recycling_grow(
-            *(self._address, (c_char * len(growths)).from_buffer(growths), num_trees),
+            *(self._address, (c_char * len(growths)).from_buffer(growths), len(most)),
             *(found, parents, parents + 8 * num_nodes),
         )
         numbers, trees, first = found[:], list[DraftTree](), 0
@@ -142,8 +142,8 @@ class NativeRecycling:
             *(len(texts), room.buffer_info()[0]),
         )
         if num_written < len(texts):
-            num_rows = len(texts[num_written].token_ids)
-            raise ValueError(f"candidates name tokens outside the {self._vocab_size}, or rows outside the {num_rows}")
+            of_text = num_rows[num_written]
+            raise ValueError(f"candidates name tokens outside the {self._vocab_size}, or rows outside the {of_text}")
 
 
 def _longs(name: str, parts: Many[Many[int] | np.ndarray], count: int) -> array[int]:
