@@ -45,8 +45,7 @@ class StopRule:
         self._num_remaining -= 1
         self._num_before_stop -= 1
         self._last = token_id
-        is_watched = self._search is not None or self._loops is not None
-        if not is_watched and self._num_remaining > 0 and token_id not in self._ending_token_ids:
+        if self._num_remaining > 0 and token_id not in self._ending_token_ids and not self.looks_back:
             return None  # as most often, and asked for each token
         if self._search is not None:
             self._has_stop_string = self._search.push(token_id)
