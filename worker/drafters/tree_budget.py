@@ -103,10 +103,8 @@ class NodeAcceptance:
         if num_draft_tokens == 0:
             return
         self.num_steps += 1
-        rate = max(LEARNING_RATE, 1.0 / (PRIOR_STEPS + self.num_steps))
-        shares = self.shares
-        for node in range(min(num_draft_tokens, TILE_ROWS)):
-            share = shares[node]
+        rate, shares = max(LEARNING_RATE, 1.0 / (PRIOR_STEPS + self.num_steps)), self.shares
+        for node, share in enumerate(shares[: min(num_draft_tokens, TILE_ROWS)]):
             shares[node] = share + rate * ((node in path) - share)
 
     def looked_at(self, choice: int, num_choices: int, can_be_none: bool = True) -> int:

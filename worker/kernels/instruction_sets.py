@@ -166,13 +166,9 @@ def load_library(variant: str) -> ctypes.CDLL:
     return library
 
 
-def chosen_library() -> ctypes.CDLL | None:
-    """The library of the instruction set in use; None for none. Steps ask: it is found once for each name."""
-    return _library_under(os.environ.get(OVERRIDE))
-
-
 @functools.cache
-def _library_under(_name: str | None) -> ctypes.CDLL | None:
+def chosen_library() -> ctypes.CDLL | None:
+    """The library of the instruction set in use when this process first asked; None for none. Each step asks."""
     variant = chosen_variant()
     return None if variant is None else load_library(variant)
 

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from swiftbatch.worker.drawing.native_calls import CTreeWalk, address_of, scratch
+from swiftbatch.worker.drawing.native_calls import CTreeWalk, scratch
 from swiftbatch.worker.drawing.native_drawing import NativeSampler
 from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.kernels.addresses import address_of
 from swiftbatch.worker.kernels.layers import CForwardCall
 from swiftbatch.worker.kernels.native import NativeDecoder
 from swiftbatch.worker.kernels.row_tables import Rows, RowTable

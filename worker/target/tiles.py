@@ -19,6 +19,7 @@ import torch
 
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
+from swiftbatch.worker.kernels.addresses import address_of
 from swiftbatch.worker.kernels.instruction_sets import chosen_library
 from swiftbatch.worker.kernels.sizes import BLOCK, FEWEST_COLUMNS, MIN_ROWS, TILE_ROWS
 
@@ -99,7 +100,7 @@ def tails(starts: Many[int], roots: Many[int], trees: Many[DraftTree]) -> tuple[
     num_trees, num_rows = len(trees), len(given) - 2 * len(trees)
     entries, lengths = np.empty((num_rows, BLOCK), dtype=np.int64), array("q", bytes(8 * num_rows))
     numbers = [given.buffer_info()[0] + 8 * num_trees * part for part in range(4)]
-    if not library.tree_tails(*numbers, num_trees, entries.ctypes.data, lengths.buffer_info()[0]):
+    if not library.tree_tails(*numbers, num_trees, address_of(entries), lengths.buffer_info()[0]):
         raise ValueError(f"found trees with nodes in front of their parents, or paths that {BLOCK} entries do not hold")
     return entries, lengths.tolist()
 

@@ -14,9 +14,9 @@ import torch
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.drawing import native_drawing as sampling
-from swiftbatch.worker.drawing.native_calls import address_of
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.kernels.addresses import address_of
 from swiftbatch.worker.kernels.decoder_weights import DecoderSizes
 from swiftbatch.worker.kernels.native import native_attention
 from swiftbatch.worker.kernels.packed import CODE_BITS, Code, PackedMatrix

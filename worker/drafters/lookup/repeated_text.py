@@ -64,7 +64,7 @@ class RepeatedText:
         self._index(sequence.token_ids)
         if len(sequence) >= NGRAM:
             bucket = self._bucket(self._ngram)
-            self._begin(sequence.token_ids, self._ngram, int(self._places[bucket]))
+            self._begin(sequence.token_ids, len(sequence), self._ngram, int(self._places[bucket]))
             self._places[bucket] = len(sequence)
 
     @property
@@ -85,7 +85,7 @@ class RepeatedText:
                 continue
             bucket = self._bucket(ngram)
             if not self.num_matched and (place := self._places.item(bucket)):
-                self._begin(token_ids[:end], ngram, place)
+                self._begin(token_ids, end, ngram, place)
             self._places[bucket] = end
         self._num_tokens, self._ngram = end, ngram
 
@@ -107,9 +107,8 @@ class RepeatedText:
         else:
             self.num_matched = 0
 
-    def _begin(self, token_ids: np.ndarray, ngram: list[int], place: int) -> None:
-        """Begin a repeat where the newest earlier place of its bucket has the end's tokens, `ngram`, in front of it."""
-        end = len(token_ids)
+    def _begin(self, token_ids: np.ndarray, end: int, ngram: list[int], place: int) -> None:
+        """Begin a repeat where the newest earlier place of its bucket has `ngram`, the tokens up to `end`, in front."""
         if not NGRAM <= place < end or token_ids[place - NGRAM : place].tolist() != ngram:
             return  # another n-gram may have the same bucket
         most, self._source = min(place, MOST_TOLD_APART), place

@@ -16,10 +16,10 @@ from typing import NamedTuple
 import numpy as np
 
 from swiftbatch.worker.drafters.base import WantedTree
-from swiftbatch.worker.drawing.native_calls import address_of
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.drawing.verification import TOP_K
+from swiftbatch.worker.kernels.addresses import address_of
 from swiftbatch.worker.kernels.instruction_sets import load_library
 
 MOST_NODES = 127  # as source/recycling.h has it, and the next as well
@@ -97,9 +97,12 @@ class NativeRecycling:
         """
         growths, most = bytearray(TREE_GROWTH.size * len(wanted)), list[int]()
         for number, ((sequence, max_nodes, max_depth), ranking) in enumerate(zip(wanted, rankings, strict=True)):
-            most.append(max(0, min(max_nodes, MOST_NODES)))
-            words = (sequence.sampling.seed or 0, *ranking, *self._end_of(sequence), most[-1], max_depth)
-            TREE_GROWTH.pack_into(growths, number * TREE_GROWTH.size, *words)
+            room = max(0, min(max_nodes, MOST_NODES))
+            ending = self._end_of(sequence)
+            TREE_GROWTH.pack_into(
+                growths, number * TREE_GROWTH.size, sequence.sampling.seed or 0, *ranking, *ending, room, max_depth
+            )
+            most.append(room)
         num_nodes = sum(most)
         found = (c_int64 * (2 * num_nodes + len(most)))()  # tokens, parents, sizes: numpy's own take longer to make
         parents = ctypes.addressof(found) + 8 * num_nodes

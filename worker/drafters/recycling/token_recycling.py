@@ -134,7 +134,8 @@ class TokenRecyclingDrafter(BudgetedDrafter):
 def _candidates_of(sequence: Sequence, verification: Verification) -> TextCandidates:
     path, token_ids, committed = verification.path, verification.row_token_ids, verification.committed_ids
     top_ids, top_logprobs = top_candidates_of(verification)
-    previous = [sequence.token_id(max(len(sequence) - len(committed) - 2, 0))]  # in front of the root
+    before = len(sequence) - len(committed) - 2  # in front of the root
+    previous = [sequence.token_id(before if before > 0 else 0)]
     if not path:
         return TextCandidates(token_ids, top_ids, top_logprobs, ROOT_ALONE, previous)
     text_rows = [0, *[node + 1 for node in path]]  # of tokens that stand in the text now

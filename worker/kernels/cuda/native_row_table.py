@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from swiftbatch.worker.kernels.addresses import address_of
 from swiftbatch.worker.kernels.instruction_sets import chosen_library
 from swiftbatch.worker.kernels.sizes import BLOCK
 
@@ -67,8 +68,8 @@ class NativeFill:
         places = [address + 8 * (len(numbers) + num_rows * part) for part in range(3)]
         own, windowed = (_pages_of(each, numbers, page) for each in (pages, window_pages))
         filled = library.table_fill(
-            *(self._address, address, len(sequences), *places, tails.ctypes.data),
-            *(ctypes.addressof(own), ctypes.addressof(windowed), buffer.ctypes.data),
+            *(self._address, address, len(sequences), *places, address_of(tails)),
+            *(ctypes.addressof(own), ctypes.addressof(windowed), address_of(buffer)),
         )
         return bool(filled)
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from swiftbatch.worker.kernels.cuda import native_row_table
 from swiftbatch.worker.kernels.cuda.attend import AttentionShape
 from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, TableLayout
-from swiftbatch.worker.kernels.instruction_sets import NO_KERNELS, OVERRIDE, chosen_library
 from swiftbatch.worker.kernels.sizes import NUM_ROWS
 from swiftbatch.worker.target.tiles import SequenceRows
 from tests.worker.kernels.cuda.arenas import CAPACITY, Placed, random_arena, random_rows
@@ -166,10 +166,8 @@ def test_a_table_that_c_fills_is_that_of_numpy(seed: int, monkeypatch: pytest.Mo
     numbers.shuffle(placed)
     own = [[each[slot] for _, slot in placed] for each in pages]
     in_c, in_numpy = (np.full(layout.size, -1, dtype=np.int32) for _ in range(2))
-    assert chosen_library() is not None
     assert layout._native.fill(in_c, placed, own[0] if own else (), own[1] if len(own) > 1 else ())
-    monkeypatch.setenv(OVERRIDE, NO_KERNELS)
-    assert chosen_library() is None
+    monkeypatch.setattr(native_row_table, "chosen_library", lambda: None)
     layout.fill(in_numpy, placed, *own)
     is_written = np.ones(layout.size, dtype=bool)
     if layout.has_window_pages:
