@@ -15,7 +15,7 @@ def address_of(array: np.ndarray | None) -> int | None:
     if array is None:
         return None
     try:
-        return ctypes.addressof(ctypes.c_char.from_buffer(array))
+        return ctypes.addressof(ctypes.c_char.from_buffer(array))  # type: ignore[arg-type]
     except (TypeError, ValueError):  # of what may only be read, has gaps, or has no numbers
         address: int = array.__array_interface__["data"][0]
         return address
