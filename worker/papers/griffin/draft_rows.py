@@ -38,7 +38,7 @@ def rows_of(model: GriffinModel, target: TargetModel, num_candidates: int) -> Gr
         if target.forwards.team is not None:
             return NativeRows(model, target.forwards, num_candidates)
         if target.forwards.arena:
-            from swiftbatch.worker.papers.griffin.cuda_draft_rows import cuda_rows
+            from swiftbatch.worker.papers.griffin.cuda_griffin import cuda_rows
 
             return cuda_rows(model, target.forwards, num_candidates)
     except ValueError:
