@@ -52,9 +52,9 @@ class Features:
     """The target's final hidden states at consecutive positions of one sequence, and those regressed for its tree."""
 
     def __init__(self, buffer: torch.Tensor) -> None:
-        """`buffer [num_places, hidden]`, from `RING` on for the target's features; nothing is read before it is written.
+        """`buffer [num_places, hidden]`: of what lies in it, nothing is read before it was written.
 
-        The number of places says how many of the target's are kept.
+        The number of places says how many of the target's features are kept.
         """
         self._buffer = buffer
         self._buffer[NOTHING] = 0
@@ -128,6 +128,11 @@ class DraftRows:
         first, stop = (max(0, row - self.num_known) for row in (start, end))
         rows, places = self.rows.part(start, end), self.places[start:end]
         return DraftRows(self.room, rows, places, self.paths[first:stop], self.first + first)
+
+
+def features_of(parts: list[DraftRows]) -> torch.Tensor:
+    """Return the features in front of all rows, `[num_rows, hidden]`."""
+    return torch.cat([part.room.features.rows(part.places) for part in parts])
 
 
 def wanted_rows(parts: list[DraftRows]) -> list[int]:

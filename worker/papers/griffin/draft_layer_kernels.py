@@ -1,4 +1,4 @@
-"""Kernels of GRIFFIN's draft model besides a decoder layer's: pairs, norms with a bias, SiLU, what it keeps of rows.
+"""Kernels of draft models besides a decoder layer's: pairs, norms with a bias, SiLU, what is kept of rows.
 
 A program sees one row, as in `worker.kernels.cuda.layer_kernels`; padding rows stay as they are.
 """
@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from swiftbatch.worker.kernels.cuda.activations import ACTIVE_COLUMNS
-from swiftbatch.worker.kernels.cuda.layer_kernels import is_padding
+from swiftbatch.worker.kernels.cuda.layer_kernels import is_padding, root_mean
 from swiftbatch.worker.kernels.cuda.rounding import rounded
 from swiftbatch.worker.kernels.sizes import NUM_ROWS
 
@@ -97,6 +97,34 @@ def keep_row(rows_ptr, feature_places_ptr, regressed_ptr, features_ptr, HIDDEN: 
     tl.store(features_ptr + place * HIDDEN + columns, regressed, mask=is_real)
 
 
+@triton.jit
+def normed_numbers(source_ptr, weight_ptr, columns, is_real, epsilon, HIDDEN: tl.constexpr, dtype: tl.constexpr):
+    """The RMS norm of a row times float32 weights; rounded once, behind all of it."""
+    source = tl.load(source_ptr + columns, mask=is_real, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + columns, mask=is_real, other=0.0)
+    return rounded(source * root_mean(source, HIDDEN, epsilon) * weight, dtype)
+
+
+@triton.jit
+def join_row(
+    rows_ptr, token_ids_ptr, feature_places_ptr, features_ptr, embedding_ptr, token_norm_ptr, hidden_norm_ptr,
+    pairs_ptr, epsilon, HIDDEN: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Program (row): the embedding of the row's token, and the feature in front of it behind that, each normed."""
+    row = tl.program_id(0)
+    if is_padding(rows_ptr, row):
+        return
+    columns = tl.arange(0, WIDTH)
+    is_real = columns < HIDDEN
+    dtype: tl.constexpr = pairs_ptr.dtype.element_ty
+    embedding_ptr += tl.load(token_ids_ptr + row).to(tl.int64) * HIDDEN
+    features_ptr += tl.load(feature_places_ptr + row * 2).to(tl.int64) * HIDDEN
+    token = normed_numbers(embedding_ptr, token_norm_ptr, columns, is_real, epsilon, HIDDEN, dtype)
+    tl.store(pairs_ptr + row * 2 * HIDDEN + columns, token, mask=is_real)
+    feature = normed_numbers(features_ptr, hidden_norm_ptr, columns, is_real, epsilon, HIDDEN, dtype)
+    tl.store(pairs_ptr + (row * 2 + 1) * HIDDEN + columns, feature, mask=is_real)
+
+
 def pair(rows: Tensor, token_ids: Tensor, places: Tensor, features: Tensor, embedding: Tensor, pairs: Tensor) -> None:
     """Rows of `features [num_places, hidden]` at the first of `places [NUM_ROWS, 2]`, and of `embedding`.
 
@@ -129,6 +157,27 @@ def add(rows: Tensor, state: Tensor, delta: Tensor) -> None:
 def keep(rows: Tensor, places: Tensor, regressed: Tensor, features: Tensor) -> None:
     """Write `regressed [NUM_ROWS, hidden]` to `features [num_places, hidden]`, at the second of each row's places."""
     keep_row[(NUM_ROWS,)](rows, places, regressed, features, **_sizes(regressed.shape[1]))
+
+
+def join(
+    rows: Tensor,
+    token_ids: Tensor,
+    places: Tensor,
+    features: Tensor,
+    embedding: Tensor,
+    token_norm: Tensor,
+    hidden_norm: Tensor,
+    epsilon: float,
+    pairs: Tensor,
+) -> None:
+    """Norm rows of `embedding`, and of `features [num_places, hidden]` at the first of `places [NUM_ROWS, 2]`.
+
+    Side by side into `pairs [NUM_ROWS, 2 * hidden]`; the weights of both norms are `[hidden] float32`.
+    """
+    join_row[(NUM_ROWS,)](
+        rows, token_ids, places, features, embedding, token_norm, hidden_norm, pairs, epsilon,
+        num_warps=NORM_WARPS, **_sizes(embedding.shape[1]),
+    )  # fmt: skip
 
 
 def _sizes(hidden: int) -> dict[str, int]:

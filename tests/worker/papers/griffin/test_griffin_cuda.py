@@ -23,8 +23,8 @@ from swiftbatch.worker.kernels.cuda.upload import Download, Upload
 from swiftbatch.worker.model.files import GRIFFIN_FILE, PARTS_FOLDER, locate_model
 from swiftbatch.worker.papers.griffin.cuda_draft_rows import CudaRows
 from swiftbatch.worker.papers.griffin.cuda_griffin import cuda_rows
-from swiftbatch.worker.papers.griffin.draft_input import Candidates, DraftRows
-from swiftbatch.worker.papers.griffin.draft_rows import TiledRows, features_of, rows_of
+from swiftbatch.worker.papers.griffin.draft_input import Candidates, DraftRows, features_of
+from swiftbatch.worker.papers.griffin.draft_rows import TiledRows, rows_of
 from swiftbatch.worker.papers.griffin.griffin import GriffinOptions
 from swiftbatch.worker.papers.griffin.griffin_weights import _stacked_numbers, load_griffin
 from swiftbatch.worker.papers.griffin.model import SECOND_FUSIONS, GriffinConfig, GriffinModel
