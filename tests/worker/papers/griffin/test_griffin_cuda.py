@@ -205,7 +205,7 @@ def test_a_level_is_one_table_up_one_replay_and_one_wait_and_a_look_at_the_text_
 def test_what_is_held_on_the_device_is_planned_for(target: TargetModel, one_layer_model: Path) -> None:
     files, sizes = target.files, read_sizes(target.files, "float32")
     assert sizes is not None
-    needs = ENGINES["griffin"].memory_of(files.path / PARTS_FOLDER / GRIFFIN_FILE)
+    needs = ENGINES["griffin"].memory_of(files.path / PARTS_FOLDER / GRIFFIN_FILE, files)
     drafts = drafts_of(SlotsWanted(100, engine=needs), sizes)
     rows = rows_of(load_griffin(None, target), target, GriffinOptions().num_expanded)
     assert isinstance(rows, CudaRows)
