@@ -16,6 +16,7 @@ from swiftbatch.worker.kernels.sizes import NUM_ROWS
 
 LAYER_NORM_EPSILON = tl.constexpr(1e-5)
 NORM_WARPS = 8
+THREAD_NUMBERS = 32  # of a row that is joined, in each thread
 
 
 @triton.jit
@@ -98,31 +99,29 @@ def keep_row(rows_ptr, feature_places_ptr, regressed_ptr, features_ptr, HIDDEN: 
 
 
 @triton.jit
-def normed_numbers(source_ptr, weight_ptr, columns, is_real, epsilon, HIDDEN: tl.constexpr, dtype: tl.constexpr):
-    """The RMS norm of a row times float32 weights; rounded once, behind all of it."""
-    source = tl.load(source_ptr + columns, mask=is_real, other=0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + columns, mask=is_real, other=0.0)
-    return rounded(source * root_mean(source, HIDDEN, epsilon) * weight, dtype)
-
-
-@triton.jit
 def join_row(
     rows_ptr, token_ids_ptr, feature_places_ptr, features_ptr, embedding_ptr, token_norm_ptr, hidden_norm_ptr,
     pairs_ptr, epsilon, HIDDEN: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Program (row): the embedding of the row's token, and the feature in front of it behind that, each normed."""
+    """Program (row, half): the embedding of the row's token, or behind that the feature in front of it.
+
+    Each behind an RMS norm with float32 weights, rounded once.
+    """
     row = tl.program_id(0)
+    half = tl.program_id(1)
     if is_padding(rows_ptr, row):
         return
     columns = tl.arange(0, WIDTH)
     is_real = columns < HIDDEN
-    dtype: tl.constexpr = pairs_ptr.dtype.element_ty
-    embedding_ptr += tl.load(token_ids_ptr + row).to(tl.int64) * HIDDEN
-    features_ptr += tl.load(feature_places_ptr + row * 2).to(tl.int64) * HIDDEN
-    token = normed_numbers(embedding_ptr, token_norm_ptr, columns, is_real, epsilon, HIDDEN, dtype)
-    tl.store(pairs_ptr + row * 2 * HIDDEN + columns, token, mask=is_real)
-    feature = normed_numbers(features_ptr, hidden_norm_ptr, columns, is_real, epsilon, HIDDEN, dtype)
-    tl.store(pairs_ptr + (row * 2 + 1) * HIDDEN + columns, feature, mask=is_real)
+    source_ptr = embedding_ptr + tl.load(token_ids_ptr + row).to(tl.int64) * HIDDEN
+    weight_ptr = token_norm_ptr
+    if half == 1:
+        source_ptr = features_ptr + tl.load(feature_places_ptr + row * 2).to(tl.int64) * HIDDEN
+        weight_ptr = hidden_norm_ptr
+    source = tl.load(source_ptr + columns, mask=is_real, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + columns, mask=is_real, other=0.0)
+    normed = rounded(source * root_mean(source, HIDDEN, epsilon) * weight, pairs_ptr.dtype.element_ty)
+    tl.store(pairs_ptr + (row * 2 + half) * HIDDEN + columns, normed, mask=is_real)
 
 
 def pair(rows: Tensor, token_ids: Tensor, places: Tensor, features: Tensor, embedding: Tensor, pairs: Tensor) -> None:
@@ -174,10 +173,16 @@ def join(
 
     Side by side into `pairs [NUM_ROWS, 2 * hidden]`; the weights of both norms are `[hidden] float32`.
     """
-    join_row[(NUM_ROWS,)](
+    join_row[(NUM_ROWS, 2)](
         rows, token_ids, places, features, embedding, token_norm, hidden_norm, pairs, epsilon,
-        num_warps=NORM_WARPS, **_sizes(embedding.shape[1]),
+        **join_constants(embedding.shape[1]),
     )  # fmt: skip
+
+
+def join_constants(hidden: int) -> dict[str, int]:
+    """Return the constants of `join_row`, with its warps: with half as many numbers, compiled threads spill some."""
+    sizes = _sizes(hidden)
+    return sizes | {"num_warps": max(1, sizes["WIDTH"] // 32 // THREAD_NUMBERS)}
 
 
 def _sizes(hidden: int) -> dict[str, int]:

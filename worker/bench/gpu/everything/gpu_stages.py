@@ -53,6 +53,6 @@ STAGES = (
         *("kinds of models", ".command_stages:kinds", 300),
         ("Latent attention", "Layers with states", "Other kinds of models"),
     ),
-    GPUStage("tests", ".command_stages:tests", 300, ("Every engine",)),
+    GPUStage("tests", ".command_stages:tests", 300, ("Every engine", "Layers that predict further tokens")),
     GPUStage("Ray", ".command_stages:ray_run", 240, ("A run over Ray on GPUs",)),
 )
