@@ -24,7 +24,6 @@ from swiftbatch.worker.kernels.sizes import NUM_ROWS
 from swiftbatch.worker.papers.griffin.cuda_draft_rows import CudaRows
 from swiftbatch.worker.papers.griffin.draft_layer_kernels import join, keep
 from swiftbatch.worker.papers.mtp.predictor import PredictorWeights
-from swiftbatch.worker.papers.mtp.predictor_rows import cache_shape_of
 from swiftbatch.worker.papers.mtp.track import NUM_ENTRIES, NUM_PLACES, NUM_SPLITS
 from swiftbatch.worker.target.cuda.cuda_forwards import CudaForwards
 from swiftbatch.worker.target.forwards import Forwards
@@ -35,7 +34,7 @@ def cuda_predictor_rows(weights: PredictorWeights, forwards: Forwards, num_candi
     on_gpu = cast(CudaForwards, forwards)
     check_layers(weights.sizes, [weights.layer])
     sizes, num_slots = weights.sizes, on_gpu.arena.num_slots
-    arena = KVArena(cache_shape_of(sizes, on_gpu.device), num_slots, NUM_ENTRIES)
+    arena = KVArena(weights.cache_shape(on_gpu.device), num_slots, NUM_ENTRIES)
     features = torch.zeros(num_slots, NUM_PLACES, sizes.hidden, dtype=sizes.dtype, device=on_gpu.device)
     return CudaRows(CudaPredictor(weights, on_gpu, arena, features), arena, features, on_gpu, num_candidates)
 

@@ -12,9 +12,8 @@ from safetensors.torch import load_file, save_file
 from swiftbatch.worker.model.files import locate_model, read_config
 from swiftbatch.worker.model.predictors import FORMS, ONE_LAYER, OWN, PredictorForm
 from swiftbatch.worker.papers.griffin.draft_input import regressed_place
-from swiftbatch.worker.papers.mtp.mtp import MTPForwards
+from swiftbatch.worker.papers.mtp.mtp import MTPForwards, rows_of
 from swiftbatch.worker.papers.mtp.predictor import PredictorModule, load_predictor
-from swiftbatch.worker.papers.mtp.predictor_rows import rows_of
 from swiftbatch.worker.target.native_forwards import NativeForwards
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.model.expert_configs import WITH_EXPERTS as EXPERTS
