@@ -74,9 +74,13 @@ def rows_of(forwards: MTPForwards) -> CudaRows:
 def nan_forwards(target: TargetModel) -> MTPForwards:
     """NaN wherever nobody may look."""
     forwards = forwards_of(target)
-    for buffer in (rows_of(forwards)._arena.buffer, rows_of(forwards)._features):
-        buffer.fill_(float("nan"))
+    spoil(rows_of(forwards))
     return forwards
+
+
+def spoil(rows: CudaRows) -> None:
+    for buffer in (rows._arena.buffer, rows._features):
+        buffer.fill_(float("nan"))
 
 
 def begun(
@@ -135,6 +139,7 @@ def test_drafts_are_the_same_alone_and_in_company(name: str, tmp_path: Path) -> 
     for each in sequences:
         forwards.stop(each.sequence_id)
     for each, length in lengths.items():
+        spoil(rows_of(forwards))
         candidates, features = drafted(forwards, [begun(forwards, target, each, length, 7, PENALISED)])[each]
         assert candidates == together[each][0]
         assert torch.equal(features, together[each][1])
@@ -185,14 +190,13 @@ def test_engines_with_the_layer_give_the_tokens_of_plain_decoding(
     publish_with_layer(name, tmp_path)
     target = on_a_gpu(tmp_path)
     sampling = SamplingParams(max_tokens=6, temperature=temperature, seed=4, ignore_eos=True)
+    follow, said = MTPForwards.follow, list[bool]()
+    monkeypatch.setattr(MTPForwards, "follow", lambda *given: [found := follow(*given), said.append(any(found))][0])
     plain, _ = generated(target, "autoregressive", sampling)
     for engine_name in ("mtp", "auto"):
-        tokens, engine = generated(target, engine_name, sampling)
-        assert tokens == plain
-        drafter = engine.drafter
-        if isinstance(drafter, MeasuredDrafter):
-            drafter = drafter.predicting
-        assert drafter.counters.num_levels > 0, "nothing was drafted"
+        assert generated(target, engine_name, sampling)[0] == plain
+        assert any(said), "the layer drafted nothing"
+        said.clear()
     assert plain[0] != plain[1]
 
 
