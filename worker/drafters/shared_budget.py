@@ -287,12 +287,8 @@ class SharedBudget:
 
     def _plan_shares(self, names: list[str], requests: list[DraftRequest]) -> None:
         self._costs = self._probed.as_routed()
-        tokens, lengths, overhead = self.tokens(requests), lengths_of(requests), self._overhead(requests)
-        proposing = self.clock.drafting_seconds
-        worth = WORTH_TRYING if self._is_trial else WORTH_STAYING if self._is_drafting else WORTH_DRAFTING
-        shares = best_shares(self._costs, tokens, lengths, overhead, proposing, worth)
-        if not self.are_drafts_allowed:
-            shares[:] = 0
+        lengths = lengths_of(requests)
+        shares = self._best_shares(requests, lengths) if self.are_drafts_allowed else np.zeros(len(names), dtype=int)
         self._is_drafting = bool(shares.any())
         plan = dict(zip(names, shares.tolist(), strict=True))
         if not self._is_drafting:
@@ -306,6 +302,12 @@ class SharedBudget:
         self._num_planned, self._longest_planned = len(names), int(lengths.max()) + 1
         self._vacant.clear()
         self._forward_seconds.clear()
+
+    def _best_shares(self, requests: list[DraftRequest], lengths: np.ndarray) -> np.ndarray:
+        """The shares that bring most, as `best_shares` finds them."""
+        tokens, overhead, proposing = self.tokens(requests), self._overhead(requests), self.clock.drafting_seconds
+        worth = WORTH_TRYING if self._is_trial else WORTH_STAYING if self._is_drafting else WORTH_DRAFTING
+        return best_shares(self._costs, tokens, lengths, overhead, proposing, worth)
 
     def _num_quiet_steps(self, requests: list[DraftRequest], are_trees_planned: bool) -> int:
         """Steps behind the coming one, without drafts, that nothing is due in: no look and no plan."""
