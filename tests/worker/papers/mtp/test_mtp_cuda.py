@@ -33,7 +33,7 @@ from swiftbatch.worker.papers.griffin.draft_input import Candidates
 from swiftbatch.worker.papers.mtp import track
 from swiftbatch.worker.papers.mtp.cuda_predictor import are_alike
 from swiftbatch.worker.papers.mtp.mtp import MTPForwards
-from swiftbatch.worker.target.cuda.cuda_loading import drafts_of, plan_wanted
+from swiftbatch.worker.target.cuda.cuda_loading import drafts_of, plan_wanted, planned_forwards
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.papers.griffin.test_griffin_cuda import bytes_held, is_near
@@ -275,6 +275,10 @@ def test_auto_has_the_layer_where_it_has_room(tmp_path: Path) -> None:
     assert tight.num_slots == 1
     with pytest.raises(KVRoomError):  # whoever asks for the layer alone hears of it
         plan_wanted(replace(wanted, num_slots=1, can_lack_engine=False), sizes, GPUMemory(least, 3))
+    for plan, has_room in ((replace(memory, num_pages=9), True), (replace(tight, num_pages=9), False)):
+        made = planned_forwards(files, torch.float32, torch.device("cpu"), plan, 3, frozenset(), None)
+        assert made is not None
+        assert made.arena.holds_engine == has_room
     target = on_a_gpu(tmp_path)
     assert target.forwards.arena is not None
     for holds_engine in (True, False):
