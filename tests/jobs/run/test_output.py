@@ -19,6 +19,7 @@ from swiftbatch.jobs.run.output_line import Reasoning, error_line, success_line
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.segment_format import SealedResult
 from swiftbatch.jobs.storage.store import StoreError
+from tests.jobs.run import run_parts
 from tests.jobs.run.run_parts import MANIFEST, make_record, write_result
 
 
@@ -35,19 +36,8 @@ def records_of(*prompts: str, n: int = 1) -> list[JobRecord]:
 
 
 def finish(run: Run, record: JobRecord) -> None:
-    token_ids = np.arange(3 + record.job.choice_index, dtype=np.uint32)
-    text, metrics = f"text {record.job.choice_index}", {"num_drafts": record.job.choice_index}
-    line = success_line(
-        record,
-        "run-1",
-        text,
-        "length",
-        model="m",
-        system_fingerprint=run.manifest.fingerprint,
-        token_ids=token_ids,
-        metrics=metrics,
-    )
-    assert write_result(run, record.job_id, line)
+    index = record.job.choice_index
+    assert run_parts.finish(run, record, f"text {index}", 3 + index, num_drafts=index)
 
 
 def fail(run: Run, records: Sequence[JobRecord], code: str = "cancelled", message: str = "why") -> None:
