@@ -207,7 +207,13 @@ def _write_table(target: BinaryIO, rows: Iterator[dict[str, Any]], metric_types:
     schema = pa.schema(fields)
     with parquet.ParquetWriter(target, schema) as writer:
         for group in row_groups(rows, NUM_ROWS_PER_GROUP):
-            writer.write_table(pa.Table.from_pylist(group, schema=schema))
+            try:
+                part = pa.Table.from_pylist(group, schema=schema)
+            except (pa.ArrowException, OverflowError) as error:
+                first, last = group[0]["custom_id"], group[-1]["custom_id"]
+                problem = f"the results of {first} to {last} have a number that fits no column: {error}"
+                raise StoreError(f"{problem}; output.jsonl has them as they are") from None
+            writer.write_table(part)
 
 
 def row_groups(rows: Iterable[dict[str, Any]], max_rows: int) -> Iterator[list[dict[str, Any]]]:

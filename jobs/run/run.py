@@ -8,7 +8,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from dataclasses import asdict
 from functools import partial
 from itertools import tee
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import TypeAdapter
 
@@ -17,24 +17,18 @@ from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.json_lines import dump_line
 from swiftbatch.jobs.run import job_table
 from swiftbatch.jobs.run.checked_reading import RunError, pretty, read_model, read_parsed
-from swiftbatch.jobs.run.job_table import lineages, newest_with
-from swiftbatch.jobs.run.job_table_parts import longest_job, read_parts, read_records
+from swiftbatch.jobs.run.job_table import newest_with
 from swiftbatch.jobs.run.line_files import LineFiles, LinePlace, parsed_line, read_lines, written_line
 from swiftbatch.jobs.run.line_parts import num_completion_tokens
 from swiftbatch.jobs.run.output import joined, write_output
 from swiftbatch.jobs.run.result_files import ResultFiles
+from swiftbatch.jobs.run.run_jobs import RunJobs
 from swiftbatch.jobs.run.run_records import Progress, RunManifest, WorkerStatus
 from swiftbatch.jobs.run.segment_format import SEGMENTS, SealedResult
 from swiftbatch.jobs.storage.retries import Retries
-from swiftbatch.jobs.storage.spool import spool
 from swiftbatch.jobs.storage.store import Store
 
 if TYPE_CHECKING:
-    import numpy as np
-    import pyarrow as pa
-    from numpy.typing import NDArray
-
-    from swiftbatch.jobs.run.job_bodies import JobBodies
     from swiftbatch.jobs.run.job_index import JobIndex
 
 __all__ = ["Progress", "Run", "RunError", "RunManifest", "WorkerStatus"]
@@ -56,15 +50,13 @@ class EndedJob(NamedTuple):
     num_tokens: int
 
 
-class Run:
+class Run(RunJobs):
     """A run in its folder. Every method raises `StoreError` when the storage fails, `RunError` for a damaged file."""
 
     def __init__(self, store: Store, manifest: RunManifest | None) -> None:
         """`manifest` is None where it is damaged: then only what is read without it can be asked for."""
-        self.store = store
-        self.manifest = RunManifest.model_construct() if manifest is None else manifest
+        super().__init__(store, manifest)
         self._fingerprint = None if manifest is None else manifest.fingerprint
-        self._run_id = None if manifest is None else manifest.run_id
         self.damaged: dict[str, str] = {}  # files that were met and can't be used: path and why
         self._results = ResultFiles(store, self.damaged, self._fingerprint)
         self._errors = LineFiles(store, "errors", self.damaged, self._fingerprint)
@@ -111,93 +103,6 @@ class Run:
     def without_manifest(cls, uri: str) -> Run:
         """The run of a folder with a damaged manifest: its jobs, rejects, results and errors are read without it."""
         return cls(Store(uri), None)
-
-    def add_jobs(self, records: Iterable[JobRecord]) -> None:
-        """Add the jobs that the run does not have yet, in their order after those it has."""
-        known = {job_id for lineage in self.lineages() for job_id in lineage}
-
-        def new() -> Iterator[JobRecord]:
-            for record in records:
-                if record.job_id not in known:
-                    known.add(record.job_id)
-                    yield record
-
-        with spool() as table:
-            if job_table.write_records(table, new(), self.manifest.run_id):
-                self.add_table(table)
-
-    def add_table(self, table: BinaryIO) -> None:
-        """Add the jobs of a table in a file, none of which the run has, in their order after those it has."""
-        table.seek(0)
-        job_table.add(self.store, table)
-
-    def records(self) -> Iterator[JobRecord]:
-        """All jobs in input order, each in its newest form, one part of a table in memory at once."""
-        import numpy as np
-
-        places = self.job_index().places
-        is_moved = places > np.minimum.accumulate(places[::-1])[::-1]  # to the place of an earlier job
-        moved = np.sort(places[is_moved])
-        found = dict(zip(moved.tolist(), read_records(self.store, moved, self._run_id), strict=True))
-        rest = read_records(self.store, places[~is_moved], self._run_id)
-        return (found[place] if place in found else next(rest) for place in places.tolist())
-
-    def jobs(self) -> list[JobRecord]:
-        """All jobs in input order, each in its newest form."""
-        return list(self.records())
-
-    def records_at(self, places: NDArray[np.int64]) -> Iterator[JobRecord]:
-        """The jobs at some ascending places of the run's tables."""
-        return read_records(self.store, places, self._run_id)
-
-    def job_index(self) -> JobIndex:
-        """All jobs in input order, each in its newest form, without their prompts."""
-        from swiftbatch.jobs.run.job_index import COLUMNS, JobIndex
-
-        return JobIndex.of(read_parts(self.store, COLUMNS, self._run_id))
-
-    def job_bodies(self, places: NDArray[np.int64]) -> JobBodies:
-        """The jobs at some places of the run's tables, ascending ones, each to be read alone."""
-        from swiftbatch.jobs.run.job_bodies import JobBodies
-
-        return JobBodies(read_parts(self.store, ["job"], self._run_id), places)
-
-    def longest_job(self) -> int:
-        """Positions that the longest job needs, 0 without jobs; no job is read."""
-        return longest_job(self.store, self._run_id)
-
-    def all_jobs(self) -> dict[str, JobRecord]:
-        """All jobs by their ids, also those that others have superseded."""
-        import numpy as np
-
-        num_rows = sum(map(len, read_parts(self.store, ["job_id"], self._run_id)))
-        places = np.arange(num_rows, dtype=np.int64)
-        return {record.job_id: record for record in read_records(self.store, places, self._run_id)}
-
-    def job_ids(self) -> list[str]:
-        """The ids of all jobs in input order, without their prompts."""
-        from swiftbatch.jobs.run.job_index import JobIndex
-
-        names = ("job_id", "supersedes")
-        return list(JobIndex.of(read_parts(self.store, names, self._run_id), names).job_ids())
-
-    def all_job_ids(self) -> pa.ChunkedArray:
-        """The ids of all jobs, also of those that others have superseded."""
-        import pyarrow as pa
-
-        parts = read_parts(self.store, ["job_id"], self._run_id)
-        return pa.chunked_array([chunk for part in parts for chunk in part.column("job_id").chunks], pa.string())
-
-    def lineages(self) -> list[list[str]]:
-        """The ids of all jobs in input order, each with those that it has superseded in front, oldest first."""
-        parts = read_parts(self.store, ["job_id", "supersedes"], self._run_id)
-        rows = (zip(*(column.to_pylist() for column in part.columns), strict=True) for part in parts)
-        return lineages(pair for pairs in rows for pair in pairs)
-
-    def custom_ids(self) -> set[str]:
-        """The names of all lines that have jobs, without their prompts."""
-        parts = read_parts(self.store, ["custom_id"], self._run_id)
-        return {name for part in parts for name in part.column("custom_id").to_pylist()}
 
     def write_rejects(self, rejects: Sequence[Reject]) -> None:
         """The rejects of the newest submission, in place of older ones."""
@@ -297,25 +202,19 @@ class Run:
 
         A job without a result that has superseded one with a result still has that one's line.
         """
-        return joined(self._lines(self._extended()))
+        return joined(self._lines(self.extended()))
 
     def written_lines(self) -> Iterator[bytes]:
         """The lines of `joined_lines` as `dump_line` makes them; where no line has several choices, no job is read."""
         from swiftbatch.jobs.run.job_index import JobIndex
 
         names = ("job_id", "supersedes", "num_choices")
-        index = JobIndex.of(read_parts(self.store, names, self._run_id), names)
+        index = JobIndex.of(self.parts(*names), names)
         if (index.columns["num_choices"] > 1).any():
             return map(dump_line, self.joined_lines())
-        places = self._output_places(index.job_ids(), self._extended())
+        places = self._output_places(index.job_ids(), self.extended())
         write = partial(written_line, damaged=self.damaged, fingerprint=self._fingerprint)
         return filter(None, read_lines(self._results.data, places, write, self._results.elsewhere))
-
-    def _extended(self) -> dict[str, list[str]]:
-        """The lineages of jobs that have superseded others, by their newest forms."""
-        supersedes = (part.column("supersedes") for part in read_parts(self.store, ["supersedes"], self._run_id))
-        is_extended = any(column.null_count < len(column) for column in supersedes)
-        return {lineage[-1]: lineage for lineage in self.lineages() if len(lineage) > 1} if is_extended else {}
 
     def _lines(self, extended: Mapping[str, list[str]]) -> Iterator[tuple[JobRecord, dict[str, Any] | None]]:
         """Every job in input order with its line; one of the `extended` may have that of one that it has superseded."""

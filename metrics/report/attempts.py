@@ -1,10 +1,11 @@
-"""The attempts at one job, with an end for each: files say when an attempt began, seldom when it was lost."""
+"""A job as a report sees it, and its attempts, with an end for each: files seldom say when one was lost."""
 
 from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from sys import intern
 from typing import Any, Literal, NamedTuple, Self
 
@@ -119,3 +120,33 @@ def _first_token(start: float, resume: ResumeRecord | None, marks: Marks | None)
     if marks is not None:
         return max(start, marks.started)
     return start if resume is None else max(start, resume.resumed)
+
+
+DRAFTS = ("chain", "tree", "none")  # the ways in which tokens come
+
+State = Literal["finished", "failed", "cancelled", "running", "pending"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobFacts:
+    """One job; `number` counts the run's from 1. `error` is (code, message).
+
+    `prompt` and `excerpt`, of its answer, are empty where the job is only counted.
+    """
+
+    number: int
+    name: str
+    num_prompt_tokens: int
+    max_tokens: int
+    state: State
+    num_tokens: int
+    prompt: str = ""
+    excerpt: str = ""
+    finish_reason: str = ""
+    error: tuple[str, str] | None = None
+    num_drafts: int = 0
+    num_accepted_tokens: int = 0
+    num_tokens_by_draft: tuple[int, ...] | None = None  # in the order of `DRAFTS`
+    attempts: tuple[Attempt, ...] = ()
+    file: str | None = None  # of the run, that has its result or its error
+    is_cut_thought: bool = False  # it ended before its thought did, for want of room

@@ -18,8 +18,15 @@ from swiftbatch.jobs.run.checked_reading import NUM_READERS
 from swiftbatch.jobs.run.job_index import JobEntry, JobIndex
 from swiftbatch.jobs.run.run import Progress, Run
 from swiftbatch.jobs.run.run_records import DriverClaim, RunManifest
-from swiftbatch.metrics.report.attempts import Outcome, attempts_of, parsed_history, without_guesses
-from swiftbatch.metrics.report.job_facts import DRAFTS, JobFacts, State
+from swiftbatch.metrics.report.attempts import (
+    DRAFTS,
+    JobFacts,
+    Outcome,
+    State,
+    attempts_of,
+    parsed_history,
+    without_guesses,
+)
 from swiftbatch.metrics.report.tally import Tally
 
 EXCERPT_CHARACTERS = 280

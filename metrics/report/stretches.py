@@ -9,8 +9,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from swiftbatch.metrics.report.attempts import Marks
-from swiftbatch.metrics.report.job_facts import JobFacts
+from swiftbatch.metrics.report.attempts import JobFacts, Marks
 
 Row = tuple[float, float, float, float, float, float]
 

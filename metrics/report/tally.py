@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from swiftbatch.metrics.report.attempts import Attempt, Outcome
-from swiftbatch.metrics.report.job_facts import DRAFTS, JobFacts, State
+from swiftbatch.metrics.report.attempts import DRAFTS, Attempt, JobFacts, Outcome, State
 from swiftbatch.metrics.report.stretches import Stretches, rows_of
 
 MAX_BARS = 4000  # of attempts, on a page

@@ -20,7 +20,7 @@ from swiftbatch.jobs.frozen import Frozen
 from swiftbatch.jobs.run.option_values import Dtype
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.metrics.report.attempts import Attempt, attempts_of, parsed_history
-from swiftbatch.worker.bench.bench_tables import write_json
+from swiftbatch.worker.bench.bench_tables import in_a_folder, write_json
 from swiftbatch.worker.config import Computation
 
 WORDS = "river lamp seven green walked slowly over the hill and found a letter from her brother who had left in autumn"
@@ -47,12 +47,7 @@ class BatchOptions(Frozen):
     num_threads: int = Field(ge=1)  # of each worker
     json_path: Path | None = None
 
-    @field_validator("json_path")
-    @classmethod
-    def _in_a_folder(cls, path: Path | None) -> Path | None:
-        if path is not None and not path.parent.is_dir():  # else it would be found out when all is measured
-            raise ValueError(f"got {path}; expected a file in a folder, and there is none at {path.parent}")
-        return path
+    _in_a_folder = field_validator("json_path")(in_a_folder)
 
     def scaled(self, num_tokens: float) -> int:
         """A length of the full batch in the one that is measured."""

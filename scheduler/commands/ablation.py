@@ -17,6 +17,7 @@ from swiftbatch.scheduler.commands.options.model_options import (
     checked,
     say,
     show,
+    text_of,
 )
 from swiftbatch.scheduler.commands.options.option_types import ANY_WHOLE_NUMBER
 from swiftbatch.worker.papers.griffin.tables.catalogue import GRIFFIN_TABLES, NUM_ORDER_SEEDS
@@ -48,9 +49,7 @@ def ablation() -> None:
 )
 @click.option("--tokens", "num_tokens", type=ANY_WHOLE_NUMBER, default=20_000, help="Tokens to generate with each arm.")
 @SEED
-@click.option(
-    "--text", type=click.Path(exists=True, path_type=Path), help="Text of the prompt. [default: the model's own]"
-)
+@text_of("Text of the prompt. [default: the model's own]")
 @JSON
 @COMPUTING
 def tokenswift(**options: Any) -> None:
@@ -72,9 +71,7 @@ def tokenswift(**options: Any) -> None:
 @click.option("--prefill", type=ANY_WHOLE_NUMBER, default=32_768, help="Tokens of the prompt.")
 @click.option("--tokens", "num_tokens", type=ANY_WHOLE_NUMBER, default=256, help="Tokens to generate with each arm.")
 @SEED
-@click.option(
-    "--text", type=click.Path(exists=True, path_type=Path), required=True, help="Whole books for the prompts."
-)
+@text_of("Whole books for the prompts.", required=True)
 @click.option(
     "--kv-offload", type=click.Path(path_type=Path), metavar="DIR", help="Table 3: keep caches in this folder."
 )
@@ -116,7 +113,7 @@ def triforce(**options: Any) -> None:
     help=f"Trainings per row of table order. [default: {NUM_ORDER_SEEDS}]",
 )
 @SEED
-@click.option("--text", type=click.Path(exists=True, path_type=Path), help="Books for the prompts, unseen in training.")
+@text_of("Books for the prompts, unseen in training.")
 @click.option("--prompts", "num_prompts", type=ANY_WHOLE_NUMBER, default=2, help="Number of prompts.")
 @click.option("--prefill", type=ANY_WHOLE_NUMBER, default=2048, help="Tokens of each prompt.")
 @click.option("--tokens", "num_tokens", type=ANY_WHOLE_NUMBER, default=256, help="Tokens to generate for each prompt.")

@@ -22,6 +22,7 @@ from swiftbatch.scheduler.commands.options.model_options import (
     checked,
     say,
     show,
+    text_of,
 )
 from swiftbatch.scheduler.commands.options.option_types import ANY_NUMBER, ANY_WHOLE_NUMBER, WholeNumber
 from swiftbatch.scheduler.commands.run_benches import mixed, scale, tail
@@ -39,6 +40,8 @@ def _split(_context: click.Context, _parameter: click.Parameter, text: str | Non
 TEMPERATURE = click.option("--temperature", type=ANY_NUMBER, default=0.0)
 MIN_P = click.option("--min-p", type=ANY_NUMBER, default=0.1)
 REPETITION_PENALTY = click.option("--repetition-penalty", type=ANY_NUMBER, default=sampling.REPETITION_PENALTY)
+CACHED_TEXT = text_of("Text that fills the cache. [default: the model's own]")
+NEEDED_TEXT = text_of("Text that fills the cache.", required=True)
 POSITIONS = click.option(
     "--positions", default="4096", callback=_split, help="Numbers of tokens in the cache, comma-separated."
 )
@@ -66,9 +69,7 @@ def bench() -> None:
 @MIN_P
 @REPETITION_PENALTY
 @SEED
-@click.option(
-    "--text", type=click.Path(exists=True, path_type=Path), help="Text that fills the cache. [default: the model's own]"
-)
+@CACHED_TEXT
 @JSON
 @click.option("--against", type=click.Choice(["transformers"]), help="Also time this implementation.")
 @COMPUTING
@@ -99,7 +100,7 @@ def decode(**options: Any) -> None:
 @click.option("--temperatures", default="1.0", callback=_split, help="Temperatures, comma-separated.")
 @MIN_P
 @SEED
-@click.option("--text", type=click.Path(exists=True, path_type=Path), required=True, help="Text that fills the cache.")
+@NEEDED_TEXT
 @click.option("--kv-offload", type=click.Path(path_type=Path), metavar="DIR", help="Keep caches in this folder.")
 @click.option(
     "--processor-time", is_flag=True, help="Count processor time: other programs add little to it. Needs --threads 1."
@@ -131,9 +132,7 @@ def auto(**options: Any) -> None:
 @click.option("--temperature", type=ANY_NUMBER, default=1.0)
 @MIN_P
 @SEED
-@click.option(
-    "--text", type=click.Path(exists=True, path_type=Path), help="Text that fills the cache. [default: the model's own]"
-)
+@CACHED_TEXT
 @JSON
 @COMPUTING
 def fields(**options: Any) -> None:
@@ -192,7 +191,7 @@ def kernels(**options: Any) -> None:
 @click.option("--temperatures", default="1.0", callback=_split, help="Temperatures, comma-separated.")
 @MIN_P
 @SEED
-@click.option("--text", type=click.Path(exists=True, path_type=Path), required=True, help="Text that fills the cache.")
+@NEEDED_TEXT
 @JSON
 @COMPUTING
 def agreement(**options: Any) -> None:
@@ -220,7 +219,7 @@ def agreement(**options: Any) -> None:
 @click.option(
     "--rounds", "num_rounds", type=ANY_WHOLE_NUMBER, default=5, help="Intervals measured with state and without."
 )
-@click.option("--text", type=click.Path(exists=True, path_type=Path), required=True, help="Text that fills the cache.")
+@NEEDED_TEXT
 @JSON
 @COMPUTING
 def checkpoints(**options: Any) -> None:
@@ -252,9 +251,7 @@ def checkpoints(**options: Any) -> None:
 @REPETITION_PENALTY
 @click.option("--penalty-window", type=ANY_WHOLE_NUMBER, default=sampling.PENALTY_WINDOW)
 @SEED
-@click.option(
-    "--text", type=click.Path(exists=True, path_type=Path), help="Text of the prompt. [default: the model's own]"
-)
+@text_of("Text of the prompt. [default: the model's own]")
 @JSON
 @PLOT
 @COMPUTING
@@ -295,9 +292,7 @@ def long(**options: Any) -> None:
     default=256,
     help="Tokens to generate at each length with each engine.",
 )
-@click.option(
-    "--text", type=click.Path(exists=True, path_type=Path), help="Text that fills the cache. [default: the model's own]"
-)
+@CACHED_TEXT
 @DTYPE
 @CUDA_KERNELS
 @JSON
@@ -343,7 +338,7 @@ def _everything_on_a_gpu(output: Path, minutes: int) -> None:
 
 @bench.command("all")
 @MODEL
-@click.option("--text", type=click.Path(exists=True, path_type=Path), required=True, help="Text that fills the cache.")
+@NEEDED_TEXT
 @click.option(
     "--output", type=click.Path(path_type=Path, file_okay=False), required=True, help="Folder for figures and page."
 )

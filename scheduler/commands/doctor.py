@@ -69,7 +69,7 @@ def doctor(json_path: str | None, **options: Any) -> None:
 
 def _on_a_gpu(config: Computation, show: Any) -> FirstRun | None:
     """The first run's list; None on a CPU, and for a model that its kernels do not know."""
-    from swiftbatch.worker.kernels.kv_dtypes import refuse_kv_dtype
+    from swiftbatch.worker.kernels.choice import refuse_kv_dtype
     from swiftbatch.worker.target.loading import resolve_device
 
     if resolve_device(config.device).type != "cuda":

@@ -41,6 +41,17 @@ def end(run: Run, outcome: Outcome, num_rejects: int, display: Display) -> None:
         click.get_current_context().exit(code)
 
 
+def tell_of_damage(run: Run) -> None:
+    """Name on stderr the files that were met and can't be used; where there are any, exit with what that means."""
+    from swiftbatch.scheduler.display.summary import damage_lines
+
+    damage = damage_lines(run)
+    for problem in damage:
+        click.echo(problem, err=True)
+    if damage:
+        click.get_current_context().exit(SOME_FAILED)
+
+
 def _exit_code(outcome: Outcome, num_rejects: int) -> int:
     if outcome.reached_limit is not None:
         return LIMIT_REACHED

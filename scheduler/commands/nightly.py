@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from swiftbatch.scheduler.commands.launching import LIMIT_REACHED, SOME_FAILED
+from swiftbatch.scheduler.commands.options.launch_options import runs_options
 from swiftbatch.scheduler.commands.options.option_types import GroupedCommand
-from swiftbatch.scheduler.commands.submit import run_option, submit
+from swiftbatch.scheduler.commands.submit import submit
 from swiftbatch.scheduler.display.summary import printable
 from swiftbatch.scheduler.process.interruption import INTERRUPTED
 from swiftbatch.scheduler.process.streams import Lines
@@ -24,13 +25,7 @@ MARK = "job-file.json"
 
 @click.command(cls=GroupedCommand)
 @click.argument("inbox")
-@run_option("--runs", "runs_uri", metavar="RUNS", required=True, help="Folder of the runs: a path, s3:// or gs://.")
-@run_option(
-    "--if-busy",
-    type=click.Choice(["refuse", "wait"]),
-    default="refuse",
-    help="If another `nightly` uses the folder.",
-)
+@runs_options("Folder of the runs", "nightly")
 @click.pass_context
 def nightly(context: click.Context, /, inbox: str, runs_uri: str, if_busy: str, **options: Any) -> None:
     """Run all job files below a folder one by one, each as `submit` would. Files that were run are skipped.

@@ -9,7 +9,7 @@ from typing import IO
 
 import click
 
-from swiftbatch.scheduler.commands.launching import SOME_FAILED
+from swiftbatch.scheduler.commands.launching import tell_of_damage
 
 
 @click.command()
@@ -27,7 +27,6 @@ def results(run_uri: str, kind: str, output: str | None) -> None:
     """
     from swiftbatch.jobs.run.output import write_table
     from swiftbatch.jobs.run.run import Run
-    from swiftbatch.scheduler.display.summary import damage_lines
 
     if kind == "parquet" and output is None and sys.stdout.isatty():
         raise click.UsageError("a Parquet table is not for a terminal; name a file with --output")
@@ -44,11 +43,7 @@ def results(run_uri: str, kind: str, output: str | None) -> None:
         if output is None:  # a reader that has seen enough, as in `| head`
             raise
         raise click.FileError(output, error.strerror) from None
-    damage = damage_lines(run)
-    for problem in damage:
-        click.echo(problem, err=True)
-    if damage:
-        click.get_current_context().exit(SOME_FAILED)
+    tell_of_damage(run)
 
 
 def _write_all(file: IO[bytes], lines: Iterator[bytes]) -> None:

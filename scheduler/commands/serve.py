@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from importlib.util import find_spec
 from typing import Any
 
 import click
 from click.core import ParameterSource
 
-from swiftbatch.scheduler.commands.options.option_types import Command, GroupedCommand, WholeNumber, options_of
+from swiftbatch.scheduler.commands.options.launch_options import runs_options
+from swiftbatch.scheduler.commands.options.model_options import all_of
+from swiftbatch.scheduler.commands.options.option_types import GroupedCommand, WholeNumber, options_of
 from swiftbatch.scheduler.commands.options.output_options import receiver_of
 from swiftbatch.scheduler.commands.resume import resume
-from swiftbatch.scheduler.commands.submit import run_option, submit
+from swiftbatch.scheduler.commands.submit import submit
 from swiftbatch.scheduler.process.interruption import INTERRUPTED
 from swiftbatch.scheduler.serve.options import ServeOptions
 
@@ -80,25 +81,14 @@ OPTIONS = (
 )
 
 
-def serving_options(command: Command) -> Command:
-    """The options of the server, for its command."""
-    return functools.reduce(lambda made, option: option(made), reversed(OPTIONS), command)
-
-
 def said_options(options: dict[str, Any]) -> ServeOptions:
     """The server's options as they were given."""
     return ServeOptions(**{field.name: options[field.name] for field in dataclasses.fields(ServeOptions)})
 
 
 @click.command(cls=GroupedCommand)
-@run_option("--runs", "runs_uri", metavar="RUNS", required=True, help="Folder of the server: a path, s3:// or gs://.")
-@run_option(
-    "--if-busy",
-    type=click.Choice(["refuse", "wait"]),
-    default="refuse",
-    help="If another `serve` uses the folder.",
-)
-@serving_options
+@runs_options("Folder of the server", "serve")
+@all_of(*OPTIONS)
 @click.pass_context
 def serve(
     context: click.Context,

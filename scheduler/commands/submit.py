@@ -11,7 +11,7 @@ from swiftbatch.jobs.repetition import LoopAction
 from swiftbatch.jobs.run.option_values import LogprobsMode
 from swiftbatch.jobs.sampling import ThinkingEnd
 from swiftbatch.scheduler.commands.launching import end, launch_shown
-from swiftbatch.scheduler.commands.options.launch_options import ENGINE, launch_options, make_settings
+from swiftbatch.scheduler.commands.options.launch_options import ENGINE, launch_options, make_settings, run_option
 from swiftbatch.scheduler.commands.options.model_options import (
     ATTENTION_HELP,
     ATTENTIONS,
@@ -83,7 +83,7 @@ def _shards(_ctx: click.Context, _param: click.Parameter, value: str | ShardSett
         raise click.BadParameter(str(error)) from None
 
 
-run_option, token_option = map(options_of, ("The run", "What decides the tokens; stored in the run"))
+token_option = options_of("What decides the tokens; stored in the run")
 
 
 @click.command(cls=GroupedCommand, epilog="\n".join(["\b", "Engines draft from:", *ENGINE_LINES]))

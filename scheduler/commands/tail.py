@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from swiftbatch.scheduler.commands.launching import SOME_FAILED
+from swiftbatch.scheduler.commands.launching import tell_of_damage
 from swiftbatch.scheduler.commands.options.option_types import WholeNumber
 
 
@@ -23,15 +23,11 @@ def tail(run_uri: str, custom_id: str, follow: bool, choice: int) -> None:
       swiftbatch tail my-run story-7 --follow
     """
     from swiftbatch.jobs.run.run import Run
-    from swiftbatch.scheduler.display.summary import damage_lines, harmless
+    from swiftbatch.scheduler.display.summary import harmless
     from swiftbatch.scheduler.runs.run_watch import follow_text
 
     run = Run.open(run_uri)
     for piece in follow_text(run, custom_id, follow, choice):
         click.echo(harmless(piece) if sys.stdout.isatty() else piece, nl=False)
     click.echo()
-    damage = damage_lines(run)
-    for problem in damage:
-        click.echo(problem, err=True)
-    if damage:
-        click.get_current_context().exit(SOME_FAILED)
+    tell_of_damage(run)

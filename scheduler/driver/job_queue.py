@@ -7,11 +7,9 @@ Which one runs next is decided in `waiting_jobs.py`.
 
 from __future__ import annotations
 
-from bisect import insort
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable
 from itertools import count
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +17,8 @@ from numpy.typing import NDArray
 from swiftbatch.jobs.backoff import Backoff
 from swiftbatch.jobs.run.job_index import JobEntry
 from swiftbatch.jobs.shared_prompts import NOT_SHARED, SharedPrompt
-from swiftbatch.scheduler.driver.lengths import Forecast, Lengths, Living, place_of
+from swiftbatch.scheduler.driver.expectations import Expectations
+from swiftbatch.scheduler.driver.lengths import Lengths
 from swiftbatch.scheduler.driver.unfinished_job import Strikes, UnfinishedJob
 from swiftbatch.scheduler.driver.untouched_jobs import UntouchedJobs
 from swiftbatch.scheduler.driver.waiting_jobs import WaitingJobs
@@ -27,22 +26,6 @@ from swiftbatch.worker.caches.memory.page_counts import Growth
 
 RETRIES = Backoff(first=0.5, longest=60.0)
 NUM_GROUPS = 8  # of prompts, those that a worker had last: it may still have keys and values of them
-FIRST_ORDER = 16  # jobs that have ended before the order of others follows from their lengths
-NUM_ORDERS = 16  # parts of the jobs that wait: one ends before the rest is put in order anew
-PROGRESS_SHARE = 0.01  # an attempt that adds less than this share of max_tokens has made no progress
-
-
-class Outlook(NamedTuple):
-    """The expected growth of the jobs that run on a worker: `growths` with the fewest tokens left first."""
-
-    growths: list[Growth]
-    mean_length: float  # tokens at their ends
-
-    def beside(self, growth: Growth, num_prompt_tokens: int) -> Outlook:
-        """The same with one more job."""
-        growths, num_jobs = [*self.growths], len(self.growths)
-        insort(growths, growth, key=_left)
-        return Outlook(growths, (num_jobs * self.mean_length + growth.end - num_prompt_tokens) / (num_jobs + 1))
 
 
 def _always(_growth: Growth) -> bool:
@@ -73,19 +56,13 @@ class JobQueue:
         self._running: dict[str, UnfinishedJob] = {}
         self._reserved: dict[str, UnfinishedJob] = {}  # not begun, in the reserve of a worker
         self._reserves: dict[str, dict[str, None]] = defaultdict(dict)  # their ids by worker, in order
-        self._held: dict[str, set[str]] = defaultdict(
-            set
-        )  # ids of running jobs by worker, but for those that have ended
+        self._held: dict[str, set[str]] = defaultdict(set)  # ids of running jobs that have not ended, by worker
         self._unsealed: dict[str, set[str]] = defaultdict(set)  # those that have ended, by worker
         self._groups: dict[str, deque[int]] = defaultdict(lambda: deque(maxlen=NUM_GROUPS))  # of prompts, by worker
         self._waiting = WaitingJobs(self._untouched)
-        self._lengths, self._seniorities = lengths or Lengths(), count()
-        self._known_forecast: Forecast | None = None
-        self._num_moves = 0  # of jobs that have moved on since then
-        self._living = Living()  # those that workers have, in reserve as well, and whose end no worker has seen
+        self._expected = Expectations(lengths or Lengths(), self._running)
+        self._seniorities = count()
         self._left: Counter[str] = Counter()  # tokens that the jobs of a worker have left, by worker
-        self._outlooks: dict[str, Outlook] = {}  # by worker; each is dropped with all that changes it
-        self._next_order = FIRST_ORDER  # so many ended jobs
 
     def add(
         self,
@@ -103,7 +80,7 @@ class JobQueue:
         job = UnfinishedJob(entry, num_generated_tokens, num_generated_tokens, priority, prompt)
         if strikes is not None:
             job.num_tokens_at_last_loss = strikes.num_tokens
-            self._strike(job, 0 if self._has_progressed(job) else strikes.num)
+            job.strike(0 if job.has_progressed else strikes.num, self._max_attempts)
             job.num_tokens_at_last_loss = max(strikes.num_tokens, num_generated_tokens)
         self._touch(job)
 
@@ -117,8 +94,8 @@ class JobQueue:
 
         Of equal priority and about as long, one comes first whose prompt is like those that the worker has read.
         """
-        forecast = self._forecast()
-        job = self._first(worker_id, now, lambda job: has_room(_growth(job, forecast)))
+        forecast = self._expected.forecast()
+        job = self._first(worker_id, now, lambda job: has_room(job.growth(forecast)))
         if job is None:
             return None
         self._hand_to(worker_id, job)
@@ -127,8 +104,8 @@ class JobQueue:
 
     def reserve(self, worker_id: str, now: float, has_room: Callable[[Growth], bool] = _always) -> JobEntry | None:
         """Give a worker the job that `take` would, for its reserve. None that may have to run alone."""
-        forecast = self._forecast()
-        job = self._first(worker_id, now, lambda job: not job.is_suspect and has_room(_growth(job, forecast)))
+        forecast = self._expected.forecast()
+        job = self._first(worker_id, now, lambda job: not job.is_suspect and has_room(job.growth(forecast)))
         if job is None or job.runs_alone:
             return None
         self._hand_to(worker_id, job)
@@ -174,22 +151,21 @@ class JobQueue:
 
     def growths(self, worker_id: str) -> list[Growth]:
         """The positions of the jobs that run on a worker, now, and as expected at their ends: who ends first leads."""
-        return self._outlook(worker_id).growths
+        return self._expected.outlook(worker_id, self._held.get(worker_id, ())).growths
 
     def mean_length(self, worker_id: str) -> float:
         """The tokens that the jobs running on a worker are expected to end with, on average; 0.0 without any."""
-        return self._outlook(worker_id).mean_length
+        return self._expected.outlook(worker_id, self._held.get(worker_id, ())).mean_length
 
     def num_expected_tokens(self, job_id: str) -> int:
         """The tokens that a job is expected to end with."""
-        job = self._known(job_id)
-        return job.num_generated_tokens + _num_expected(job, self._forecast())
+        return self._known(job_id).num_final_tokens(self._expected.forecast())
 
     def progress(self, job_id: str, num_generated_tokens: int) -> None:
         """Note how far a job is; enough progress clears its strikes."""
         if job := self._find(job_id):
             self._set_tokens(job, num_generated_tokens)
-            if job.num_strikes and self._has_progressed(job):
+            if job.num_strikes and job.has_progressed:
                 job.num_strikes, job.runs_alone = 0, False
                 if job.ticket is not None:
                     self._waiting.put(job)
@@ -198,9 +174,9 @@ class JobQueue:
         """Note that a running job has ended: its worker has room for another, but its result is yet to be written."""
         if job := self._running.get(job_id):
             self._set_tokens(job, num_generated_tokens)
-            self._note_length(job)
+            self._expected.ended(job)
             self._held[job.worker_id].discard(job_id)
-            self._outlooks.pop(job.worker_id, None)
+            self._expected.changed(job.worker_id)
             self._unsealed[job.worker_id].add(job_id)
             self._set_ended(job, True)
 
@@ -209,7 +185,7 @@ class JobQueue:
         if job := self._find(job_id):
             self._set_tokens(job, num_generated_tokens)
             if not job.has_ended:
-                self._note_length(job)
+                self._expected.ended(job)
             self.drop(job_id, "finished")
 
     def drop(self, job_id: str, state: str) -> None:
@@ -224,7 +200,7 @@ class JobQueue:
     def lose(self, job_id: str, now: float) -> bool:
         """Put a job back whose attempt was lost. Returns False if it has no attempt left: then it is to be dropped."""
         job = self._known(job_id)
-        self._strike(job, 1 if self._has_progressed(job) else job.num_strikes + 1)
+        job.strike(1 if job.has_progressed else job.num_strikes + 1, self._max_attempts)
         job.num_tokens_at_last_loss = max(job.num_tokens_at_last_loss, job.num_generated_tokens)
         self._put_back(job, now + RETRIES.seconds(job.num_strikes))
         return job.num_strikes < self._max_attempts
@@ -312,18 +288,17 @@ class JobQueue:
     @property
     def num_expected_left(self) -> int:
         """Tokens that are still to come as far as those that have ended tell."""
-        num_unexpected = self._forecast().num_unexpected(self._living)
-        return max(0, self._num_tokens_left - num_unexpected) + self._untouched.num_expected_left
+        return max(0, self._num_tokens_left - self._expected.num_unexpected()) + self._untouched.num_expected_left
 
     def expected_lefts(self) -> NDArray[np.int64]:
         """The tokens that each job which has not ended is expected to draw yet."""
-        forecast = self._forecast()
-        touched = [_num_expected(job, forecast) for job in self._touched.values() if not job.has_ended]
+        forecast = self._expected.forecast()
+        touched = [job.num_expected(forecast) for job in self._touched.values() if not job.has_ended]
         return np.concatenate([np.array(touched, np.int64), self._untouched.expected_lengths()])
 
     def num_expected(self, job_id: str) -> int:
         """Tokens that a running job is expected to draw yet."""
-        return _num_expected(self._running[job_id], self._forecast())
+        return self._running[job_id].num_expected(self._expected.forecast())
 
     def counts(self) -> dict[str, int]:
         num_running = len(self._running)
@@ -333,7 +308,7 @@ class JobQueue:
         """The waiting job that a worker should have next; nobody else's beside one that runs alone."""
         if self._has_loner(worker_id):
             return None
-        self._order_anew()
+        self._expected.order_anew(self._untouched)
         has_neighbours = self.num_held_by(worker_id) + self.num_reserved_by(worker_id) > 0
         return self._waiting.first(has_neighbours, now, self._groups[worker_id], has_room)
 
@@ -350,28 +325,12 @@ class JobQueue:
             self._touched[job.entry.job_id] = job
             self._num_tokens_left += job.num_left
         self._left[worker_id] += job.num_left
-        self._count_living(job, is_there=True)
+        self._expected.count(job, is_there=True)
 
     def _run(self, job: UnfinishedJob) -> None:
         self._held[job.worker_id].add(job.entry.job_id)
         self._running[job.entry.job_id] = job
-        if (known := self._outlooks.get(job.worker_id)) is not None and self._known_forecast is not None:
-            self._outlooks[job.worker_id] = known.beside(
-                _growth(job, self._known_forecast), job.entry.num_prompt_tokens
-            )
-
-    def _count_living(self, job: UnfinishedJob, *, is_there: bool) -> None:
-        """Count a job of a worker where it is now, or no longer."""
-        entry, place = job.entry, None
-        if is_there:
-            place = place_of(entry.num_prompt_tokens, job.num_generated_tokens, entry.max_tokens)
-        if place == job.lives_at:
-            return
-        if job.lives_at is not None:
-            self._living.take(job.lives_at, entry.max_tokens)
-        if place is not None:
-            self._living.add(place, entry.max_tokens)
-        job.lives_at = place
+        self._expected.begun(job)
 
     def _find(self, job_id: str) -> UnfinishedJob | None:
         if (job := self._touched.get(job_id)) is None:
@@ -391,58 +350,24 @@ class JobQueue:
         self.most_tokens = max(self.most_tokens, job.entry.max_tokens)
         self._waiting.put(job)
 
-    def _forecast(self) -> Forecast:
-        """Return the forecast of now, or of a moment ago: most of what is known of many jobs is still true."""
-        if self._known_forecast is None or self._num_moves >= max(1, len(self._running)):
-            self._known_forecast = self._lengths.forecast(self._living)
-            self._num_moves = 0
-            self._outlooks.clear()
-        return self._known_forecast
-
-    def _outlook(self, worker_id: str) -> Outlook:
-        forecast = self._forecast()
-        if (found := self._outlooks.get(worker_id)) is None:
-            jobs = [self._running[job_id] for job_id in self._held.get(worker_id, ())]
-            growths = [_growth(job, forecast) for job in jobs]
-            num_tokens = sum(each.end for each in growths) - sum(job.entry.num_prompt_tokens for job in jobs)
-            found = Outlook(sorted(growths, key=_left), num_tokens / max(1, len(jobs)))
-            self._outlooks[worker_id] = found
-        return found
-
-    def _order_anew(self) -> None:
-        """Order the jobs that no worker has had by what is expected of them, once enough others have ended."""
-        num_ended = self._lengths.num_ended
-        if num_ended >= self._next_order:
-            self._next_order = max(int(1.5 * num_ended), num_ended + self._untouched.num_left // NUM_ORDERS)
-            self._untouched.expect(self._forecast())
-
-    def _note_length(self, job: UnfinishedJob) -> None:
-        self._lengths.note(job.entry.num_prompt_tokens, job.num_generated_tokens, job.entry.max_tokens)
-
     def _has_loner(self, worker_id: str) -> bool:
         return any(self._running[job_id].runs_alone for job_id in self._held.get(worker_id, ()))
-
-    def _has_progressed(self, job: UnfinishedJob) -> bool:
-        needed = max(1, int(PROGRESS_SHARE * job.entry.max_tokens))
-        return job.num_generated_tokens >= job.num_tokens_at_last_loss + needed
 
     def _set_tokens(self, job: UnfinishedJob, num_generated_tokens: int) -> None:
         if num_generated_tokens == job.num_generated_tokens:
             return
-        self._num_moves += 1
         num_left = job.num_left
         self.num_generated_tokens += num_generated_tokens - job.num_generated_tokens
         job.num_generated_tokens = num_generated_tokens
         self._note_left(job, num_left)
-        if job.lives_at is not None:
-            self._count_living(job, is_there=True)
+        self._expected.moved(job)
 
     def _set_ended(self, job: UnfinishedJob, has_ended: bool) -> None:
         num_left = job.num_left
         job.has_ended = has_ended
         self._note_left(job, num_left)
         self._num_unsealed += 1 if has_ended else -1
-        self._count_living(job, is_there=False)
+        self._expected.count(job, is_there=False)
 
     def _note_left(self, job: UnfinishedJob, num_left: int) -> None:
         """Note that a job, which had so many tokens left, has others; it may be a worker's."""
@@ -450,11 +375,7 @@ class JobQueue:
         self._num_tokens_left += change
         if job.ticket is None and change:
             self._left[job.worker_id] += change
-            self._outlooks.pop(job.worker_id, None)
-
-    def _strike(self, job: UnfinishedJob, num_strikes: int) -> None:
-        job.num_strikes = num_strikes
-        job.runs_alone = num_strikes >= max(1, min(2, self._max_attempts - 1))
+            self._expected.changed(job.worker_id)
 
     def _put_back(self, job: UnfinishedJob, not_before: float) -> None:
         self._take_back(job)
@@ -465,7 +386,7 @@ class JobQueue:
         job_id = job.entry.job_id
         if self._running.pop(job_id, None):
             self._held[job.worker_id].discard(job_id)
-            self._outlooks.pop(job.worker_id, None)
+            self._expected.changed(job.worker_id)
         elif self._reserved.pop(job_id, None):
             del self._reserves[job.worker_id][job_id]
         else:
@@ -474,22 +395,4 @@ class JobQueue:
             self._unsealed[job.worker_id].discard(job_id)
             self._set_ended(job, False)
         self._left[job.worker_id] -= job.num_left
-        self._count_living(job, is_there=False)
-
-
-def _left(job: Growth) -> int:
-    return job.left
-
-
-def _growth(job: UnfinishedJob, forecast: Forecast) -> Growth:
-    """The positions of a job: its prompt's, and those of the tokens that it has and is expected to have."""
-    entry, num_tokens = job.entry, job.num_generated_tokens
-    num_final_tokens = forecast.final_tokens(entry.num_prompt_tokens, num_tokens, entry.max_tokens)
-    now, end = entry.num_prompt_tokens + num_tokens, entry.num_prompt_tokens + num_final_tokens
-    return Growth(now, end, job.prompt.num_tokens)
-
-
-def _num_expected(job: UnfinishedJob, forecast: Forecast) -> int:
-    """The tokens that a job is expected to draw yet."""
-    entry, num_tokens = job.entry, job.num_generated_tokens
-    return forecast.final_tokens(entry.num_prompt_tokens, num_tokens, entry.max_tokens) - num_tokens
+        self._expected.count(job, is_there=False)

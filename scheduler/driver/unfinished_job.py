@@ -8,9 +8,11 @@ from typing import NamedTuple
 
 from swiftbatch.jobs.run.job_index import JobEntry
 from swiftbatch.jobs.shared_prompts import NOT_SHARED, SharedPrompt
-from swiftbatch.scheduler.driver.lengths import Place
+from swiftbatch.scheduler.driver.lengths import Forecast, Place
+from swiftbatch.worker.caches.memory.page_counts import Growth
 
 CLASSES_PER_DOUBLING = 4  # of lengths: where the longest job has no room, the first of each shorter class is asked for
+PROGRESS_SHARE = 0.01  # an attempt that adds less than this share of max_tokens has made no progress
 LEAST_LENGTH = 0.75  # of the longest job that may run: a shorter one never goes first for the sake of its prompt
 
 
@@ -46,6 +48,31 @@ class UnfinishedJob:
     def num_left(self) -> int:
         num_left = self.entry.max_tokens - self.num_generated_tokens
         return num_left if num_left > 0 and not self.has_ended else 0  # a driver asks some ten times for each job
+
+    @property
+    def has_progressed(self) -> bool:
+        """Return whether the job has enough tokens that it had not at its last loss."""
+        needed = max(1, int(PROGRESS_SHARE * self.entry.max_tokens))
+        return self.num_generated_tokens >= self.num_tokens_at_last_loss + needed
+
+    def strike(self, num_strikes: int, max_attempts: int) -> None:
+        """Set its strikes; from two on, or before the last of its attempts, it runs alone."""
+        self.num_strikes = num_strikes
+        self.runs_alone = num_strikes >= max(1, min(2, max_attempts - 1))
+
+    def num_final_tokens(self, forecast: Forecast) -> int:
+        """The tokens that the job is expected to end with."""
+        return forecast.final_tokens(self.entry.num_prompt_tokens, self.num_generated_tokens, self.entry.max_tokens)
+
+    def num_expected(self, forecast: Forecast) -> int:
+        """The tokens that the job is expected to draw yet."""
+        return self.num_final_tokens(forecast) - self.num_generated_tokens
+
+    def growth(self, forecast: Forecast) -> Growth:
+        """The positions of the job: its prompt's, and those of the tokens that it has and is expected to have."""
+        num_prompt_tokens = self.entry.num_prompt_tokens
+        now, end = num_prompt_tokens + self.num_generated_tokens, num_prompt_tokens + self.num_final_tokens(forecast)
+        return Growth(now, end, self.prompt.num_tokens)
 
     @property
     def length_class(self) -> int:

@@ -26,9 +26,8 @@ from swiftbatch.worker.config import Computation
 from swiftbatch.worker.drafters.catalogue import PLAIN_ENGINE, engine_entry
 from swiftbatch.worker.exactness.verdicts import known_verdict, verdict_key
 from swiftbatch.worker.inspection import CONTEXT_BYTES, GPU_BYTES, GPUS
-from swiftbatch.worker.kernels.choice import CudaKernels
+from swiftbatch.worker.kernels.choice import CudaKernels, refuse_kv_dtype
 from swiftbatch.worker.kernels.instruction_sets import chosen_numerics
-from swiftbatch.worker.kernels.kv_dtypes import refuse_kv_dtype
 from swiftbatch.worker.model.files import ModelFiles, locate_model
 from swiftbatch.worker.model.text import TextCodec
 from swiftbatch.worker.target.hardware import cpu_capability, gpu_here, hardware_of, has_cuda

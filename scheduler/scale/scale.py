@@ -15,7 +15,7 @@ from rich.table import Table
 from swiftbatch.jobs.child_processes import environment_of_code, module_command
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.frozen import Frozen
-from swiftbatch.worker.bench.bench_tables import new_table, number, write_json
+from swiftbatch.worker.bench.bench_tables import in_a_folder, new_table, number, write_json
 
 JOBS_FILE, RUN, OPTIONS_FILE = "jobs.jsonl", "run", "options.json"
 MOST_JOBS, MOST_WORKERS, MOST_SLOTS, MOST_SECONDS = 10_000_000, 100_000, 256, 86_400
@@ -34,12 +34,7 @@ class ScaleOptions(Frozen):
     folder: Path
     json_path: Path | None = None
 
-    @field_validator("json_path")
-    @classmethod
-    def _in_a_folder(cls, path: Path | None) -> Path | None:
-        if path is not None and not path.parent.is_dir():  # else it would be found out when all is measured
-            raise ValueError(f"got {path}; expected a file in a folder, and there is none at {path.parent}")
-        return path
+    _in_a_folder = field_validator("json_path")(in_a_folder)
 
 
 STAGE_NAMES = ("submit", "drive", "finish", "submit again", "resume", "cancel")

@@ -21,10 +21,9 @@ from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.metrics.report.curves import acceptance_by_length, ms_per_token_by_length, throughput
 from swiftbatch.metrics.report.facts import EXCERPT_CHARACTERS, MAX_JOBS, gather
 from swiftbatch.metrics.report.gantt import gantt
-from swiftbatch.metrics.report.page import render
+from swiftbatch.metrics.report.page import render, summary
 from swiftbatch.metrics.report.page_text import clock, ticks
 from swiftbatch.metrics.report.stretches import job_pace, rows_of
-from swiftbatch.metrics.report.summary import summary
 from tests.jobs.checkpoints.checkpoint_parts import claim
 from tests.jobs.run.run_parts import PROGRESS, write_result
 from tests.metrics.report_parts import (

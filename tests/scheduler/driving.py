@@ -61,6 +61,16 @@ class Driver:
         return self.run / "checkpoints" / job_ids[worker.jobs[0]]
 
 
+def wait_until(condition: Callable[[], Any]) -> Any:
+    """What the condition gives as soon as that is something."""
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while time.monotonic() < deadline:
+        if found := condition():
+            return found
+        time.sleep(0.05)
+    raise AssertionError("waited in vain")
+
+
 def swiftbatch(*args: str) -> list[str]:
     return [sys.executable, "-m", "swiftbatch.scheduler.cli", *args]
 

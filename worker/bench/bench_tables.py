@@ -33,6 +33,13 @@ def short(num_tokens: int) -> str:
     return f"{num_tokens // 1000}K" if num_tokens % 1000 == 0 else str(num_tokens)
 
 
+def in_a_folder(path: Path | None) -> Path | None:
+    """Check a file for figures before all is measured. Raises ValueError where its folder is not there."""
+    if path is not None and not path.parent.is_dir():
+        raise ValueError(f"got {path}; expected a file in a folder, and there is none at {path.parent}")
+    return path
+
+
 def write_json(path: Path, document: dict[str, Any]) -> None:
     """Put figures in place at once: whoever reads the file sees it whole. Raises StoreError."""
     Store(str(path.parent)).write(path.name, (json.dumps(document, indent=2) + "\n").encode())

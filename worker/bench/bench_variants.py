@@ -26,6 +26,13 @@ BY_NAME = BENCH_ENGINES | {name: entry.factory() for name, entry in CHECKPOINT_E
 """All that can be named; the last ones need a checkpoint, or a part, that not all models have."""
 
 
+def known_engine(name: str) -> str:
+    """Check the name of an engine or a variant that a benchmark may take. Raises ValueError."""
+    if name not in BENCH_ENGINES:
+        raise ValueError(f"got {name}; expected one of: {', '.join(BENCH_ENGINES)}")
+    return name
+
+
 def bench_slots(engines: Iterable[str], longest: int, num_sequences: int = 1) -> SlotsWanted:
     """Return the needs of a benchmark: sequences of so many positions at most, and one more slot for probes.
 

@@ -17,7 +17,7 @@ from swiftbatch.jobs.frozen import Frozen
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.bench_engine import BenchError, own_tokens, text_tokens
 from swiftbatch.worker.bench.bench_tables import new_table
-from swiftbatch.worker.bench.bench_variants import BENCH_ENGINES, bench_slots, create_bench_drafter
+from swiftbatch.worker.bench.bench_variants import bench_slots, create_bench_drafter, known_engine
 from swiftbatch.worker.bench.contestants import EngineContestant
 from swiftbatch.worker.bench.decode import read_tokens
 from swiftbatch.worker.bench.options import BenchOptions, check_length
@@ -82,12 +82,7 @@ class FieldBenchOptions(BenchOptions):
     seed: int = Field(ge=0)
     text: Path | None = None
 
-    @field_validator("engine")
-    @classmethod
-    def _known_engine(cls, engine: str) -> str:
-        if engine not in BENCH_ENGINES:
-            raise ValueError(f"got {engine}; expected one of: {', '.join(BENCH_ENGINES)}")
-        return engine
+    _known_engine = field_validator("engine")(known_engine)
 
 
 class FieldRecord(Frozen):

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, ConfigDict, Field, field_validator
 from swiftbatch.jobs.frozen import Frozen
 from swiftbatch.jobs.run.option_values import Device, Dtype
 from swiftbatch.worker.bench.bench_engine import BenchError
-from swiftbatch.worker.bench.bench_tables import write_json
+from swiftbatch.worker.bench.bench_tables import in_a_folder, write_json
 from swiftbatch.worker.caches.memory.memory_plan import SlotsWanted
 from swiftbatch.worker.caches.room import check_folder
 from swiftbatch.worker.config import Computation
@@ -53,12 +53,7 @@ class BenchOptions(Frozen):
     num_threads: int = Field(default=Computation.num_threads, ge=1)
     json_path: Path | None = None
 
-    @field_validator("json_path", "plot_path", check_fields=False)
-    @classmethod
-    def _in_a_folder(cls, path: Path | None) -> Path | None:
-        if path is not None and not path.parent.is_dir():  # else it would be found out when all is measured
-            raise ValueError(f"got {path}; expected a file in a folder, and there is none at {path.parent}")
-        return path
+    _in_a_folder = field_validator("json_path", "plot_path", check_fields=False)(in_a_folder)
 
     def load(self, files: ModelFiles, slots: SlotsWanted | None = None, kv_offload: Path | None = None) -> TargetModel:
         """The model, computing as was asked for; a GPU is shared out as a worker's is. Raises ModelError, KVRoomError.

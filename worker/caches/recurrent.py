@@ -17,22 +17,21 @@ from torch import Tensor
 
 from swiftbatch.jobs.checkpoints.state_file import LayerStates
 from swiftbatch.worker.caches.full import CacheShape, CacheSource, FullKVCache
-from swiftbatch.worker.caches.recurrent_layer import KeptStates, LayerState, RecurrentLayer
+from swiftbatch.worker.caches.recurrent_layer import LayerState, RecurrentLayer
 from swiftbatch.worker.caches.room import FIRST_STEPS
 from swiftbatch.worker.caches.room import NUM_STEPS as NUM_STEPS
+from swiftbatch.worker.caches.stateful_cache import KeptStates, StatefulKVCache
 from swiftbatch.worker.caches.windowed import WindowedKVCache
 from swiftbatch.worker.kernels.recurrence import StepBuffers, are_known_states, folding_team
 from swiftbatch.worker.kernels.sizes import BLOCK, TILE_ROWS
 from swiftbatch.worker.model.recurrent_sizes import RecurrentShape
 
 
-class RecurrentCache(FullKVCache):
+class RecurrentCache(StatefulKVCache):
     """Keys and values of the layers that attend, and the states of the others.
 
     The boundary stays at least one block behind the end, so that the last block can be rolled back.
     """
-
-    is_by_position = False
 
     def __init__(
         self, shape: CacheShape, recurrent: RecurrentShape, max_length: int, buffer: Tensor | None = None
@@ -113,12 +112,6 @@ class RecurrentCache(FullKVCache):
         for layer in self.recurrent:
             layer.clear()
 
-    def prefix(self, length: int) -> FullKVCache:
-        raise NotImplementedError("a state has no view at an earlier length")
-
-    def states(self) -> LayerStates | None:
-        return self.states_at(self.boundary) if self.boundary else None
-
     def states_at(self, end: int) -> LayerStates | None:
         """The states behind the first `end` positions: kept ones, or those of a boundary behind this cache's own."""
         kept = self._kept.at(end)
@@ -127,24 +120,15 @@ class RecurrentCache(FullKVCache):
         return LayerStates(end, arrays)
 
     def set_states(self, states: LayerStates) -> None:
-        end, num_layers = states.num_positions, len(self.recurrent)
-        if end % BLOCK or end > self.length or len(states.arrays) != 2 * num_layers:
-            raise ValueError(
-                f"found {len(states.arrays)} states of layers behind {end} positions, expected {2 * num_layers} behind "
-                f"a multiple of {BLOCK}, at most {self.length}"
-            )
-        self._start_at(end, [layer.taken(states.arrays, number) for number, layer in enumerate(self.recurrent)])
+        self._refuse_unfit(states, len(self.recurrent))
+        self._start_at(
+            states.num_positions, [layer.taken(states.arrays, number) for number, layer in enumerate(self.recurrent)]
+        )
 
     def copyable_end(self, limit: int) -> int:
         end = min(limit, self.length) // BLOCK * BLOCK
         kept = self._kept.nearest(limit)
         return max(end if end >= self.boundary else 0, kept[0] if kept else 0)
-
-    def expect_copies(self, end: int) -> None:
-        self._kept.want(end // BLOCK * BLOCK)
-
-    def expect_returns(self, distance: int) -> None:
-        self._kept.want_every(-(-distance // BLOCK) * BLOCK)
 
     def copy_from(self, source: CacheSource, end: int) -> None:
         super().copy_from(source, end)

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 
 from swiftbatch.jobs.checkpoints.state_file import LayerStates, State
-from swiftbatch.worker.caches.full import CacheShape, CacheSource, FullKVCache
+from swiftbatch.worker.caches.full import CacheShape, CacheSource
 from swiftbatch.worker.caches.host_copies import Staging
 from swiftbatch.worker.caches.memory.page_counts import PoolSize
 from swiftbatch.worker.caches.paged_arena import PagedArena, PagedKVCache, PageLease
-from swiftbatch.worker.caches.recurrent_layer import KeptStates
 from swiftbatch.worker.caches.room import MAX_TREE_NODES
 from swiftbatch.worker.caches.slot_arena import SlotLease
+from swiftbatch.worker.caches.stateful_cache import KeptStates, StatefulKVCache
 from swiftbatch.worker.kernels.cuda.move_rows import PADDING, moves_of
 from swiftbatch.worker.kernels.cuda.states.state_buffers import StateBuffers, move_steps, number_of_state
 from swiftbatch.worker.kernels.cuda.upload import Upload
@@ -60,14 +60,13 @@ class StateArena(PagedArena):
         return StateSlotCache(self, lease, max_length, self._staging)
 
 
-class StateSlotCache(PagedKVCache):
+class StateSlotCache(StatefulKVCache, PagedKVCache):
     """A `FullKVCache` with states: `boundary` is that of the newest one.
 
     A forward folds steps into the state of the boundary that its rows are behind; `fold_to` takes note of it.
     """
 
     _arena: StateArena
-    is_by_position = False
 
     def __init__(self, arena: StateArena, lease: PageLease, max_length: int, staging: Staging | None) -> None:
         super().__init__(arena, lease, max_length, staging)
@@ -120,22 +119,12 @@ class StateSlotCache(PagedKVCache):
         for numbers in (self._arena.states.states, self._arena.states.steps):
             numbers[:, self.slot].zero_()
 
-    def prefix(self, length: int) -> FullKVCache:
-        raise NotImplementedError("a state has no view at an earlier length")
-
-    def states(self) -> LayerStates | None:
-        return self.states_at(self.boundary) if self.boundary else None
-
     def states_at(self, end: int) -> LayerStates | None:
         return self._kept.at(end) or self._copied(end)
 
     def set_states(self, states: LayerStates) -> None:
-        end, num_layers = states.num_positions, len(self._arena.states.states)
-        if end % BLOCK or end > self.length or len(states.arrays) != 2 * num_layers:
-            raise ValueError(
-                f"found {len(states.arrays)} states of layers behind {end} positions, expected {2 * num_layers} behind "
-                f"a multiple of {BLOCK}, at most {self.length}"
-            )
+        self._refuse_unfit(states, len(self._arena.states.states))
+        end = states.num_positions
         for name, like in self._empty_arrays().items():
             found = states.arrays.get(name, np.empty(0, dtype=np.bool_))
             if (found.dtype, found.shape) != (like.dtype, like.shape):
@@ -153,12 +142,6 @@ class StateSlotCache(PagedKVCache):
         kept = self._kept.nearest(limit)
         own = (each for each in (self.boundary, self.boundary - BLOCK) if each <= limit and self._has(each))
         return max(next(own, 0), kept[0] if kept else 0)
-
-    def expect_copies(self, end: int) -> None:
-        self._kept.want(end // BLOCK * BLOCK)
-
-    def expect_returns(self, distance: int) -> None:
-        self._kept.want_every(-(-distance // BLOCK) * BLOCK)
 
     def copy_from(self, source: CacheSource, end: int) -> None:
         """Copy as `PagedKVCache` does; states of another slot, where that has them still, stay on the device."""

@@ -13,78 +13,23 @@ from collections.abc import Sequence as Many
 import numpy as np
 
 from swiftbatch.worker.drafters.base import Drafter, DraftRequest, WantedTree
-from swiftbatch.worker.drafters.step_clock import StepClock, together
+from swiftbatch.worker.drafters.row_shares import NUM_ROWS, WORTH_DRAFTING, best_shares, rate_of
+from swiftbatch.worker.drafters.step_clock import StepClock
 from swiftbatch.worker.drafters.tree_budget import LOOK_CHOICE, NODE_CHOICES, PRIOR_ACCEPTANCE, NodeAcceptance
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.drawing.verification import Verification
 from swiftbatch.worker.target.step_costs import Costs, StepCosts
 
-NUM_ROWS = np.array(NODE_CHOICES) + 1
 PLAN_EVERY, PLAN_AT_LEAST_EVERY = 8, 64  # trees: to find shares takes half a short step; those that stay wait
 STEPS_PER_PLAN = 320  # at most, without anything learned: texts grow, and steps take longer
 DOUBT_EVERY = 16  # steps between plans for nothing; where looks come one behind the other, what they find is new
 DOUBT_EVERY_TOGETHER = 128  # of several sequences: to try again costs all of them, and there are more looks to tell
-WORTH_DRAFTING = 1.05  # times the rate without drafts, for a start
-WORTH_TRYING = 0.9  # such rates, in a trial: what is near it shows in the end
+WORTH_TRYING = 0.9  # times the rate without drafts, in a trial: what is near it shows in the end
 WORTH_STAYING = 1.02  # such rates, where drafts are made: less than for a start, since looks tell less than drafts do
 MOST_RESTING = 127  # steps in a row that nothing is asked about: where none drafts, to ask takes a tenth of a step
 MUCH_LONGER = 1.5  # times the text of other sequences: a plan for these says nothing of it
 NUM_TRIED = 8  # trees of a trial: of fewer little is known
-NUM_PASSES = 2  # over the shares, each by the rate that the last ones promise: more passes change nothing
-
-
-def best_shares(
-    costs: StepCosts,
-    tokens: np.ndarray,
-    lengths: np.ndarray,
-    overhead: float,
-    proposing: float,
-    worth: float = WORTH_DRAFTING,
-) -> np.ndarray:
-    """Choose which of `NODE_CHOICES` each sequence gets, `[num_sequences]`, for most tokens per second of all.
-
-    `tokens [num_sequences, num_choices]` are those that trees of these sizes bring in a step, `lengths [num_sequences]`
-    those of the caches. A step takes `overhead` beside its forward, and `proposing` where anything is proposed, in
-    seconds. Nothing is drafted where drafts bring less than `worth` times the rate without, which may be less than 1.
-    """
-    own = costs.own_seconds(NUM_ROWS, lengths)  # [num_sequences, num_choices]
-    rates = _rates_alike(costs, tokens, own, overhead, proposing)
-    first = int(worth < 1)
-    none, best = np.zeros(len(lengths), dtype=int), np.full(len(lengths), first + int(np.argmax(rates[first:])))
-    best_rate = rates[best[0]]
-    for _ in range(NUM_PASSES if len(lengths) > 1 else 0):  # one sequence alone has no other shares than those
-        prices = costs.row_prices(int(NUM_ROWS[best].sum()))
-        for price in prices:
-            priced = (tokens - best_rate * (own + price * NUM_ROWS)).argmax(axis=1)
-            rate = rate_of(costs, tokens, own, priced, overhead, proposing)
-            if rate > best_rate:
-                best, best_rate = priced, rate
-    return best if best_rate > worth * rates[0] else none
-
-
-def _rates_alike(
-    costs: StepCosts, tokens: np.ndarray, own: np.ndarray, overhead: float, proposing: float
-) -> list[float]:
-    """Tokens per second where all sequences have the same one of `NODE_CHOICES`, for each of these."""
-    brought, seconds, number = tokens.sum(axis=0).tolist(), own.sum(axis=0).tolist(), len(tokens)
-    rates = []
-    for choice, num_nodes in enumerate(NODE_CHOICES):
-        forward = costs.shared_seconds(number * (num_nodes + 1)) + seconds[choice]
-        rates.append(brought[choice] / (together(forward, overhead) + proposing * bool(num_nodes)))
-    return rates
-
-
-def rate_of(
-    costs: StepCosts, tokens: np.ndarray, own: np.ndarray, chosen: np.ndarray, overhead: float, proposing: float
-) -> float:
-    """Tokens per second where the sequences have the `chosen` ones of `NODE_CHOICES`, `[num_sequences]`.
-
-    `tokens` and `own` seconds are `[num_sequences, num_choices]`, the others as `best_shares` has them.
-    """
-    sequences = np.arange(len(chosen))
-    forward = costs.shared_seconds(int(NUM_ROWS[chosen].sum())) + own[sequences, chosen].sum()
-    return float(tokens[sequences, chosen].sum() / (together(forward, overhead) + proposing * bool(chosen.any())))
 
 
 class SharedBudget:
@@ -287,12 +232,8 @@ class SharedBudget:
 
     def _plan_shares(self, names: list[str], requests: list[DraftRequest]) -> None:
         self._costs = self._probed.as_routed()
-        tokens, lengths, overhead = self.tokens(requests), lengths_of(requests), self._overhead(requests)
-        proposing = self.clock.drafting_seconds
-        worth = WORTH_TRYING if self._is_trial else WORTH_STAYING if self._is_drafting else WORTH_DRAFTING
-        shares = best_shares(self._costs, tokens, lengths, overhead, proposing, worth)
-        if not self.are_drafts_allowed:
-            shares[:] = 0
+        lengths = lengths_of(requests)
+        shares = self._best_shares(requests, lengths) if self.are_drafts_allowed else np.zeros(len(names), dtype=int)
         self._is_drafting = bool(shares.any())
         plan = dict(zip(names, shares.tolist(), strict=True))
         if not self._is_drafting:
@@ -306,6 +247,12 @@ class SharedBudget:
         self._num_planned, self._longest_planned = len(names), int(lengths.max()) + 1
         self._vacant.clear()
         self._forward_seconds.clear()
+
+    def _best_shares(self, requests: list[DraftRequest], lengths: np.ndarray) -> np.ndarray:
+        """The shares that bring most, as `best_shares` finds them."""
+        tokens, overhead, proposing = self.tokens(requests), self._overhead(requests), self.clock.drafting_seconds
+        worth = WORTH_TRYING if self._is_trial else WORTH_STAYING if self._is_drafting else WORTH_DRAFTING
+        return best_shares(self._costs, tokens, lengths, overhead, proposing, worth)
 
     def _num_quiet_steps(self, requests: list[DraftRequest], are_trees_planned: bool) -> int:
         """Steps behind the coming one, without drafts, that nothing is due in: no look and no plan."""

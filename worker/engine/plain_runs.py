@@ -9,7 +9,8 @@ from swiftbatch.worker.engine.stopping import ending_tokens
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.tiles import row_ahead
 
-MOST_STEPS = 8  # in a call: what lies between two calls is little beside them then
+MOST_STEPS = 32  # in a call: what lies between two calls is little beside them then
+FEW_STEPS = 8  # where a text or a loop may end a sequence: what is drawn behind its end was drawn for nothing
 MOST_SECONDS = 0.1  # of a call: whoever wants something of a worker waits for its end
 
 
@@ -26,9 +27,10 @@ class PlainRuns:
         """The steps that sequences can take at once, the coming one included; 1 where each needs a look."""
         if self._draw_chains is None or not self._counters.num_steps or any(_needs_a_look(slot) for slot in slots):
             return 1
+        most = min(FEW_STEPS, MOST_STEPS) if any(slot.stop_rule.looks_back for slot in slots) else MOST_STEPS
         room = min(slot.sequence.num_remaining_tokens for slot in slots)
         step_seconds = self._counters.step_seconds["verify"] / self._counters.num_steps
-        return max(1, min(MOST_STEPS, room, int(MOST_SECONDS / max(step_seconds, MOST_SECONDS / MOST_STEPS))))
+        return max(1, min(most, room, int(MOST_SECONDS / max(step_seconds, MOST_SECONDS / most))))
 
     def walks(self, slots: list[Slot], num_steps: int) -> list[Walk]:
         """Draw so many tokens of each sequence, fewer where one ends; none at all where one has none to draw."""

@@ -35,6 +35,11 @@ class StopRule:
         detection = params.repetition_detection
         self._loops = LoopDetector(detection, sequence.output_ids) if detection is not None else None
 
+    @property
+    def looks_back(self) -> bool:
+        """Return whether more than the newest token may end the sequence: a stop string, or a loop."""
+        return self._search is not None or self._loops is not None
+
     def after(self, token_id: int) -> str | None:
         """Return the finish reason if `token_id`, committed now, ends the sequence, else None."""
         self._num_remaining -= 1

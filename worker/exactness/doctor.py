@@ -15,9 +15,8 @@ from swiftbatch.worker.config import Computation
 from swiftbatch.worker.exactness.probe import MAX_LENGTH, num_caches, probe_rows
 from swiftbatch.worker.exactness.transformers_agreement import Agreement, compare
 from swiftbatch.worker.exactness.verdicts import keep_verdict, verdict_key
-from swiftbatch.worker.kernels.choice import DEFAULT_KERNELS
+from swiftbatch.worker.kernels.choice import DEFAULT_KERNELS, with_kv
 from swiftbatch.worker.kernels.instruction_sets import chosen_variant, numerics_of, runnable_variants, why_none
-from swiftbatch.worker.kernels.kv_dtypes import with_kv
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.target.hardware import cpu_capability, hardware_of
 from swiftbatch.worker.target.target import TargetModel

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from swiftbatch.worker.kernels.expert_weights import ExpertWeights, expert_shapes
 from swiftbatch.worker.kernels.forms import Activation, NormForm
 from swiftbatch.worker.kernels.frequencies import Rotary, rotary_of
-from swiftbatch.worker.kernels.mixer_weights import MixerWeights, mixer_shapes
+from swiftbatch.worker.kernels.mixer_sizes import MixerWeights, mixer_shapes
 from swiftbatch.worker.kernels.packed import PackedMatrix, Weight
 from swiftbatch.worker.kernels.sizes import LatentSizes, sizes_fault
 

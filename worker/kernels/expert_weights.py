@@ -16,8 +16,19 @@ if TYPE_CHECKING:
     from swiftbatch.worker.kernels.decoder_weights import AnyLinear, Linear
 
 
+class MayBeLatent:
+    """Experts that may read something smaller than a row, which a layer in front of them makes of it."""
+
+    latent: tuple[AnyLinear, AnyLinear] | None
+
+    @property
+    def latent_width(self) -> int:
+        """Numbers that experts read and give in place of a row's own; 0 for these."""
+        return 0 if self.latent is None else self.latent[0].weight.shape[0]
+
+
 @dataclass(frozen=True)
-class ExpertWeights:
+class ExpertWeights(MayBeLatent):
     """Experts of which each row meets its own few.
 
     `router`, `choice_bias [num_experts]` and `shared_gate [1, hidden]` are float32, whatever the model's dtype: the
@@ -37,11 +48,6 @@ class ExpertWeights:
     gate_limit: float = 0.0
     gate_slope: float = 0.0
     latent: tuple[AnyLinear, AnyLinear] | None = None
-
-    @property
-    def latent_width(self) -> int:
-        """Numbers that experts read and give in place of a row's own; 0 for these."""
-        return 0 if self.latent is None else self.latent[0].weight.shape[0]
 
     @property
     def intermediate(self) -> int:

@@ -1,9 +1,16 @@
-"""Forms and rules that layers differ in, by the numbers that the kernels know them by. Light, as sizes."""
+"""Forms and rules that layers differ in, by the numbers that the kernels know them by; and what their rows see.
+
+Light, as sizes.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class NormForm(IntEnum):
@@ -69,3 +76,20 @@ class Routing:
             raise ValueError(f"found groups of experts that are as good as {self.num_best_of_group} of theirs")
         if self.num_chosen > self.num_experts // self.num_groups * self.num_chosen_groups:
             raise ValueError(f"found {self.num_chosen_groups} groups of experts for {self.num_chosen} of a row")
+
+
+@dataclass(frozen=True)
+class AttentionView:
+    """The keys that the rows of a layer see, up to their own, and the changes to their scores."""
+
+    window: int | None = None  # positions that a row sees, the last of them its own
+    softcap: float | None = None  # scores become softcap * tanh(score / softcap)
+    sinks: Tensor | None = None  # [num_heads] scores that take a share and give nothing
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a window or a soft cap of nothing."""
+        if (self.window is not None and self.window < 1) or (self.softcap is not None and not self.softcap > 0):
+            raise ValueError(f"found a window of {self.window} and a soft cap of {self.softcap}, expected more than 0")
+
+
+SEES_ALL = AttentionView()

@@ -13,7 +13,7 @@ from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.run.option_values import KVDtype
 from swiftbatch.worker.kernels import build
 from swiftbatch.worker.kernels.build import is_of_this_source, is_whole, library_path, variants
-from swiftbatch.worker.kernels.kv_dtypes import with_kv
+from swiftbatch.worker.kernels.choice import with_kv
 
 if TYPE_CHECKING:
     from swiftbatch.worker.kernels.choice import CudaKernels

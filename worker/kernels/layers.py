@@ -25,7 +25,7 @@ from swiftbatch.worker.kernels.decoder_weights import (
 from swiftbatch.worker.kernels.expert_weights import float_shapes
 from swiftbatch.worker.kernels.frequencies import Rotary
 from swiftbatch.worker.kernels.mixer_calls import SequenceTable, load_mixer
-from swiftbatch.worker.kernels.mixer_weights import mixer_float_shapes
+from swiftbatch.worker.kernels.mixer_sizes import mixer_float_shapes
 from swiftbatch.worker.kernels.packed import Weight
 from swiftbatch.worker.kernels.quantized_rows import load_experts, quantized_rows
 from swiftbatch.worker.kernels.row_tables import CachePlace, LayerCacheShape, Rows, RowTable

@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from swiftbatch.worker.kernels.decoder_weights import AnyLinear, PackedLinear, plain_linear
-from swiftbatch.worker.kernels.mixer_sizes import MOST_ROWS
-from swiftbatch.worker.kernels.mixer_weights import MixerWeights
+from swiftbatch.worker.kernels.mixer_sizes import MOST_ROWS, MixerWeights
 from swiftbatch.worker.kernels.quantized_rows import quantized_rows
 from swiftbatch.worker.kernels.row_tables import Rows
 

@@ -1,11 +1,19 @@
-"""Sizes of layers that have a state or a convolution in place of attention. Light: the command line knows them too."""
+"""Layers with a state or a convolution in place of attention: their sizes and weights. Light to import, as sizes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 from swiftbatch.worker.kernels.sizes import LANES
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from swiftbatch.worker.kernels.decoder_weights import AnyLinear
+    from swiftbatch.worker.kernels.packed import Weight
 
 MOST_ROWS = 128  # of a sequence in a call, as source/api.h has it
 MOST_HEADS = 1024  # units of a stage
@@ -79,3 +87,32 @@ class MixerSizes:
         """The roles of float32 numbers that must be there."""
         states = {MixerForm.DELTA_NET: {"rates", "step_bias"}, MixerForm.STATE_SPACE: {"rates", "step_bias", "skip"}}
         return {"taps"} | states.get(self.form, set()) | ({"norm"} if self.norm_width else set())
+
+
+@dataclass(frozen=True)
+class MixerWeights:
+    """One layer's weights by their roles: products in front of the state, `output` behind it, and float32 numbers."""
+
+    sizes: MixerSizes
+    linears: Mapping[str, AnyLinear]
+    floats: Mapping[str, Tensor]
+
+
+def mixer_shapes(mixer: MixerWeights, hidden: int) -> Iterator[tuple[str, Weight | None, tuple[int, ...]]]:
+    """Every tensor of the model's dtype with its name and the shape that it must have. Raises ValueError."""
+    widths = {role: (columns, hidden) for role, columns in mixer.sizes.columns().items()}
+    widths["output"] = (hidden, mixer.sizes.width)
+    if set(mixer.linears) != set(widths):
+        raise ValueError(f"found the products {sorted(mixer.linears)} of a mixer, expected {sorted(widths)}")
+    for role, shape in widths.items():
+        yield f"{role} of a mixer", mixer.linears[role].weight, shape
+        yield f"bias of {role} of a mixer", mixer.linears[role].bias, shape[:1]
+
+
+def mixer_float_shapes(mixer: MixerWeights) -> Iterator[tuple[str, Tensor | None, tuple[int, ...]]]:
+    """Every float32 tensor likewise. Raises ValueError where one is missing or unknown."""
+    shapes = mixer.sizes.float_shapes()
+    if set(mixer.floats) - set(shapes) or mixer.sizes.needed() - set(mixer.floats):
+        raise ValueError(f"found the numbers {sorted(mixer.floats)} of a mixer, expected {sorted(shapes)}")
+    for role, numbers in mixer.floats.items():
+        yield f"{role} of a mixer", numbers, shapes[role]

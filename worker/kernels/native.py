@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.kernels.attention_view import SEES_ALL, AttentionView
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights
+from swiftbatch.worker.kernels.forms import SEES_ALL, AttentionView
 from swiftbatch.worker.kernels.instruction_sets import load_library
 from swiftbatch.worker.kernels.layers import NativeLayers, check_weights, checked
 from swiftbatch.worker.kernels.packed import Weight, plain

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from swiftbatch.worker.kernels.decoder_weights import AnyLinear, Linear, linear_from
-from swiftbatch.worker.kernels.mixer_sizes import MixerForm
-from swiftbatch.worker.kernels.mixer_weights import MixerWeights
+from swiftbatch.worker.kernels.mixer_sizes import MixerForm, MixerWeights
 from swiftbatch.worker.kernels.packed import PackedMatrix, Weight, plain
 from swiftbatch.worker.model.latent_forms import UP, LatentConfig
 from swiftbatch.worker.model.mixer_forms import MixerConfig

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from swiftbatch.worker.kernels.attention_view import AttentionView
+from swiftbatch.worker.kernels.forms import AttentionView
 from swiftbatch.worker.kernels.instruction_sets import kernel_numerics, load_library
 from swiftbatch.worker.kernels.native import native_attention
 from swiftbatch.worker.kernels.sizes import HEAD_DIMS

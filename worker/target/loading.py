@@ -9,10 +9,15 @@ import torch
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.run.option_values import KVDtype
-from swiftbatch.worker.kernels.choice import DEFAULT_KERNELS, CudaKernels
+from swiftbatch.worker.kernels.choice import (
+    DEFAULT_KERNELS,
+    CudaKernels,
+    refuse_kv_dtype,
+    refuse_latent,
+    refuse_without_kernels,
+)
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights, decoder_weights
 from swiftbatch.worker.kernels.instruction_sets import chosen_variant
-from swiftbatch.worker.kernels.kv_dtypes import refuse_kv_dtype, refuse_latent, refuse_without_kernels
 from swiftbatch.worker.model.dense import dense_weights
 from swiftbatch.worker.model.files import ModelFiles, eos_token_ids_of, read_config
 from swiftbatch.worker.model.shifting_rotary import short_length

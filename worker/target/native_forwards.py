@@ -12,9 +12,9 @@ from swiftbatch.worker.caches.partial import Entries, NewEntries, PartialCacheFa
 from swiftbatch.worker.drawing.drawing import Drawing, NativeDrawing, create_drawing
 from swiftbatch.worker.drawing.native_drawing import NativeSampler
 from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.kernels.choice import with_kv
 from swiftbatch.worker.kernels.decoder_weights import DecoderSizes, DecoderWeights
 from swiftbatch.worker.kernels.instruction_sets import numerics_of
-from swiftbatch.worker.kernels.kv_dtypes import with_kv
 from swiftbatch.worker.kernels.mixer_sizes import MOST_ROWS
 from swiftbatch.worker.kernels.native import NativeDecoder
 from swiftbatch.worker.kernels.row_tables import Rows

@@ -17,8 +17,8 @@ from swiftbatch.worker.caches.full import CacheShape, FullKVCache
 from swiftbatch.worker.caches.partial import Entries, NewEntries, PartialCacheFactory
 from swiftbatch.worker.drawing.drawing import Drawing, create_drawing
 from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.kernels.choice import with_kv
 from swiftbatch.worker.kernels.instruction_sets import kernel_numerics
-from swiftbatch.worker.kernels.kv_dtypes import with_kv
 from swiftbatch.worker.kernels.sizes import TILE_ROWS
 from swiftbatch.worker.model.causal_lm import Head, decoder_of
 from swiftbatch.worker.model.files import ModelFiles

@@ -113,8 +113,13 @@ class TrainingFolder:
         self.path, self._files = path, files
         self._identity = json.loads(json.dumps(identity))
 
-    def is_finished(self) -> bool:
-        """Tell whether this training is over. Raises ModelError where the folder holds another one."""
+    def is_finished(self, report: Callable[[str], None] = lambda line: None) -> bool:
+        """Tell whether this training is over, and `report` it if so. Raises ModelError where another one is there."""
+        if is_finished := self._is_finished():
+            report(f"{self.path}: holds this training, finished; nothing to do")
+        return is_finished
+
+    def _is_finished(self) -> bool:
         log, state, product = self._files.log, self._files.state, self._files.product
         has_state = (self.path / state).is_file()
         if not has_state and not _is_whole(self.path / product):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, get_args
 
 import click
 
 from swiftbatch.scheduler.commands.options.model_options import all_of, filled
-from swiftbatch.scheduler.commands.options.option_types import Number, WholeNumber, options_of
+from swiftbatch.scheduler.commands.options.option_types import Command, Number, WholeNumber, options_of
 from swiftbatch.scheduler.commands.options.output_options import OUTPUT
 from swiftbatch.scheduler.limits import Limits, parse_deadline
 from swiftbatch.scheduler.runs.settings import STORE_SLACK_SECONDS, WORKER_TIMEOUT, Settings
@@ -35,15 +36,23 @@ class Deadline(click.ParamType[float]):
             self.fail(str(error), param, ctx)
 
 
-class Hours(Number):
-    """A number of hours: click takes NaN and infinity for numbers in any range."""
+class Amount(Number):
+    """A number of some unit within what can be counted: click takes NaN and infinity for numbers in any range."""
+
+    def __init__(self, unit: str, most: float, *, min_open: bool = True) -> None:
+        """`most` is refused beyond, and 0 with `min_open`."""
+        super().__init__(0, min_open=min_open)
+        self._unit, self._most = unit, most
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        hours = float(super().convert(value, param, ctx))
-        if not hours <= MAX_HOURS:
-            self.fail(f"found {value}, expected at most {MAX_HOURS:,} hours", param, ctx)
-        return hours
+        amount = float(super().convert(value, param, ctx))
+        if not amount <= self._most:
+            self.fail(f"found {value}, expected at most {self._most:,} {self._unit}", param, ctx)
+        return amount
 
+
+HOURS, GIGABYTES = Amount("hours", MAX_HOURS), Amount("GB", MAX_GIGABYTES)
+SECONDS, SECONDS_OR_NONE = (Amount("seconds", MAX_SECONDS, min_open=is_open) for is_open in (True, False))
 
 limit_option = options_of("Limits, at which the run stops with exit code 3 and loses nothing")
 
@@ -62,34 +71,13 @@ LIMITS = (
     ),
     limit_option(
         "--max-worker-hours",
-        type=Hours(0, min_open=True),
+        type=HOURS,
         metavar="HOURS",
         help="Hours of all its workers, added up.",
     ),
 )
 
 
-class Seconds(Number):
-    """A number of seconds that a clock can count: click takes NaN and infinity for numbers in any range."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        seconds = float(super().convert(value, param, ctx))
-        if not seconds <= MAX_SECONDS:
-            self.fail(f"found {value}, expected at most {MAX_SECONDS:,} seconds", param, ctx)
-        return seconds
-
-
-class Gigabytes(Number):
-    """An amount of memory: click takes NaN and infinity for numbers in any range."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        gigabytes = float(super().convert(value, param, ctx))
-        if not gigabytes <= MAX_GIGABYTES:
-            self.fail(f"found {value}, expected at most {MAX_GIGABYTES:,} GB", param, ctx)
-        return gigabytes
-
-
-SECONDS, GIGABYTES = Seconds(0, min_open=True), Gigabytes(0, min_open=True)
 COUNT = WholeNumber(1)
 MOST_WORKERS = 100_000  # more is a slip, and beyond what Ray can count
 
@@ -191,7 +179,7 @@ CHECKPOINTS = (
     ),
     checkpoint_option(
         "--grace-seconds",
-        type=Seconds(0),
+        type=SECONDS_OR_NONE,
         metavar="S",
         default=CheckpointSettings.grace_seconds,
         help="Time for checkpoints at SIGTERM, Ctrl-C or limits.",
@@ -204,13 +192,29 @@ CHECKPOINTS = (
     ),
     checkpoint_option(
         "--store-retry-seconds",
-        type=Seconds(0),
+        type=SECONDS_OR_NONE,
         metavar="S",
         default=CheckpointSettings.store_retry_seconds,
         help="How long to retry a failing store.",
     ),
 )
-TAKEOVER = options_of("The run")(
+run_option = options_of("The run")
+
+
+def runs_options(folder: str, command: str) -> Callable[[Command], Command]:
+    """The options of a command that holds a `folder` of runs for itself."""
+    return all_of(
+        run_option("--runs", "runs_uri", metavar="RUNS", required=True, help=f"{folder}: a path, s3:// or gs://."),
+        run_option(
+            "--if-busy",
+            type=click.Choice(["refuse", "wait"]),
+            default="refuse",
+            help=f"If another `{command}` uses the folder.",
+        ),
+    )
+
+
+TAKEOVER = run_option(
     "--takeover",
     "may_take_over",
     is_flag=True,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,19 +18,9 @@ from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore, Segmen
 from swiftbatch.jobs.checkpoints.files import dump_file
 from swiftbatch.jobs.checkpoints.state_file import decode_state, encode_state
 from swiftbatch.jobs.storage.store import Store
-from tests.jobs.checkpoints.checkpoint_parts import FINGERPRINT, IDENTITY, JOB, segment_of, write_state
+from tests.jobs.checkpoints.checkpoint_parts import IDENTITY, JOB, segment_of, write_state
 
 ATTEMPTS = f"checkpoints/{JOB}"
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(str(tmp_path))
-
-
-@pytest.fixture
-def checkpoints(store: Store) -> CheckpointStore:
-    return CheckpointStore(store, FINGERPRINT)
 
 
 ARRAYS = numpy_st.arrays(

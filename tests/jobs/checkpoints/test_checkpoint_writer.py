@@ -20,7 +20,6 @@ from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.checkpoints.writer import CheckpointWriter
 from swiftbatch.jobs.storage.store import StoreError
 from tests.jobs.checkpoints.checkpoint_parts import (
-    FINGERPRINT,
     JOB,
     Cache,
     check_checkpoints,
@@ -37,11 +36,6 @@ SEGMENT = 10
 @pytest.fixture
 def store(tmp_path: Path) -> GatedStore:
     return GatedStore(str(tmp_path))
-
-
-@pytest.fixture
-def checkpoints(store: GatedStore) -> CheckpointStore:
-    return CheckpointStore(store, FINGERPRINT)
 
 
 @pytest.fixture

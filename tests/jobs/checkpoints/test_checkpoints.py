@@ -6,7 +6,6 @@ import json
 import logging
 import struct
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,16 +20,6 @@ from tests.jobs.checkpoints.checkpoint_parts import FINGERPRINT, IDENTITY, claim
 JOB = "job-0123456789abcdef"
 
 TOKEN_IDS = st.lists(st.integers(0, 2**32 - 1), max_size=40).map(lambda ids: np.array(ids, dtype=np.uint32))
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(str(tmp_path))
-
-
-@pytest.fixture
-def checkpoints(store: Store) -> CheckpointStore:
-    return CheckpointStore(store, FINGERPRINT)
 
 
 def tokens(*token_ids: int) -> TokenIds:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,16 +16,6 @@ from swiftbatch.jobs.storage.store import Store
 from tests.jobs.checkpoints.checkpoint_parts import FINGERPRINT, JOB, Cache, claim, output_ids, tokens_at
 
 FOLDER = f"checkpoints/{JOB}/0001"
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(str(tmp_path / "run"))
-
-
-@pytest.fixture
-def checkpoints(store: Store) -> CheckpointStore:
-    return CheckpointStore(store, FINGERPRINT)
 
 
 @pytest.fixture

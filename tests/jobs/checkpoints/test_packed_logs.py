@@ -35,11 +35,6 @@ def packed(store: Store) -> PackedLogs:
 
 
 @pytest.fixture
-def checkpoints(store: Store) -> CheckpointStore:
-    return CheckpointStore(store, FINGERPRINT)
-
-
-@pytest.fixture
 def writer(checkpoints: CheckpointStore, packed: PackedLogs) -> Iterator[CheckpointWriter]:
     writer = CheckpointWriter(checkpoints, 10, lambda *_: None, WorkerLogs(packed, "w1"))
     for job_id in JOBS:

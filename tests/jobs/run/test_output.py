@@ -14,8 +14,12 @@ from pyarrow import parquet
 
 from swiftbatch.jobs.input.lines import JobLine
 from swiftbatch.jobs.job import JobRecord
+from swiftbatch.jobs.run.output import write_table
 from swiftbatch.jobs.run.output_line import Reasoning, error_line, success_line
 from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.segment_format import SealedResult
+from swiftbatch.jobs.storage.store import StoreError
+from tests.jobs.run import run_parts
 from tests.jobs.run.run_parts import MANIFEST, make_record, write_result
 
 
@@ -32,19 +36,8 @@ def records_of(*prompts: str, n: int = 1) -> list[JobRecord]:
 
 
 def finish(run: Run, record: JobRecord) -> None:
-    token_ids = np.arange(3 + record.job.choice_index, dtype=np.uint32)
-    text, metrics = f"text {record.job.choice_index}", {"num_drafts": record.job.choice_index}
-    line = success_line(
-        record,
-        "run-1",
-        text,
-        "length",
-        model="m",
-        system_fingerprint=run.manifest.fingerprint,
-        token_ids=token_ids,
-        metrics=metrics,
-    )
-    assert write_result(run, record.job_id, line)
+    index = record.job.choice_index
+    assert run_parts.finish(run, record, f"text {index}", 3 + index, num_drafts=index)
 
 
 def fail(run: Run, records: Sequence[JobRecord], code: str = "cancelled", message: str = "why") -> None:
@@ -162,6 +155,21 @@ def test_a_table_has_a_row_for_each_choice_with_its_own_numbers(run: Run) -> Non
         ("many", 1, "text 1", 3, 4, 1),
         ("one", 0, "text 0", 3, 3, 0),
     ]
+
+
+def test_a_number_that_fits_no_column_is_told_with_its_job(run: Run) -> None:
+    record = make_record("huge")
+    run.add_jobs([record])
+    line = success_line(
+        *(record, "run-1", "text", "length"),
+        model="m",
+        system_fingerprint=run.manifest.fingerprint,
+        token_ids=np.arange(3, dtype=np.uint32),
+        metrics={"num_drafts": 10**20},
+    )
+    run.write_segment("s", [SealedResult.of(record.job_id, line)])
+    with pytest.raises(StoreError, match="results of huge to huge have a number that fits no column"):
+        write_table(io.BytesIO(), run.joined_lines())
 
 
 def test_what_two_commands_add_at_once_is_one_line(run: Run) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -18,6 +17,7 @@ from swiftbatch.scheduler.chaos.hosts import Host, NamespaceHosts, namespace_hos
 from swiftbatch.scheduler.chaos.local_cluster import LocalCluster, Node, local_cluster
 from swiftbatch.scheduler.demo.prompts import PROMPTS
 from tests.jobs.checkpoints.checkpoint_parts import logged_jobs
+from tests.scheduler.commands.command_parts import write_jobs
 from tests.scheduler.driving import DEADLINE_SECONDS, Driver, is_alive, outputs, swiftbatch
 
 pytestmark = [
@@ -48,9 +48,7 @@ def cluster(hosts: NamespaceHosts) -> Iterator[LocalCluster]:
 
 @pytest.fixture(scope="module")
 def jobs_file(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("jobs") / "jobs.jsonl"
-    path.write_text("".join(json.dumps(job) + "\n" for job in JOBS))
-    return str(path)
+    return write_jobs(tmp_path_factory.mktemp("jobs") / "jobs.jsonl", *JOBS)
 
 
 @pytest.fixture(scope="module")

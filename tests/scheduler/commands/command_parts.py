@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import click
-import numpy as np
 from click.testing import CliRunner, Result
 
-from swiftbatch.jobs.run.output_line import success_line
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.cli import main
-from tests.jobs.run.run_parts import write_result
+from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
+from tests.jobs.run import run_parts
 
 
 def invoke(*args: str) -> Result:
@@ -41,19 +41,19 @@ def job(custom_id: str, max_tokens: int = 20, **fields: object) -> dict[str, obj
 
 def finish(run: Run, custom_id: str, text: str) -> None:
     record = next(record for record in run.jobs() if record.job.custom_id == custom_id)
-    token_ids = np.arange(5, dtype=np.uint32)
-    metrics = {"num_drafts": 2}
-    line = success_line(
-        record,
-        "run",
-        text,
-        "length",
-        model="tiny",
-        system_fingerprint=run.manifest.fingerprint,
-        token_ids=token_ids,
-        metrics=metrics,
-    )
-    assert write_result(run, record.job_id, line)
+    assert run_parts.finish(run, record, text, num_drafts=2)
+
+
+def pretend_to_run(run: Run, seconds_ago: float = 0.0) -> None:
+    """Leave the beat of a driver on another host, so old."""
+    alive = {
+        "state": "running",
+        "driver_host": "elsewhere",
+        "driver_pid": 1,
+        "driver_process": None,
+        "updated": time.time() - seconds_ago,
+    }
+    run.write_progress(current_progress(run).model_copy(update=alive))
 
 
 def walk(command: click.Command, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], click.Command]]:

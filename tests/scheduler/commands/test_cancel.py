@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import time
 
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
-from tests.scheduler.commands.command_parts import finish, invoke, refusal
+from tests.scheduler.commands.command_parts import finish, invoke, pretend_to_run, refusal
 
 
 def test_cancel_without_a_driver_takes_effect_at_once(run: Run) -> None:
@@ -28,14 +26,7 @@ def test_cancel_without_a_driver_takes_effect_at_once(run: Run) -> None:
 
 
 def test_cancel_with_a_driver_only_asks_it(run: Run) -> None:
-    alive = {
-        "state": "running",
-        "driver_host": "elsewhere",
-        "driver_pid": 1,
-        "driver_process": None,
-        "updated": time.time(),
-    }
-    run.write_progress(current_progress(run).model_copy(update=alive))
+    pretend_to_run(run)
     assert "asked the driver" in invoke("cancel", run.store.uri, "a").output
     assert run.cancel_requests() == (False, {run.jobs()[0].job_id})
     assert not run.ended()[1]

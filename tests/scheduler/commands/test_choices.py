@@ -11,14 +11,13 @@ import pytest
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.job import JobRecord
-from swiftbatch.jobs.run.output_line import success_line
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.driver.backlog import load_queue
 from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.model.text import TextCodec
 from tests.jobs.checkpoints.checkpoint_parts import claim
-from tests.jobs.run.run_parts import write_result
+from tests.jobs.run import run_parts
 from tests.scheduler.commands.command_parts import invoke, job, refusal, write_jobs
 from tests.scheduler.commands.submit_parts import submit_file
 
@@ -29,22 +28,7 @@ def jobs_file(tmp_path: Path) -> str:
 
 
 def finish(run: Run, record: JobRecord) -> None:
-    ids = np.arange(4, dtype=np.uint32)
-    text = f"text {record.job.choice_index}"
-    write_result(
-        run,
-        record.job_id,
-        success_line(
-            record,
-            "r",
-            text,
-            "length",
-            model="tiny",
-            system_fingerprint=run.manifest.fingerprint,
-            token_ids=ids,
-            metrics={"num_drafts": 1},
-        ),
-    )
+    assert run_parts.finish(run, record, f"text {record.job.choice_index}", 4, num_drafts=1)
 
 
 def test_the_same_file_again_adds_nothing_and_another_number_of_choices_is_refused(run: Run, tmp_path: Path) -> None:

@@ -8,8 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,9 @@ from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import WorkerStatus
 from swiftbatch.scheduler.cli import main
 from tests.jobs.checkpoints.checkpoint_parts import logged_jobs
+from tests.scheduler.commands.command_parts import write_jobs
 from tests.scheduler.commands.submit_parts import submit_file
+from tests.scheduler.driving import wait_until
 from tests.scheduler.runs.extension_parts import run_all
 from tests.worker.session.session_parts import PLAINLY
 
@@ -70,15 +71,6 @@ def started(*args: str) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def wait_until(condition: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while time.monotonic() < deadline:
-        if found := condition():
-            return found
-        time.sleep(0.05)
-    raise AssertionError("waited in vain")
-
-
 def status(run: Path) -> dict[str, Any]:
     """The output of the command, which runs here: another interpreter would take seconds to start."""
     return dict(json.loads(CliRunner().invoke(main, ["status", str(run), "--json"]).stdout))
@@ -115,9 +107,7 @@ def outputs(run: Path) -> dict[str, tuple[str, str, int]]:
 
 @pytest.fixture(scope="module")
 def jobs_file(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("jobs") / "jobs.jsonl"
-    path.write_text("".join(json.dumps(job) + "\n" for job in JOBS))
-    return str(path)
+    return write_jobs(tmp_path_factory.mktemp("jobs") / "jobs.jsonl", *JOBS)
 
 
 @pytest.fixture(scope="module")

@@ -12,20 +12,18 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pytest
 from click.testing import CliRunner, Result
 from pyarrow import parquet
 
-from swiftbatch.jobs.run.output_line import success_line
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.cli import main
 from swiftbatch.scheduler.commands import nightly as nightly_command
 from swiftbatch.scheduler.runs.folder_hold import file_of
 from swiftbatch.scheduler.runs.job_files import job_files
-from tests.jobs.run.run_parts import write_result
+from tests.jobs.run import run_parts
 from tests.scheduler.commands.nightly_parts import held_elsewhere
 from tests.scheduler.commands.submit_parts import submit_file
 from tests.scheduler.driver.dispatch_parts import idle_workers
@@ -58,22 +56,7 @@ def finish(inbox: str, runs: str, path: str, model: Path) -> Run:
     """Make the run of a job file and give each of its jobs a result, so that no worker is needed."""
     run = submit_file(f"{inbox}/{path}", f"{runs}/{path}", model=str(model)).run
     for record in run.jobs():
-        ids = np.arange(3, dtype=np.uint32)
-        text = f"text of {record.job.custom_id}"
-        write_result(
-            run,
-            record.job_id,
-            success_line(
-                record,
-                "r",
-                text,
-                "length",
-                model="t",
-                system_fingerprint=run.manifest.fingerprint,
-                token_ids=ids,
-                metrics={},
-            ),
-        )
+        run_parts.finish(run, record, f"text of {record.job.custom_id}", 3)
     return run
 
 

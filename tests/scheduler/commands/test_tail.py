@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +10,11 @@ from swiftbatch.jobs.checkpoints.checkpoint_store import AttemptStart, Checkpoin
 from swiftbatch.jobs.checkpoints.packed_logs import PackedLogs
 from swiftbatch.jobs.checkpoints.token_log import Rewind, TokenLog
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
 from swiftbatch.scheduler.runs.run_watch import TAKEN_BACK, follow_text
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.model.text import TextCodec
 from tests.jobs.checkpoints.checkpoint_parts import claim
-from tests.scheduler.commands.command_parts import finish, invoke, refusal
+from tests.scheduler.commands.command_parts import finish, invoke, pretend_to_run, refusal
 
 
 def test_tail_reads_the_token_log_of_an_unfinished_job_and_the_text_of_a_finished_one(
@@ -57,17 +55,6 @@ def test_tail_shows_characters_as_soon_as_they_are_sure(run: Run, tiny_model: Pa
     ):
         checkpoints.write_tokens(record.job_id, attempt, np.array([*begin, *bytes_behind], dtype=np.uint32))
         assert invoke("tail", run.store.uri, "a").output == f"{text}\n"
-
-
-def pretend_to_run(run: Run) -> None:
-    alive = {
-        "state": "running",
-        "driver_host": "elsewhere",
-        "driver_pid": 1,
-        "driver_process": None,
-        "updated": time.time(),
-    }
-    run.write_progress(current_progress(run).model_copy(update=alive))
 
 
 def test_tail_tells_of_a_loop_that_was_taken_back(run: Run, tiny_model: Path) -> None:

@@ -113,6 +113,16 @@ def make_context(
     )
 
 
+def last_beat_of_a_stopped(driver: Driver, run: Run, display: RecordingDisplay) -> Progress:
+    """The last beat of a driver that is asked to stop behind a hundred tokens."""
+    display.on_update = lambda progress: driver.request_stop() if progress.num_generated_tokens > 100 else None
+    assert driver.run() == "interrupted"
+    progress = run.progress()
+    assert progress is not None
+    assert progress.state == "interrupted"
+    return progress
+
+
 def make_driver(
     run: Run,
     cluster: Cluster,

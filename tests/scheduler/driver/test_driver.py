@@ -26,6 +26,7 @@ from tests.jobs.shards.shard_parts import all_rows, files, job_ids
 from tests.scheduler.driver.driver_parts import (
     RecordingDisplay,
     job_id,
+    last_beat_of_a_stopped,
     make_driver,
     make_run,
     result_metrics,
@@ -112,12 +113,7 @@ def test_a_job_that_kills_its_workers_takes_no_neighbour_with_it(tmp_path: Path,
 
 def test_a_stopped_driver_says_interrupted_and_the_next_one_goes_on(tmp_path: Path, cluster: Cluster) -> None:
     run, display = make_run(tmp_path / "run", {"a": 400, "b": 20}), RecordingDisplay()
-    driver = make_driver(run, cluster, display)
-    display.on_update = lambda progress: driver.request_stop() if progress.num_generated_tokens > 100 else None
-    assert driver.run() == "interrupted"
-    progress = run.progress()
-    assert progress is not None
-    assert progress.state == "interrupted"
+    progress = last_beat_of_a_stopped(make_driver(run, cluster, display), run, display)
     assert not progress.workers
     assert progress.jobs["running"] == 0
     queue = load_queue(run, 5)

@@ -8,7 +8,8 @@ import pytest
 
 from swiftbatch.jobs.run.job_index import JobEntry
 from swiftbatch.jobs.shared_prompts import NOT_SHARED, SharedPrompt
-from swiftbatch.scheduler.driver.job_queue import FIRST_ORDER, JobQueue
+from swiftbatch.scheduler.driver.expectations import FIRST_ORDER
+from swiftbatch.scheduler.driver.job_queue import JobQueue
 from tests.scheduler.driver.queue_parts import untouched
 
 
@@ -350,7 +351,7 @@ def test_what_is_known_of_a_worker_s_jobs_is_what_a_look_at_each_would_tell() ->
         for give in rng.choices([queue.take, queue.reserve], k=rng.randint(0, 2)):
             give(worker, now)
         told = [(queue.growths(name), queue.mean_length(name), queue.num_left(name)) for name in workers]
-        queue._outlooks.clear()
+        queue._expected._outlooks.clear()
         entries = [[*queue.held_by(name), *queue.reserve_of(name)] for name in workers]
         num_left = [sum(e.max_tokens - queue.num_reported_tokens(e.job_id) for e in own) for own in entries]
         for name, (growths, mean_length, left), own_left in zip(workers, told, num_left, strict=True):
@@ -359,5 +360,5 @@ def test_what_is_known_of_a_worker_s_jobs_is_what_a_look_at_each_would_tell() ->
             assert mean_length == pytest.approx(queue.mean_length(name))
             assert left == own_left
     num_living = len([e for e, _ in queue.running() if not queue._known(e.job_id).has_ended]) + queue.num_reserved
-    assert queue._living.num_jobs.sum() == num_living
-    assert queue._living.num_jobs.min() >= 0
+    assert queue._expected._living.num_jobs.sum() == num_living
+    assert queue._expected._living.num_jobs.min() >= 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,11 +18,11 @@ from swiftbatch.scheduler.cluster.cluster_watch import ClusterLostError
 from swiftbatch.scheduler.commands.options.launch_options import make_settings
 from swiftbatch.scheduler.display.events import FewGpus, SlowOnGpu
 from swiftbatch.scheduler.driver.driver import DriverError
-from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
 from swiftbatch.scheduler.runs import launch
 from swiftbatch.scheduler.runs.settings import Settings
 from swiftbatch.worker.caches.room import KVRoomError
 from swiftbatch.worker.config import EngineConfig
+from tests.scheduler.commands.command_parts import pretend_to_run
 from tests.scheduler.driver.driver_parts import make_run
 
 
@@ -55,14 +54,7 @@ def test_the_options_reach_the_workers(run: Run) -> None:
 
 
 def test_a_run_whose_driver_is_silent_goes_on_with_takeover(run: Run) -> None:
-    silent = {
-        "state": "running",
-        "driver_host": "elsewhere",
-        "driver_pid": 1,
-        "driver_process": None,
-        "updated": time.time() - 100,
-    }
-    run.write_progress(current_progress(run).model_copy(update=silent))
+    pretend_to_run(run, 100)
     code, text = invoke("resume", run.store.uri)
     assert code == 2
     assert "--takeover" in text

@@ -7,8 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from openai import OpenAI
 from openai.types import Batch
 
 from tests.jobs.checkpoints.checkpoint_parts import logged_jobs
+from tests.scheduler.driving import wait_until
 
 DEADLINE_SECONDS = 240
 OFTEN = ("--checkpoint-seconds", "0.2")  # so that there is one to go on from early in a job's few seconds
@@ -84,15 +84,6 @@ def serving(runs: Path | str, model: Path, *options: str) -> Iterator[Server]:
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
                 process.wait(DEADLINE_SECONDS)
-
-
-def wait_until(condition: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while time.monotonic() < deadline:
-        if found := condition():
-            return found
-        time.sleep(0.05)
-    raise AssertionError("waited in vain")
 
 
 def request(custom_id: str, max_tokens: int = 20, **fields: object) -> dict[str, object]:

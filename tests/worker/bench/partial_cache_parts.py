@@ -9,6 +9,7 @@ from swiftbatch.worker.bench.compared_caches import ImportanceKVCache
 from swiftbatch.worker.caches.full import CacheShape, FullKVCache
 from swiftbatch.worker.caches.partial import NUM_PINNED
 from swiftbatch.worker.drawing.sequence import Sequence
+from tests.worker.caches import cache_parts as caches
 
 SHAPE = CacheShape(num_layers=2, num_kv_heads=2, head_dim=4, dtype=torch.float32, device=torch.device("cpu"))
 BUDGET = 40
@@ -21,16 +22,11 @@ def text(num_prompt_tokens: int) -> Sequence:
 
 
 def random_cache() -> FullKVCache:
-    cache = FullKVCache(SHAPE, 400)
-    generator = torch.Generator().manual_seed(0)
-    for layer in range(SHAPE.num_layers):
-        for part in cache.layer(layer):
-            part.copy_(torch.randn(part.shape, generator=generator))
-    return cache
+    return caches.random_cache(SHAPE, 400)
 
 
 def queries(position: int) -> torch.Tensor:
-    return torch.randn(SHAPE.num_layers, SHAPE.num_kv_heads, 2, 4, generator=torch.Generator().manual_seed(position))
+    return caches.queries_at(SHAPE, position)
 
 
 def follow(cache: ImportanceKVCache, full: FullKVCache, length: int) -> None:

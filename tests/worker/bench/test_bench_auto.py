@@ -69,7 +69,7 @@ def test_processor_time_counts_for_the_figures_and_for_the_choice_and_for_nothin
     (record,) = run_auto_bench(make_options(tiny_model, text, **cell, processor_time=True))
     num_tokens = 2 * 20
     assert record.tokens_per_second["autoregressive"] == num_tokens / 3  # two jobs, and the change between them
-    assert record.tokens_per_second["auto"] < num_tokens / 20  # it reads the clock at its steps, too
+    assert record.tokens_per_second["auto"] < num_tokens / 10  # it reads the clock at its steps, too
     before = next(num_read)
     assert seconds_now() != before + 1
     assert next(num_read) == before + 1

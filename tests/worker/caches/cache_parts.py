@@ -42,6 +42,21 @@ def held(cache: FullKVCache, shape: CacheShape) -> list[torch.Tensor]:
     return [part[:, : cache.length].cpu().clone() for layer in range(shape.num_layers) for part in cache.layer(layer)]
 
 
+def random_cache(shape: CacheShape, max_length: int) -> FullKVCache:
+    """A cache with random rows wherever there is room, the same ones each time; none of them is committed."""
+    cache, generator = FullKVCache(shape, max_length), torch.Generator().manual_seed(0)
+    for layer in range(shape.num_layers):
+        for part in cache.layer(layer):
+            part.copy_(torch.randn(part.shape, generator=generator))
+    return cache
+
+
+def queries_at(shape: CacheShape, position: int) -> torch.Tensor:
+    """Two random queries for each head of keys, `[num_layers, num_kv_heads, 2, head_dim]`, the same at a position."""
+    size = (shape.num_layers, shape.num_kv_heads, 2, shape.head_dim)
+    return torch.randn(size, generator=torch.Generator().manual_seed(position))
+
+
 def use_side_by_side(
     ours: FullKVCache, theirs: FullKVCache, max_length: int, rng: random.Random, num_steps: int
 ) -> None:

@@ -15,6 +15,7 @@ from swiftbatch.worker.kernels.scan_coding import SCAN_CHUNK
 from swiftbatch.worker.target.partial_rows import partial_rows
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.tiles import tree_rows
+from tests.worker.caches.cache_parts import random_cache
 from tests.worker.kernels.kernel_parts import needs_kernels
 
 pytestmark = needs_kernels
@@ -25,12 +26,7 @@ FIRST_SCAN = NUM_PINNED + SCAN_CHUNK + NUM_RECENT
 
 @pytest.fixture
 def full() -> FullKVCache:
-    cache = FullKVCache(SHAPE, MAX_LENGTH)
-    generator = torch.Generator().manual_seed(0)
-    for layer in range(SHAPE.num_layers):
-        for part in cache.layer(layer):
-            part.copy_(torch.randn(part.shape, generator=generator))
-    return cache
+    return random_cache(SHAPE, MAX_LENGTH)
 
 
 def followed(full: FullKVCache, *lengths: int) -> ScanKVCache:

@@ -13,6 +13,7 @@ from swiftbatch.worker.caches.full import CacheShape, FullKVCache
 from swiftbatch.worker.caches.partial import NUM_PINNED
 from swiftbatch.worker.caches.summary import CHUNK_SIZE, NUM_RECENT, PERIOD, SummaryKVCache, chunk_scores
 from swiftbatch.worker.drawing.sequence import Sequence
+from tests.worker.caches.cache_parts import queries_at, random_cache
 
 SHAPE = CacheShape(num_layers=2, num_kv_heads=2, head_dim=8, dtype=torch.float32, device=torch.device("cpu"))
 MAX_LENGTH = 4000
@@ -22,16 +23,11 @@ FIRST_BUILD = NUM_PINNED + NUM_RECENT + 8 * CHUNK_SIZE
 
 @pytest.fixture
 def full() -> FullKVCache:
-    cache = FullKVCache(SHAPE, MAX_LENGTH)
-    generator = torch.Generator().manual_seed(0)
-    for layer in range(SHAPE.num_layers):
-        for part in cache.layer(layer):
-            part.copy_(torch.randn(part.shape, generator=generator))
-    return cache
+    return random_cache(SHAPE, MAX_LENGTH)
 
 
 def queries(position: int) -> torch.Tensor:
-    return torch.randn(SHAPE.num_layers, SHAPE.num_kv_heads, 2, 8, generator=torch.Generator().manual_seed(position))
+    return queries_at(SHAPE, position)
 
 
 def followed(full: FullKVCache, *lengths: int) -> SummaryKVCache:

@@ -14,6 +14,7 @@ from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
 from swiftbatch.worker.drawing.verification import GUESSED, Verification, Walk
 from tests.worker.constraints.words import END, VOCAB, WORDS, allowed_behind, grammar, mask_behind
+from tests.worker.kernels.kernel_parts import tree_of_few_tokens
 
 TEXTS = {"abc", "abd", "abcda", "da", "dab", "cccc"}
 CHOICE = {"choice": sorted(TEXTS)}
@@ -25,16 +26,6 @@ def sequence(rules: tuple[Rule, ...], *output_ids: int, bad_words: tuple[tuple[i
     made = Sequence("s", [1, 2], params, VOCAB, bad_word_ids=bad_words, rules=rules)
     made.extend(list(output_ids))
     return made
-
-
-def any_tree(chance: random.Random) -> DraftTree:
-    tree = DraftTree()
-    for _ in range(chance.randrange(60)):
-        parent, token_id = chance.randrange(ROOT, len(tree)), chance.randrange(VOCAB)
-        if token_id not in tree.children().get(parent, {}):
-            tree.token_ids.append(token_id)
-            tree.parents.append(parent)
-    return tree
 
 
 def paths(tree: DraftTree) -> list[list[int]]:
@@ -59,7 +50,7 @@ def test_a_tree_keeps_what_may_come_and_its_rows_have_their_masks(seed: int) -> 
         running = sequence((rule,))
         constraints = Constraints(running)
         while END not in running.output_ids:
-            tree, committed = any_tree(chance), running.output_ids.tolist()
+            tree, committed = tree_of_few_tokens(chance, 60, VOCAB), running.output_ids.tolist()
             kept = constraints.of_tree(tree)
             assert kept.numbers is not None
             assert kept.masks is not None

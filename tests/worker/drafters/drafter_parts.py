@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from swiftbatch.worker.drafters.base import Drafter, DraftRequest
+from swiftbatch.worker.drafters.two_level.drafter import TwoLevelDrafter
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
+from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.target.step_costs import StepCosts
+from swiftbatch.worker.target.target import TargetModel
 
 
 def free_rows() -> StepCosts:
@@ -19,3 +24,41 @@ def proposed(drafter: Drafter, sequence: Sequence, max_nodes: int, max_depth: in
     """What a drafter proposes for a sequence alone."""
     [tree] = drafter.propose([DraftRequest(sequence, max_nodes, max_depth)])
     return tree
+
+
+def run_to_ends(engine: Engine, *sequences: Sequence) -> Engine:
+    """Run sequences together; afterwards all have their slots yet."""
+    for sequence in sequences:
+        engine.start(sequence)
+    while any(sequence.finish_reason is None for sequence in sequences):
+        engine.step()
+    return engine
+
+
+def run_together(engine: Engine, sequences: Iterable[Sequence]) -> None:
+    """Run sequences to their ends; afterwards no slot is taken."""
+    for sequence in run_to_ends(engine, *sequences).sequences:
+        engine.stop(sequence)
+
+
+def check_resumed(
+    target: TargetModel, sequence: Sequence, num_tokens: int, undisturbed: Drafter, resumed: Drafter
+) -> DraftTree:
+    """The tree that a drafter proposes behind so many tokens, which is that of one that takes over there."""
+    engine = Engine(target, undisturbed)
+    slot = engine.start(sequence)
+    while sequence.num_generated_tokens < num_tokens:
+        engine.step()
+    resumed.start(sequence, slot.cache)
+    resumed.restore(sequence, undisturbed.state(sequence))
+    first, second = (proposed(drafter, sequence, 31, 20) for drafter in (undisturbed, resumed))
+    assert first == second
+    return first
+
+
+def check_same_entries(undisturbed: TwoLevelDrafter, resumed: TwoLevelDrafter) -> None:
+    """The partial caches of two drafters for sequence `a` hold the same."""
+    ours, theirs = (drafter._tracked["a"].partial for drafter in (undisturbed, resumed))
+    num_entries = ours._num_sequence_entries
+    assert theirs._num_sequence_entries == num_entries
+    assert ours._buffer[:, :, :, :num_entries].equal(theirs._buffer[:, :, :, :num_entries])

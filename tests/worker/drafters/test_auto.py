@@ -29,7 +29,7 @@ from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.kernels.scan_coding import SCAN_CHUNK
 from swiftbatch.worker.target.step_costs import ROW_COUNTS, StepCosts
 from swiftbatch.worker.target.target import TargetModel
-from tests.worker.drafters.drafter_parts import free_rows, proposed
+from tests.worker.drafters.drafter_parts import check_resumed, free_rows, proposed, run_to_ends
 from tests.worker.kernels.kernel_parts import needs_kernels
 
 pytestmark = needs_kernels
@@ -67,21 +67,14 @@ def drafter_with(target: TargetModel, costs: StepCosts) -> AutoDrafter:
     return drafter.otherwise
 
 
-def run(engine: Engine, *sequences: Sequence) -> None:
-    for sequence in sequences:
-        engine.start(sequence)
-    while any(sequence.finish_reason is None for sequence in sequences):
-        engine.step()
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("sampler", [pytest.param("T=0", marks=pytest.mark.slow), "T=1, min-p 0.1, penalty"])
 def test_chains_drawn_with_scanned_keys_give_plain_decoding_s_tokens(target: TargetModel, sampler: str) -> None:
     plain, drafted = (new_sequence(target, sampler, 2500, 150) for _ in range(2))
-    run(Engine(target, create_drafter("autoregressive", target, free_rows)), plain)
+    run_to_ends(Engine(target, create_drafter("autoregressive", target, free_rows)), plain)
     drafter = drafter_with(target, rounds_always_pay())
     engine = Engine(target, drafter)
-    run(engine, drafted)
+    run_to_ends(engine, drafted)
     assert drafted.output_ids.tolist() == plain.output_ids.tolist()
     assert drafter.counters.num_rounds > 30
     assert engine.counters.num_tokens_by_draft["chain"] > 100
@@ -94,9 +87,9 @@ def test_a_batch_of_short_and_long_texts_gives_the_tokens_of_each_alone(target: 
         [new_sequence(target, "T=0", length, 150, f"{length}") for length in (30, 1300, 2500)] for _ in "ab"
     )
     for sequence in alone:
-        run(Engine(target, create_drafter("autoregressive", target, free_rows)), sequence)
+        run_to_ends(Engine(target, create_drafter("autoregressive", target, free_rows)), sequence)
     drafter = drafter_with(target, rounds_always_pay())
-    run(Engine(target, drafter), *together)
+    run_to_ends(Engine(target, drafter), *together)
     assert drafter.counters.num_rounds > 10
     assert [each.output_ids.tolist() for each in together] == [each.output_ids.tolist() for each in alone]
 
@@ -104,10 +97,10 @@ def test_a_batch_of_short_and_long_texts_gives_the_tokens_of_each_alone(target: 
 def test_rounds_that_check_no_tree_are_one_call(target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RoundsPlanner, "best", lambda *_: RoundsChoice(0, 9, rate=1e9))
     made = [[new_sequence(target, "T=1, min-p 0.1, penalty", n, 60, f"{n}") for n in (1400, 2500)] for _ in "ab"]
-    run(Engine(target, create_drafter("autoregressive", target, free_rows)), *made[0])
+    run_to_ends(Engine(target, create_drafter("autoregressive", target, free_rows)), *made[0])
     drafter = drafter_with(target, rounds_always_pay())
     monkeypatch.setattr(target, "check", None)
-    run(Engine(target, drafter), *made[1])
+    run_to_ends(Engine(target, drafter), *made[1])
     assert drafter.counters.num_rounds > 60
     assert [each.output_ids.tolist() for each in made[1]] == [each.output_ids.tolist() for each in made[0]]
 
@@ -122,15 +115,7 @@ def test_a_resumed_job_drafts_the_same_chain(
     monkeypatch.setattr(RoundsPlanner, "best", lambda *_: choice)  # plans follow measured times
     undisturbed, resumed = (drafter_with(target, rounds_always_pay()) for _ in range(2))
     sequence = new_sequence(target, "T=1, min-p 0.1, penalty", 2500, 200)
-    engine = Engine(target, undisturbed)
-    slot = engine.start(sequence)
-    while sequence.num_generated_tokens < 100:
-        engine.step()
-    resumed.start(sequence, slot.cache)
-    resumed.restore(sequence, undisturbed.state(sequence))
-    first, second = (proposed(drafter, sequence, 31, 20) for drafter in (undisturbed, resumed))
-    assert first == second
-    assert len(first) > 2
+    assert len(check_resumed(target, sequence, 100, undisturbed, resumed)) > 2
 
 
 @pytest.mark.sample(2)
@@ -142,7 +127,7 @@ def test_a_resumed_job_drafts_the_same_chain(
 def test_unfit_state_is_refused_and_changes_nothing(target: TargetModel, damage: np.ndarray) -> None:
     drafter = drafter_with(target, rounds_always_pay())
     sequence = new_sequence(target, "T=0", 1400, 40)
-    run(Engine(target, drafter), sequence)
+    run_to_ends(Engine(target, drafter), sequence)
     state = drafter.state(sequence)
     before = {name: array.copy() for name, array in state.items()}
     with pytest.raises(ValueError, match="plan of rounds"):
@@ -250,7 +235,7 @@ def test_what_a_planner_says_of_itself_another_one_takes() -> None:
 def test_a_text_that_stays_short_has_no_partial_cache(target: TargetModel) -> None:
     drafter = drafter_with(target, long_caches_cost())
     sequence = new_sequence(target, "T=0", 100, 40)
-    run(Engine(target, drafter), sequence)
+    run_to_ends(Engine(target, drafter), sequence)
     assert drafter._chains._tracked == {}
     drafter.stop(sequence)
 

@@ -23,7 +23,7 @@ from swiftbatch.worker.kernels.sizes import TILE_ROWS
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.target.step_costs import StepCosts
 from swiftbatch.worker.target.target import TargetModel
-from tests.worker.drafters.drafter_parts import free_rows
+from tests.worker.drafters.drafter_parts import free_rows, run_together
 
 VOCAB = 50
 PHRASE = [7, 3, 9, 1, 4, 8, 2, 6]
@@ -134,7 +134,7 @@ def test_auto_drafts_repeats_beside_trees_and_draws_the_same_tokens(target: Targ
 
     def outputs(engine: Engine) -> list[list[int]]:
         found = sequences()
-        run(engine, found)
+        run_together(engine, found)
         return [sequence.output_ids.tolist() for sequence in found]
 
     plain = outputs(Engine(target, AutoregressiveDrafter(target, free_rows, None)))
@@ -161,15 +161,6 @@ def test_what_repeats_bring_is_not_learned_of_trees(target: TargetModel) -> None
     assert drafter._budget.state(sequence)[TILE_ROWS] == num_drafted - num_repeating[0]
 
 
-def run(engine: Engine, sequences: list[Sequence]) -> None:
-    for sequence in sequences:
-        engine.start(sequence)
-    while any(sequence.finish_reason is None for sequence in sequences):
-        engine.step()
-    for sequence in sequences:
-        engine.stop(sequence)
-
-
 def count_repeating_steps(drafter: RepeatingDrafter) -> list[int]:
     """A number that grows with every step in which the drafter itself proposed."""
     counted, choose = [0], drafter._sizes_that_pay
@@ -190,7 +181,7 @@ def test_where_rows_cost_as_much_as_steps_repeats_are_not_drafted(target: Target
     num_repeating = count_repeating_steps(drafter)
     params = SamplingParams(max_tokens=60, temperature=1.0, seed=5, ignore_eos=True)
     sequence = Sequence("a", [2, 7, 1, 8] * 12, params, target.vocab_size)
-    run(Engine(target, drafter), [sequence])
+    run_together(Engine(target, drafter), [sequence])
     assert num_repeating[0] == 0
 
 

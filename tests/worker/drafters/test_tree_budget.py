@@ -14,7 +14,8 @@ import pytest
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.drafters import shared_budget
 from swiftbatch.worker.drafters.base import Drafter, DraftRequest
-from swiftbatch.worker.drafters.shared_budget import BudgetedDrafter, best_shares
+from swiftbatch.worker.drafters.row_shares import best_shares
+from swiftbatch.worker.drafters.shared_budget import BudgetedDrafter
 from swiftbatch.worker.drafters.step_clock import StepClock
 from swiftbatch.worker.drafters.tree_budget import (
     LOOK_EVERY,

@@ -33,7 +33,7 @@ from swiftbatch.worker.papers.tokenswift.variants import PAPER as TOKENSWIFT_PAP
 from swiftbatch.worker.target.target import RowOutputs, TargetModel
 from tests import ROOT
 from tests.worker.caches.cache_parts import everything_of
-from tests.worker.drafters.drafter_parts import free_rows, proposed
+from tests.worker.drafters.drafter_parts import check_resumed, check_same_entries, free_rows, proposed, run_to_ends
 from tests.worker.kernels.kernel_parts import needs_kernels
 
 PROMPT = "The lighthouse keeper counted the ships each evening, and on the ninth of November there was one too many. "
@@ -55,12 +55,7 @@ def new_sequence(target: TargetModel, sampler: str, num_tokens: int, name: str =
 
 
 def run(target: TargetModel, drafter: Drafter, *sequences: Sequence) -> Engine:
-    engine = Engine(target, drafter)
-    for sequence in sequences:
-        engine.start(sequence)
-    while any(sequence.finish_reason is None for sequence in sequences):
-        engine.step()
-    return engine
+    return run_to_ends(Engine(target, drafter), *sequences)
 
 
 @pytest.fixture(autouse=True)
@@ -146,18 +141,8 @@ def test_a_resumed_job_has_the_same_partial_cache_and_n_grams(target: TargetMode
     for cache in ("dynamic", "static", "full", "summary"):
         undisturbed, resumed = (always(target, 8, cache, num_nodes=12, budget=SMALL_BUDGET) for _ in range(2))
         sequence = new_sequence(target, "T=1, min-p 0.1, penalty", 100)
-        engine = Engine(target, undisturbed)
-        slot = engine.start(sequence)
-        while sequence.num_generated_tokens < 70:
-            engine.step()
-        resumed.start(sequence, slot.cache)
-        resumed.restore(sequence, undisturbed.state(sequence))
-        trees = [proposed(drafter, sequence, 31, 20) for drafter in (undisturbed, resumed)]
-        assert trees[0] == trees[1]
-        ours, theirs = (drafter._tracked["a"].partial for drafter in (undisturbed, resumed))
-        num_entries = ours._num_sequence_entries
-        assert theirs._num_sequence_entries == num_entries
-        assert ours._buffer[:, :, :, :num_entries].equal(theirs._buffer[:, :, :, :num_entries])
+        check_resumed(target, sequence, 70, undisturbed, resumed)
+        check_same_entries(undisturbed, resumed)
         tables = [drafter._proposer._tables["a"] for drafter in (undisturbed, resumed)]  # type: ignore[attr-defined]
         newest = int(sequence.token_ids[-1])
         assert len(tables[0]) == len(tables[1])

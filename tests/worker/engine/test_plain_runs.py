@@ -12,7 +12,7 @@ from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
 from swiftbatch.worker.drafters.two_level.auto import auto
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine
-from swiftbatch.worker.engine.plain_runs import MOST_STEPS, PlainRuns
+from swiftbatch.worker.engine.plain_runs import FEW_STEPS, MOST_STEPS, PlainRuns
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.drafters.drafter_parts import free_rows
@@ -21,7 +21,7 @@ from tests.worker.model.kind_parts import native_target
 
 pytestmark = needs_kernels
 LENGTHS = (60, 30)  # of prompts: runs go over the end of a block, each sequence's own
-NUM_TOKENS = 40
+NUM_TOKENS = 4 * MOST_STEPS
 SAMPLERS: dict[str, dict[str, object]] = {
     "T=0": {"temperature": 0.0},
     "penalties": {"temperature": 1.0, "repetition_penalty": 1.3, "penalty_window": 5, "frequency_penalty": 0.5},
@@ -130,9 +130,22 @@ def test_auto_lets_plain_steps_pass_at_once_and_is_told_how_many(
     assert outcome(engine) == expected
 
 
-def test_auto_cuts_no_run_short_in_a_turn_without_drafts(target: TargetModel) -> None:
-    drafter = auto(target, free_rows, None)
-    runs = begun(target, {"temperature": 1.0}, Engine(target, drafter)), begun(target, {"temperature": 1.0})
-    sizes = [[len(engine.step()[0][1].committed_ids) for _ in range(5)] for engine in runs]
-    assert sizes[0] == sizes[1]
-    assert sizes[0].count(MOST_STEPS) > 3
+def test_runs_are_short_where_more_than_a_token_may_end_a_sequence(target: TargetModel) -> None:
+    engine = begun(target, {"temperature": 1.0, "repetition_detection": {"max_pattern_size": 4, "min_count": 30}})
+    sizes = [len(verification.committed_ids) for _ in range(4) for _, verification in engine.step()]
+    assert sizes == [1, 1, *[FEW_STEPS] * 6]
+
+
+def test_runs_of_auto_become_as_long_as_can_be_where_nothing_repeats_itself(target: TargetModel) -> None:
+    engine = begun(target, {"temperature": 1.0}, Engine(target, auto(target, free_rows, None)))
+    sizes = [len(engine.step()[0][1].committed_ids) for _ in range(4)]
+    assert sizes == [1, 8, 17, MOST_STEPS]
+
+
+def test_auto_looks_soon_again_where_a_text_repeats_itself(target: TargetModel) -> None:
+    engine = Engine(target, auto(target, free_rows, None))
+    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0)
+    engine.start(Sequence("repeats", [7, 8, 9, 10, 11] * 20, params, target.vocab_size))
+    steps = [verification for _ in range(8) for _, verification in engine.step()]
+    assert max(each.num_steps for each in steps) <= FEW_STEPS
+    assert max(len(each.tree) for each in steps) > 0

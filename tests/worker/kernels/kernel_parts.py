@@ -321,6 +321,17 @@ def random_tree(numbers: random.Random, num_nodes: int, length: int, vocab: int)
     return DraftTree([numbers.randrange(vocab) for _ in parents], parents)
 
 
+def tree_of_few_tokens(chance: random.Random, most_nodes: int, vocab: int) -> DraftTree:
+    """So that draws are often among them; siblings differ."""
+    tree = DraftTree()
+    for _ in range(chance.randrange(most_nodes)):
+        parent, token_id = chance.randrange(ROOT, len(tree)), chance.randrange(vocab)
+        if token_id not in tree.children().get(parent, {}):
+            tree.token_ids.append(token_id)
+            tree.parents.append(parent)
+    return tree
+
+
 def path_to(tree: DraftTree, node: int) -> list[int]:
     """Nodes from below the root to `node`."""
     path: list[int] = []

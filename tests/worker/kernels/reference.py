@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.nn.functional import gelu, relu, silu
 
 from swiftbatch.worker.kernels.angles import angles, query_scales
-from swiftbatch.worker.kernels.attention_view import SEES_ALL, AttentionView
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights, LayerWeights, Linear
-from swiftbatch.worker.kernels.forms import Activation, NormForm
+from swiftbatch.worker.kernels.forms import SEES_ALL, Activation, AttentionView, NormForm
 from swiftbatch.worker.kernels.row_tables import Rows
 from tests.worker.kernels.reference_experts import reference_experts
 from tests.worker.kernels.reference_latent import latent_heads, latent_values

@@ -13,8 +13,7 @@ from swiftbatch.worker.caches.full import CacheShape, FullKVCache
 from swiftbatch.worker.caches.recurrent import RecurrentCache, new_cache_of
 from swiftbatch.worker.exactness.probe import random_tree
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights, Linear, PackedLinear
-from swiftbatch.worker.kernels.mixer_sizes import MixerForm, MixerSizes
-from swiftbatch.worker.kernels.mixer_weights import MixerWeights
+from swiftbatch.worker.kernels.mixer_sizes import MixerForm, MixerSizes, MixerWeights
 from swiftbatch.worker.kernels.native import NativeDecoder
 from swiftbatch.worker.target.tiles import known_rows, tree_rows
 from tests.worker.kernels.kernel_parts import BF16, FLOAT32, VARIANTS, Shape, needs_kernels, random_weights

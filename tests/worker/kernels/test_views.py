@@ -14,7 +14,7 @@ from torch import Tensor
 
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.drawing.tree import ROOT, DraftTree
-from swiftbatch.worker.kernels.attention_view import AttentionView
+from swiftbatch.worker.kernels.forms import AttentionView
 from swiftbatch.worker.kernels.instruction_sets import load_library
 from swiftbatch.worker.kernels.native import native_attention
 from swiftbatch.worker.kernels.team import Team

@@ -19,7 +19,9 @@ from swiftbatch.worker.model.gguf.architectures import ARCHITECTURES
 from swiftbatch.worker.model.gguf.tensor_types import READABLE
 from swiftbatch.worker.model.hybrid_kinds import HYBRID_KINDS
 from swiftbatch.worker.model.kinds import RECURRENT_KINDS, SUPPORTED_KINDS
+from swiftbatch.worker.model.span import FULL
 from swiftbatch.worker.model.text_view import NESTING, SAME_AS, text_view
+from swiftbatch.worker.target import attention
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.transformers_forwards import TransformersForwards
 
@@ -166,6 +168,17 @@ def tiny_target(
     model = tiny_model(tiny_config(kind, window, variant is not None), dtype)
     files = ModelFiles(kind, Path(kind), Digests({}, {}), NUM_POSITIONS, VOCAB_SIZE)
     return TargetModel(TransformersForwards(model, files, variant), files)
+
+
+def target_that_drops(asked: str, monkeypatch: pytest.MonkeyPatch, variant: str | None = None) -> TargetModel:
+    """A model that asks for a `span`, a `softcap` or `sinks`, and attends without."""
+    target = tiny_target({"span": "mistral", "softcap": "gemma2", "sinks": "gpt_oss"}[asked], variant=variant)
+    if asked == "span":
+        target.transformers.spans = [FULL] * len(target.transformers.spans)
+    else:
+        asks = attention.Asked
+        monkeypatch.setattr(attention, "Asked", lambda *args: asks(args[0]))
+    return target
 
 
 def save_tiny(config: PreTrainedConfig, folder: Path) -> None:

@@ -31,6 +31,7 @@ from tests.worker.model.kind_parts import (
     LATER,
     asks_for,
     gguf_section,
+    target_that_drops,
     tiny_config,
     tiny_model,
     tiny_target,
@@ -100,15 +101,7 @@ def test_the_page_of_models_has_what_is_read_of_gguf_files() -> None:
 
 @pytest.mark.parametrize("asked", ["span", "softcap", "sinks"])
 def test_an_attention_that_drops_what_is_asked_for_does_not_agree(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = tiny_target({"span": "mistral", "softcap": "gemma2", "sinks": "gpt_oss"}[asked])
-    if asked == "span":
-        target.transformers.spans = [FULL] * len(target.transformers.spans)
-    else:
-        from swiftbatch.worker.target import attention
-
-        asks = attention.Asked
-        monkeypatch.setattr(attention, "Asked", lambda *args: asks(args[0]))
-    assert not compare(target).agrees
+    assert not compare(target_that_drops(asked, monkeypatch)).agrees
 
 
 def test_where_experts_may_take_few_rows_elsewhere_most_rows_have_to_be_near(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,35 +74,22 @@ QWEN25 = EVERYWHERE | {
     "transformers_version": "4.43.1",
     "use_sliding_window": False,
 }
+MISTRAL = EVERYWHERE | {
+    "architectures": ["MistralForCausalLM"],
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "max_position_embeddings": 32768,
+    "model_type": "mistral",
+    "rms_norm_eps": 1e-05,
+}
 PUBLISHED: dict[str, dict[str, Any]] = {
     "Llama 3.1 8B Instruct": LLAMA | {"rope_scaling": LLAMA3, "rope_theta": 500000.0},
     "Llama 3.2 1B": LLAMA
     | {"head_dim": 64, "tie_word_embeddings": True, "rope_scaling": LLAMA3 | {"factor": 32.0}, "rope_theta": 500000.0},
     "Llama 3.1 as newer versions save it": LLAMA | {"rope_parameters": LLAMA3 | {"rope_theta": 500000.0}},
-    "Mistral 7B v0.3": EVERYWHERE
-    | {
-        "architectures": ["MistralForCausalLM"],
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "max_position_embeddings": 32768,
-        "model_type": "mistral",
-        "rms_norm_eps": 1e-05,
-        "rope_theta": 1000000.0,
-        "sliding_window": None,
-        "transformers_version": "4.42.0.dev0",
-    },
-    "Mistral 7B v0.1": EVERYWHERE
-    | {
-        "architectures": ["MistralForCausalLM"],
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "max_position_embeddings": 32768,
-        "model_type": "mistral",
-        "rms_norm_eps": 1e-05,
-        "rope_theta": 10000.0,
-        "sliding_window": 40,
-        "transformers_version": "4.34.0.dev0",
-    },
+    "Mistral 7B v0.3": MISTRAL
+    | {"rope_theta": 1000000.0, "sliding_window": None, "transformers_version": "4.42.0.dev0"},
+    "Mistral 7B v0.1": MISTRAL | {"rope_theta": 10000.0, "sliding_window": 40, "transformers_version": "4.34.0.dev0"},
     "Qwen2.5 7B Instruct": QWEN25,
     "Qwen2 with windows from a layer on": QWEN25
     | {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1},
@@ -208,15 +195,18 @@ def test_a_published_config_is_understood_and_gives_the_bits_of_transformers_wei
     assert read_sizes(files, "bfloat16") is not None, "a GPU's memory can be planned"
 
 
-def test_the_stretch_of_llama_3_1_changes_logits(tmp_path: Path) -> None:
-    """So that the test above would see it left away."""
-    files = folder_of("Llama 3.1 8B Instruct", tmp_path)
-    stretched = dense_weights(files, BF16)
-    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["Llama 3.1 8B Instruct"] | {"rope_scaling": None}))
+@pytest.mark.parametrize(
+    ("name", "key"), [("Llama 3.1 8B Instruct", "rope_scaling"), ("Mistral 7B v0.1", "sliding_window")]
+)
+def test_a_stretch_and_a_window_change_logits(name: str, key: str, tmp_path: Path) -> None:
+    """So that tests of logits would see them left away."""
+    files = folder_of(name, tmp_path)
+    published = dense_weights(files, BF16)
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name] | {key: None}))
     plain = dense_weights(files, BF16)
-    assert stretched is not None
+    assert published is not None
     assert plain is not None
-    assert not torch.equal(logits(stretched), logits(plain))
+    assert not torch.equal(logits(published), logits(plain))
 
 
 @pytest.mark.parametrize("change", LEFT)
@@ -713,17 +703,6 @@ def test_dense_decoders_by_other_names_say_in_our_kernels_what_transformers_says
     found = ReferenceDecoder(weights).forward([chain(cache, token_ids)])[1]
     assert found is not None
     assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
-
-
-def test_a_window_changes_logits(tmp_path: Path) -> None:
-    """So that the tests above would see it left away."""
-    files = folder_of("Mistral 7B v0.1", tmp_path)
-    windowed = dense_weights(files, BF16)
-    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["Mistral 7B v0.1"] | {"sliding_window": None}))
-    plain = dense_weights(files, BF16)
-    assert windowed is not None
-    assert plain is not None
-    assert not torch.equal(logits(windowed), logits(plain))
 
 
 def test_a_window_that_hides_nothing_of_the_longest_text_is_none() -> None:

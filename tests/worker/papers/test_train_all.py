@@ -18,15 +18,13 @@ from swiftbatch.worker.papers import all_trainings as everything
 from swiftbatch.worker.papers.all_trainings import train_all
 from swiftbatch.worker.papers.triforce.recipe import DraftRecipe
 from swiftbatch.worker.training.head_recipe import HeadRecipe
-from swiftbatch.worker.training.target import evaluate
 from swiftbatch.worker.training.target.recipe import TargetRecipe, WindowKind
 from tests import ROOT
 from tests.worker.papers.griffin.griffin_training_parts import FAST as FAST_GRIFFIN
-from tests.worker.training.small_target import train_small_targets
+from tests.worker.training.small_target import score_short_texts, train_small_targets
 
 pytestmark = pytest.mark.long
 
-SHORT_CONTEXT = {"WINDOWS": (20, 200), "SCORED_FROM": 200, "NUM_SCORED": 10, "DISTANCES": (100,), "NUM_NEEDLES": 2}
 TEXTS = HeadRecipe(num_book_tokens=200, num_own_texts=4, num_prompt_tokens=16, num_own_tokens=60, num_steps=2)
 TARGET = TargetRecipe(2, kinds=(WindowKind("short", 64, 2, 1.0),), num_warmup_steps=1)
 DRAFT = DraftRecipe(2, window_length=64, texts=TEXTS)
@@ -37,10 +35,7 @@ GRIFFIN = dataclasses.replace(FAST_GRIFFIN, num_steps=2)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
     train_small_targets(monkeypatch)
-    monkeypatch.setattr(evaluate, "STRETCH", 500)
-    monkeypatch.setattr(evaluate, "POSITION_RANGES", ((0, 100), (100, 500)))
-    for name, value in SHORT_CONTEXT.items():
-        monkeypatch.setattr(evaluate, name, value)
+    score_short_texts(monkeypatch)
 
 
 def train(data: Path, output: Path) -> list[str]:

@@ -11,15 +11,13 @@ from swiftbatch.worker.exactness.probe import probe_rows
 from swiftbatch.worker.exactness.transformers_agreement import compare
 from swiftbatch.worker.kernels.instruction_sets import NO_KERNELS, OVERRIDE
 from swiftbatch.worker.model.files import locate_model
-from swiftbatch.worker.model.span import FULL
-from swiftbatch.worker.target import attention
 from swiftbatch.worker.target.attention import attend_in_torch
 from swiftbatch.worker.target.attention_choice import attends_of
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.torch_attention import attention_kernel
 from swiftbatch.worker.target.transformers_forwards import TransformersForwards
 from tests.worker.kernels.kernel_parts import VARIANTS, needs_kernels
-from tests.worker.model.kind_parts import EACH_KIND, tiny_config, tiny_model, tiny_target
+from tests.worker.model.kind_parts import EACH_KIND, target_that_drops, tiny_config, tiny_model, tiny_target
 
 pytestmark = [pytest.mark.long, needs_kernels]
 
@@ -45,13 +43,7 @@ def test_every_kind_says_what_transformers_says_with_kernels_in_all_layers_witho
 
 @pytest.mark.parametrize("asked", ["span", "softcap", "sinks"])
 def test_kernels_that_drop_what_is_asked_for_do_not_agree(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = tiny_target({"span": "mistral", "softcap": "gemma2", "sinks": "gpt_oss"}[asked], variant=VARIANT)
-    if asked == "span":
-        target.transformers.spans = [FULL] * len(target.transformers.spans)
-    else:
-        asks = attention.Asked
-        monkeypatch.setattr(attention, "Asked", lambda *args: asks(args[0]))
-    assert not compare(target).agrees
+    assert not compare(target_that_drops(asked, monkeypatch, VARIANT)).agrees
 
 
 @pytest.mark.sample(3)

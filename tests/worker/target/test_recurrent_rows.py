@@ -14,7 +14,7 @@ from swiftbatch.jobs.file_owner import Identity
 from swiftbatch.worker.caches.full import FullKVCache
 from swiftbatch.worker.caches.recurrent import NUM_STEPS, RecurrentCache
 from swiftbatch.worker.drafters.catalogue import create_drafter
-from swiftbatch.worker.drawing.tree import ROOT, DraftTree
+from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.exactness.probe import random_tree
 from swiftbatch.worker.kernels.instruction_sets import chosen_variant
 from swiftbatch.worker.kernels.sizes import BLOCK
@@ -22,6 +22,7 @@ from swiftbatch.worker.model.kinds import RECURRENT_KINDS
 from swiftbatch.worker.target.step_costs import measure_step_costs
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.tiles import max_tree_depth, tree_rows
+from tests.worker.kernels.kernel_parts import path_to
 from tests.worker.model.kind_parts import VOCAB_SIZE, native_target, tiny_target
 from tests.worker.session.recurrent_parts import save_recurrent_model
 from tests.worker.session.session_parts import (
@@ -68,14 +69,6 @@ def assert_same_states(ours: RecurrentCache, plain: RecurrentCache) -> None:
         assert torch.equal(one.state, other.state)
         assert torch.equal(one.at(ours.length - ours.boundary).inputs, other.at(plain.length - plain.boundary).inputs)
         assert one.inputs.abs().max() > 0
-
-
-def path_to(tree: DraftTree, node: int) -> list[int]:
-    path: list[int] = []
-    while node != ROOT:
-        path.insert(0, node)
-        node = tree.parents[node]
-    return path
 
 
 @pytest.mark.long

@@ -14,7 +14,7 @@ import torch
 
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.drafters.base import DraftRequest
-from swiftbatch.worker.drafters.shared_budget import NUM_ROWS, best_shares
+from swiftbatch.worker.drafters.row_shares import NUM_ROWS, best_shares
 from swiftbatch.worker.drafters.tree_budget import NODE_CHOICES, NodeBudget
 from swiftbatch.worker.drafters.two_level.auto_plan import RoundsPlanner
 from swiftbatch.worker.drawing.sequence import Sequence

@@ -6,8 +6,10 @@ import pytest
 from transformers import Qwen3_5TextConfig, Qwen3Config
 
 from swiftbatch.worker.training import defaults
-from swiftbatch.worker.training.target import recipe
+from swiftbatch.worker.training.target import evaluate, recipe
 from swiftbatch.worker.training.target import training as target_training
+
+SHORT_CONTEXT = {"WINDOWS": (20, 200), "SCORED_FROM": 200, "NUM_SCORED": 10, "DISTANCES": (100,), "NUM_NEEDLES": 2}
 
 
 def small_config(beginning_of_text_id: int, end_of_text_id: int) -> Qwen3Config:
@@ -28,3 +30,11 @@ def train_small_targets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(target_training, "VOCAB_SIZE", 300)
     monkeypatch.setitem(target_training.CONFIGS, defaults.TARGET_KIND, small_config)
     monkeypatch.setitem(target_training.CONFIGS, "qwen3_5_text", small_hybrid_config)
+
+
+def score_short_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is trained so is scored on little."""
+    monkeypatch.setattr(evaluate, "STRETCH", 500)
+    monkeypatch.setattr(evaluate, "POSITION_RANGES", ((0, 100), (100, 500)))
+    for name, value in SHORT_CONTEXT.items():
+        monkeypatch.setattr(evaluate, name, value)

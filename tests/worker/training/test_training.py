@@ -34,12 +34,11 @@ from swiftbatch.worker.training.target.recipe import (
     long_text_recipe,
 )
 from swiftbatch.worker.training.target.windows import WindowSource
-from tests.worker.training.small_target import train_small_targets
+from tests.worker.training.small_target import score_short_texts, train_small_targets
 
 pytestmark = pytest.mark.long
 
 BOOK = "The clock in the hall had stopped, and nobody in the house could say at what hour it had done so.\n\n"
-SHORT_CONTEXT = {"WINDOWS": (20, 200), "SCORED_FROM": 200, "NUM_SCORED": 10, "DISTANCES": (100,), "NUM_NEEDLES": 2}
 SHORT_TEXTS = dataclasses.replace(
     long_text_recipe(2, seed=2),
     num_steps=6,
@@ -74,10 +73,7 @@ def data(tmp_path: Path) -> Path:
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
     train_small_targets(monkeypatch)
-    monkeypatch.setattr(evaluate, "STRETCH", 500)
-    monkeypatch.setattr(evaluate, "POSITION_RANGES", ((0, 100), (100, 500)))
-    for name, value in SHORT_CONTEXT.items():
-        monkeypatch.setattr(evaluate, name, value)
+    score_short_texts(monkeypatch)
 
 
 def log_of(folder: Path) -> list[dict[str, float]]:
@@ -132,7 +128,7 @@ def test_a_hybrid_is_trained_with_the_embedded_tokenizer_and_its_card_says_how(d
     assert "A small decoder of Qwen3.5's kind" in card
     assert f"`swiftbatch train target --kind {kind} --data DIR`" in card
     assert "with gates; in 1 of 2 layers gated delta nets in its place, 4 heads of 64 over 2 of keys |" in card
-    with pytest.raises(ModelError, match=f'kind is "{kind}", expected null'):
+    with pytest.raises(ModelError, match=f"kind is {kind}, expected null"):
         target.train_target(data, output, WINDOWS_ALONE, lambda line: None)
 
 

@@ -19,7 +19,7 @@ from swiftbatch.worker.caches.memory.page_counts import GPU_PAGE, Growth, most_p
 from swiftbatch.worker.caches.memory.page_plan import plan_pages
 from swiftbatch.worker.caches.memory.row_choice import RunLoad, most_rows, rows_that_pay
 from swiftbatch.worker.drafters.catalogue import ENGINES
-from swiftbatch.worker.drafters.shared_budget import best_shares, rate_of
+from swiftbatch.worker.drafters.row_shares import best_shares, rate_of
 from swiftbatch.worker.drafters.tree_budget import NODE_CHOICES, PRIOR_ACCEPTANCE
 from swiftbatch.worker.inspection import CONTEXT_BYTES, GPU_BYTES, GPUS
 from swiftbatch.worker.kernels.sizes import BLOCK, NUM_ROWS, least_blocks

@@ -9,10 +9,9 @@ from pydantic import Field, field_validator
 
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.bench_engine import own_tokens, text_tokens
-from swiftbatch.worker.bench.bench_variants import BENCH_ENGINES, bench_slots
+from swiftbatch.worker.bench.bench_variants import bench_slots, known_engine
 from swiftbatch.worker.bench.long.generation import LongGeneration, ReuseTally, metered_drafter
-from swiftbatch.worker.bench.long.long_figures import LongRecord, LongResult
-from swiftbatch.worker.bench.long.long_plot import plot
+from swiftbatch.worker.bench.long.long_figures import LongRecord, LongResult, plot
 from swiftbatch.worker.bench.long.plain_windows import PlainWindows
 from swiftbatch.worker.bench.options import BenchOptions, check_length
 from swiftbatch.worker.drafters.base import Drafter
@@ -42,12 +41,7 @@ class LongBenchOptions(BenchOptions):
     text: Path | None = None
     plot_path: Path | None = None
 
-    @field_validator("engine")
-    @classmethod
-    def _known_engine(cls, engine: str) -> str:
-        if engine not in BENCH_ENGINES:
-            raise ValueError(f"got {engine}; expected one of: {', '.join(BENCH_ENGINES)}")
-        return engine
+    _known_engine = field_validator("engine")(known_engine)
 
     @property
     def num_tokens(self) -> int:

@@ -18,7 +18,7 @@ from swiftbatch.worker.bench.kernels.kernel_figures import KernelResult
 from swiftbatch.worker.bench.kernels.kernel_figures import plot as plot_kernels
 from swiftbatch.worker.bench.long.long import LongBenchOptions
 from swiftbatch.worker.bench.long.long_figures import LongResult
-from swiftbatch.worker.bench.long.long_plot import plot as plot_long
+from swiftbatch.worker.bench.long.long_figures import plot as plot_long
 from swiftbatch.worker.bench.suite.speed_tables import (
     Figures,
     agreement_table,

@@ -121,6 +121,7 @@ class RepeatingDrafter(Drafter):
         if self._begun is None:  # the newest step was asked for: it passes with those behind it
             self._begun = seconds_now()
             self._num_rests += 1
+        most = min(most, self._rests_at_once)  # a repeat is soon seen where there were some
         missing = most - (self._num_rests - 1)
         if missing > 0:  # a call of fewer steps takes longer for each
             self._num_rests += self.otherwise.rest(missing)

@@ -1,4 +1,7 @@
-"""The activation between the products of a feed-forward layer, with gates or alone. A program sees a part of a row."""
+"""The activation between the products of a feed-forward layer, gates of heads, and the soft cap of logits.
+
+A program sees a part of a row.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from swiftbatch.worker.kernels.cuda.layer_kernels import is_padding
+from swiftbatch.worker.kernels.cuda.prefix import LOG2_E
 from swiftbatch.worker.kernels.cuda.rounding import rounded
 from swiftbatch.worker.kernels.forms import Activation
 
@@ -107,3 +111,24 @@ def activate(
         rows, gate_up, curve, out, INTERMEDIATE=intermediate, COLUMNS=ACTIVE_COLUMNS,
         HAS_GATES=gate_up.shape[1] > intermediate, ACTIVATION=int(activation),
     )  # fmt: skip
+
+
+CAPPED_COLUMNS = 1024  # of a program
+
+
+@triton.jit
+def cap_row(logits_ptr, VOCAB: tl.constexpr, COLUMNS: tl.constexpr, CAP: tl.constexpr):
+    """Program (row, columns): cap * tanh(logit / cap)."""
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    logits_ptr += tl.program_id(0).to(tl.int64) * VOCAB + columns
+    logits = tl.load(logits_ptr, mask=columns < VOCAB, other=0.0)
+    power = tl.exp2(tl.abs(logits) * (-2 * LOG2_E / CAP))
+    capped = CAP * (1 - power) / (1 + power)
+    tl.store(logits_ptr, tl.where(logits < 0, -capped, capped), mask=columns < VOCAB)
+
+
+def cap_logits(logits: Tensor, cap: float) -> None:
+    """Cap `[num_rows, vocab] float32`."""
+    num_rows, vocab = logits.shape
+    grid = (num_rows, triton.cdiv(vocab, CAPPED_COLUMNS))
+    cap_row[grid](logits, VOCAB=vocab, COLUMNS=CAPPED_COLUMNS, CAP=cap)

@@ -17,10 +17,10 @@ import torch
 import triton
 from torch import Tensor
 
-from swiftbatch.worker.kernels.attention_view import SEES_ALL, AttentionView
 from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, CudaRowTable, PageTable
 from swiftbatch.worker.kernels.cuda.prefix import prefix_split
 from swiftbatch.worker.kernels.cuda.tail import tail_merge
+from swiftbatch.worker.kernels.forms import SEES_ALL, AttentionView
 from swiftbatch.worker.kernels.sizes import NUM_ROWS, least_blocks
 
 LOG2_E = math.log2(math.e)

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from swiftbatch.jobs.run.option_values import AttentionName
-from swiftbatch.worker.kernels.attention_view import SEES_ALL, AttentionView
 from swiftbatch.worker.kernels.cuda.attend import AttentionShape, Scratch, attend
 from swiftbatch.worker.kernels.cuda.cuda_row_table import CudaRowTable, PageTable, TableLayout
 from swiftbatch.worker.kernels.cuda.flash import FlashAttention
 from swiftbatch.worker.kernels.cuda.latent_attention import LatentShape, attend_to_latents
 from swiftbatch.worker.kernels.decoder_weights import DecoderSizes
+from swiftbatch.worker.kernels.forms import SEES_ALL, AttentionView
 
 
 class Attention(Protocol):

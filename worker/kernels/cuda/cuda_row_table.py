@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,16 @@ if TYPE_CHECKING:
 BLOCK = 64  # positions between two boundaries; also the width of a tail
 
 Ints = TypeVar("Ints", "Tensor", NDArray[np.int32])
+
+
+def in_parts(buffer: Ints, shapes: Iterable[tuple[int, ...]]) -> list[Any]:
+    """Views of a buffer, `[size]`, one behind the other, in these shapes."""
+    parts, start = [], 0
+    for shape in shapes:
+        end = start + math.prod(shape)
+        parts.append(buffer[start:end].reshape(shape))
+        start = end
+    return parts
 
 
 @dataclass(frozen=True)
@@ -85,12 +95,7 @@ class TableLayout:
 
     def table(self, buffer: Ints) -> CudaRowTable[Ints]:
         """A buffer `[size] int32` by its parts."""
-        parts, start = [], 0
-        for shape in self._shapes():
-            end = start + math.prod(shape)
-            parts.append(buffer[start:end].reshape(shape))
-            start = end
-        return CudaRowTable(*cast("list[Any]", parts))
+        return CudaRowTable(*in_parts(buffer, self._shapes()))
 
     def window_table(self, buffer: Ints) -> CudaRowTable[Ints]:
         """The table as layers with a window read it, whose entries lie in pages of a pool of their own."""

@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from swiftbatch.worker.kernels.angles import angles, kept_as, query_scales
-from swiftbatch.worker.kernels.attention_view import SEES_ALL, AttentionView
-from swiftbatch.worker.kernels.cuda.activations import activate, gate_heads
+from swiftbatch.worker.kernels.cuda.activations import activate, cap_logits, gate_heads
 from swiftbatch.worker.kernels.cuda.attentions import (
     Attention,
     AttentionKernel,
@@ -33,7 +32,6 @@ from swiftbatch.worker.kernels.cuda.expert_products import CudaExperts
 from swiftbatch.worker.kernels.cuda.latent_products import CudaLatents
 from swiftbatch.worker.kernels.cuda.layer_kernels import add_norm, embed, norm_heads, rope_store
 from swiftbatch.worker.kernels.cuda.linear import LinearKernel
-from swiftbatch.worker.kernels.cuda.logit_cap import cap_logits
 from swiftbatch.worker.kernels.cuda.packed_linear import WeightKernel
 from swiftbatch.worker.kernels.cuda.scan.scan import ScanAttention
 from swiftbatch.worker.kernels.cuda.scan.scanned_texts import ScannedTexts
@@ -41,6 +39,7 @@ from swiftbatch.worker.kernels.cuda.stacked import StackedLayer, StackedWeights
 from swiftbatch.worker.kernels.cuda.states.state_buffers import StateBuffers
 from swiftbatch.worker.kernels.cuda.states.state_layers import CudaMixers, scale
 from swiftbatch.worker.kernels.decoder_weights import AnyLinear, other_rotary
+from swiftbatch.worker.kernels.forms import SEES_ALL, AttentionView
 from swiftbatch.worker.kernels.frequencies import QueryGrowth, Rotary
 from swiftbatch.worker.kernels.kv_codes import cuda_row_width
 from swiftbatch.worker.kernels.sizes import NUM_ROWS, RING_LAYERS

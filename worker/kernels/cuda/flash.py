@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from swiftbatch.worker.kernels.attention_view import SEES_ALL, AttentionView
 from swiftbatch.worker.kernels.choice import flash_version
 from swiftbatch.worker.kernels.cuda.attend import AttentionShape
 from swiftbatch.worker.kernels.cuda.cuda_row_table import CudaRowTable, PageTable, TableLayout
@@ -23,6 +22,7 @@ from swiftbatch.worker.kernels.cuda.layer_kernels import packed_head
 from swiftbatch.worker.kernels.cuda.prefix import LOG2_E
 from swiftbatch.worker.kernels.cuda.rounding import rounded
 from swiftbatch.worker.kernels.cuda.tail import attend_tail, merge_part
+from swiftbatch.worker.kernels.forms import SEES_ALL, AttentionView
 
 MOST_SPLITS = 128  # that flash-attn takes
 

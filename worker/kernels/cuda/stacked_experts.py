@@ -10,13 +10,13 @@ from torch import Tensor
 
 from swiftbatch.worker.kernels.cuda.packed_linear import is_multiplied_packed
 from swiftbatch.worker.kernels.decoder_weights import AnyLinear, linear_from
-from swiftbatch.worker.kernels.expert_weights import ExpertWeights
+from swiftbatch.worker.kernels.expert_weights import ExpertWeights, MayBeLatent
 from swiftbatch.worker.kernels.forms import Routing
 from swiftbatch.worker.kernels.packed import PackedMatrix, Weight, plain
 
 
 @dataclass(frozen=True)
-class StackedExperts:
+class StackedExperts(MayBeLatent):
     """Experts of a layer; `gate_up` has a row of gates and a row of ups in turns, or ups alone.
 
     With `latent` they read what its first product makes of a row, and its second one makes a row of their sum.
@@ -33,11 +33,6 @@ class StackedExperts:
     gate_slope: float = 0.0
     has_gates: bool = True
     latent: tuple[AnyLinear, AnyLinear] | None = None
-
-    @property
-    def latent_width(self) -> int:
-        """Numbers that experts read and give in place of a row's own; 0 for these."""
-        return 0 if self.latent is None else self.latent[0].weight.shape[0]
 
     @property
     def intermediate(self) -> int:

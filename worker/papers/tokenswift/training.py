@@ -68,8 +68,7 @@ def train_heads(model: str, data: Path, output: Path, recipe: HeadRecipe, report
 
 def _train(files: ModelFiles, data: Path, output: Path, recipe: HeadRecipe, report: Callable[[str], None]) -> None:
     folder = TrainingFolder(output, FILES, {"model": files.fingerprint, "recipe": asdict(recipe)})
-    if folder.is_finished():
-        report(f"{output}: holds this training, finished; nothing to do")
+    if folder.is_finished(report):
         return
     target = load_target(files)
     states = training_states(target, data, recipe)

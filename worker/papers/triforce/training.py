@@ -79,8 +79,7 @@ def train_draft(model: str, data: Path, output: Path, recipe: DraftRecipe, repor
 
 def _train(files: ModelFiles, data: Path, output: Path, recipe: DraftRecipe, report: Callable[[str], None]) -> None:
     folder = TrainingFolder(output, FILES, {"model": files.fingerprint, "recipe": asdict(recipe)})
-    if folder.is_finished():
-        report(f"{output}: holds this training, finished; nothing to do")
+    if folder.is_finished(report):
         return
     target = load_target(files)
     batch = window_source(target, data, recipe)

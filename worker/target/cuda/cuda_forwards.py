@@ -19,7 +19,7 @@ from swiftbatch.worker.caches.partial import NewEntries, PartialCacheFactory
 from swiftbatch.worker.caches.slot_arena import ArenaKVCache, KVArena
 from swiftbatch.worker.drawing.cuda.cuda_drawing import CudaDrawing
 from swiftbatch.worker.drawing.tree import DraftTree
-from swiftbatch.worker.kernels.choice import CUBLAS_WORKSPACES, CudaKernels, triton_version
+from swiftbatch.worker.kernels.choice import CUBLAS_WORKSPACES, CudaKernels, triton_version, with_kv
 from swiftbatch.worker.kernels.cuda.attentions import ATTENTION_KERNELS
 from swiftbatch.worker.kernels.cuda.decoder import CudaDecoder
 from swiftbatch.worker.kernels.cuda.graph import Capture, capture
@@ -30,7 +30,6 @@ from swiftbatch.worker.kernels.cuda.states.state_layers import NAME as STATES_NA
 from swiftbatch.worker.kernels.cuda.states.state_table import StateRows
 from swiftbatch.worker.kernels.cuda.upload import Upload
 from swiftbatch.worker.kernels.decoder_weights import AnyLinear, PackedLinear
-from swiftbatch.worker.kernels.kv_dtypes import with_kv
 from swiftbatch.worker.kernels.sizes import BLOCK
 from swiftbatch.worker.target.cuda.partial_arena import PartialArena, RowMover, arena_for
 from swiftbatch.worker.target.cuda.rounds import CudaRounds, entries_of

@@ -37,10 +37,9 @@ from swiftbatch.worker.caches.slot_arena import KVArena
 from swiftbatch.worker.caches.state_arena import StateArena
 from swiftbatch.worker.caches.summary import CHUNK_SIZE, summary_positions
 from swiftbatch.worker.caches.window_arena import WindowArena
-from swiftbatch.worker.kernels.choice import CUBLAS_WORKSPACES, DEFAULT_KERNELS, CudaKernels
+from swiftbatch.worker.kernels.choice import CUBLAS_WORKSPACES, DEFAULT_KERNELS, CudaKernels, refuse_latent
 from swiftbatch.worker.kernels.cuda.stacked import handed_over, stacked_weights
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights
-from swiftbatch.worker.kernels.kv_dtypes import refuse_latent
 from swiftbatch.worker.kernels.sizes import CUDA_SCALE_BYTES, NUM_ROWS
 from swiftbatch.worker.model.dense import dense_weights
 from swiftbatch.worker.model.files import ModelFiles

@@ -77,8 +77,7 @@ def _train(
     device, corpus = resolve_device("auto"), {"num_books": len(books), "num_characters": sum(map(len, books))}
     identity = {"corpus": corpus, "recipe": asdict(recipe)} | ({} if _is_embedded(kind) else {"kind": kind})
     folder = TrainingFolder(output, FILES, identity)
-    if folder.is_finished():
-        report(f"{output}: holds this training, finished; nothing to do")
+    if folder.is_finished(report):
         return
     tokenizer = train_tokenizer(books, VOCAB_SIZE) if _is_embedded(kind) else embedded_tokenizer()
     encoded, test_file = encode_books(books, tokenizer), _test_file(data, tokenizer, report)

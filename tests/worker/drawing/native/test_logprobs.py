@@ -16,8 +16,8 @@ from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.drawing.verification import Walk
 from tests.worker.drawing.native.sampling_parts import INF, any_row, in_every_variant
-from tests.worker.drawing.native.test_sampling_walk import VOCAB, any_rows, any_tree, sequences
-from tests.worker.kernels.kernel_parts import needs_kernels
+from tests.worker.drawing.native.test_sampling_walk import VOCAB, any_rows, sequences
+from tests.worker.kernels.kernel_parts import needs_kernels, tree_of_few_tokens
 
 pytestmark = needs_kernels
 
@@ -72,7 +72,7 @@ def test_processed_ones_are_those_of_what_is_drawn_from_along_the_walk(seed: int
             words = made.bad_word_ids
             sequence = Sequence("a", made.token_ids.tolist(), sampling, VOCAB, bad_word_ids=words)
             sequence.eos_token_ids = made.eos_token_ids
-            tree = any_tree(chance)
+            tree = tree_of_few_tokens(chance, 40, VOCAB)
             rows = any_rows(chance, len(tree) + 1).clamp(-1e4, 1e4)
             native, plain = NativeDrawing(), TorchDrawing(VOCAB, torch.device("cpu"))
             [walk] = native.walks([native.sampler(sequence)], [tree], [rows])

@@ -25,23 +25,12 @@ from tests.worker.drawing.native.sampling_parts import (
     any_words,
     in_every_variant,
 )
-from tests.worker.kernels.kernel_parts import needs_kernels
+from tests.worker.kernels.kernel_parts import needs_kernels, tree_of_few_tokens
 
 pytestmark = needs_kernels
 
 NAN = float("nan")
 VOCAB = 12
-
-
-def any_tree(chance: random.Random) -> DraftTree:
-    """Few tokens, so that draws are often among them; siblings differ."""
-    tree = DraftTree()
-    for _ in range(chance.randrange(40)):
-        parent, token_id = chance.randrange(ROOT, len(tree)), chance.randrange(VOCAB)
-        if token_id not in tree.children().get(parent, {}):
-            tree.token_ids.append(token_id)
-            tree.parents.append(parent)
-    return tree
 
 
 def any_rows(chance: random.Random, num_rows: int) -> torch.Tensor:
@@ -87,7 +76,7 @@ def test_walks_of_many_sequences_are_those_of_each_alone(seed: int) -> None:
         running = sequences(chance)
         samplers = [NativeSampler(sequence) for sequence in running]
         for _ in range(8):
-            trees = [any_tree(chance) for _ in running]
+            trees = [tree_of_few_tokens(chance, 40, VOCAB) for _ in running]
             logits = [any_rows(chance, len(tree) + 1) for tree in trees]
             trees[0] = drawn_chain(running[0], logits[0])
             masks = [any_masks(chance, tree) for tree in trees]

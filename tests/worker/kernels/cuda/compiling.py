@@ -22,7 +22,6 @@ from triton.compiler import ASTSource
 
 from swiftbatch.worker.caches.memory.page_counts import GPU_PAGE
 from swiftbatch.worker.exactness.first_run import machine
-from swiftbatch.worker.kernels.attention_view import AttentionView
 from swiftbatch.worker.kernels.cuda import (
     activations,
     expert_products,
@@ -30,7 +29,6 @@ from swiftbatch.worker.kernels.cuda import (
     latent_attention,
     latent_products,
     linear,
-    logit_cap,
     packed_linear,
     prefix,
     router,
@@ -47,7 +45,7 @@ from swiftbatch.worker.kernels.cuda.states.state_buffers import MOVE_WARPS, MOVE
 from swiftbatch.worker.kernels.cuda.states.state_layers import finish_constants, finish_group
 from swiftbatch.worker.kernels.cuda.states.step_layout import StepLayout
 from swiftbatch.worker.kernels.decoder_weights import linear_from
-from swiftbatch.worker.kernels.forms import Activation, NormForm, Routing, Score
+from swiftbatch.worker.kernels.forms import Activation, AttentionView, NormForm, Routing, Score
 from swiftbatch.worker.kernels.mixer_sizes import MixerForm, MixerSizes
 from swiftbatch.worker.kernels.packed import CODE_BITS, TABLES, Code, PackedMatrix, Weight
 from swiftbatch.worker.kernels.sizes import ROW_CHOICES, LatentSizes
@@ -300,7 +298,10 @@ def kernels_besides_attention() -> dict[str, Made]:
         "gelu": (activations.activate_row, active | {"ACTIVATION": int(Activation.GELU_TANH)}),
         "relu2": (activations.activate_row, active | {"HAS_GATES": False, "ACTIVATION": int(Activation.RELU2)}),
         "xielu": (activations.activate_row, bent),
-        "soft cap of logits": (logit_cap.cap_row, {"VOCAB": 32000, "COLUMNS": logit_cap.CAPPED_COLUMNS, "CAP": 30.0}),
+        "soft cap of logits": (
+            activations.cap_row,
+            {"VOCAB": 32000, "COLUMNS": activations.CAPPED_COLUMNS, "CAP": 30.0},
+        ),
         "linear": (linear.multiply_columns, plain_linear),
         "linear with bias": (linear.multiply_columns, linear.multiply_constants(HIDDEN, True)),
         "head": (linear.multiply_columns, plain_linear),

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from swiftbatch.worker.drawing.tree import DraftTree
-from swiftbatch.worker.kernels.attention_view import SEES_ALL, AttentionView
 from swiftbatch.worker.kernels.cuda.attend import AttentionShape, Scratch, attend
 from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK
 from swiftbatch.worker.kernels.cuda.flash import FlashAttention
+from swiftbatch.worker.kernels.forms import SEES_ALL, AttentionView
 from swiftbatch.worker.kernels.sizes import NUM_ROWS
 from swiftbatch.worker.target.tiles import tree_rows
 from tests.worker.kernels.cuda.arenas import (

@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tests.worker.model.formats.examples import (
     EXAMPLES,
@@ -22,12 +21,10 @@ from tests.worker.model.formats.examples import (
     random_e4m3,
     random_scales,
 )
-from tests.worker.model.formats.twins import load, logits_of, make_twins, written
+from tests.worker.model.formats.twins import load, logits_of, make_twins, write_mxfp4, written
 from tests.worker.model.kind_parts import tiny_config, tiny_model
 
 pytestmark = pytest.mark.long
-
-GPT_OSS = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
 
 
 def saved(kind: str, folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -46,20 +43,9 @@ def test_experts_of_qwen3_in_matrices_of_their_own(example: Example, tmp_path: P
 
 
 def test_experts_of_gpt_oss_are_those_that_transformers_makes_of_them(tmp_path: Path) -> None:
-    config, tensors = saved("gpt_oss", tmp_path / "plain")
-    numbers, packed, dense = torch.Generator().manual_seed(5), dict(tensors), dict(tensors)
-    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
-        num_experts, depth, rows = packed.pop(name).shape
-        blocks = torch.randint(0, 256, (num_experts, rows, depth // 32, 16), generator=numbers).to(torch.uint8)
-        scales = torch.randint(119, 124, blocks.shape[:-1], generator=numbers).to(torch.uint8)
-        packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        dense[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16)
-    assert len(packed) > len(dense)
-    written(tmp_path / "packed", config | {"quantization_config": GPT_OSS}, packed)
-    written(tmp_path / "dense", config, dense)
+    packed, dense = write_mxfp4(tmp_path, *saved("gpt_oss", tmp_path / "plain"))
     for dtype in ("bfloat16", "float32"):
-        found = logits_of(load(tmp_path / "packed", dtype))
-        assert torch.equal(found, logits_of(load(tmp_path / "dense", dtype)))
+        assert torch.equal(logits_of(load(packed, dtype)), logits_of(load(dense, dtype)))
 
 
 def test_experts_in_one_tensor_have_the_blocks_of_each(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from swiftbatch.worker.kernels.decoder_weights import PackedLinear
 from swiftbatch.worker.model.dense import dense_weights
@@ -20,8 +19,7 @@ from swiftbatch.worker.target.target import TargetModel
 from tests.worker.kernels.kernel_parts import needs_kernels
 from tests.worker.model.expert_configs import WITH_EXPERTS, WITH_LATENTS
 from tests.worker.model.formats.examples import EXAMPLES, Example, fp8
-from tests.worker.model.formats.test_experts import GPT_OSS
-from tests.worker.model.formats.twins import load, logits_of, make_twins, written
+from tests.worker.model.formats.twins import load, logits_of, make_twins, write_mxfp4, written
 from tests.worker.model.test_dense import saved
 
 pytestmark = [pytest.mark.long, needs_kernels]
@@ -74,17 +72,7 @@ def test_latent_attention_of_deepseek_in_blocks_of_fp8(tmp_path: Path) -> None:
 
 def write_gpt_oss(folder: Path) -> tuple[Path, Path]:
     """Folders of a tiny model whose experts are packed, and of its dequantized twin."""
-    config, tensors = stored("gpt-oss 120B", folder / "plain")
-    numbers, packed, dense = torch.Generator().manual_seed(5), dict(tensors), dict(tensors)
-    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
-        num_experts, depth, rows = packed.pop(name).shape
-        blocks = torch.randint(0, 256, (num_experts, rows, depth // 32, 16), generator=numbers).to(torch.uint8)
-        scales = torch.randint(119, 124, blocks.shape[:-1], generator=numbers).to(torch.uint8)
-        packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        dense[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16).contiguous()
-    written(folder / "packed", config | {"quantization_config": GPT_OSS}, packed)
-    written(folder / "dense", config, dense)
-    return folder / "packed", folder / "dense"
+    return write_mxfp4(folder, *stored("gpt-oss 120B", folder / "plain"))
 
 
 def test_experts_of_gpt_oss_in_one_tensor_of_mxfp4(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.target.target import TargetModel
@@ -35,6 +36,7 @@ LINEARS = {
     "mlp.up_proj": (96, 64),
     "mlp.down_proj": (64, 96),
 }
+GPT_OSS = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
 TEXT = [5, 17, 60, 3, 88, 41, 9, 9, 72, 30, 55, 2, 61, 14, 90, 33, 7, 26]
 
 
@@ -103,3 +105,18 @@ def logits_of(target: TargetModel, token_ids: list[int] = TEXT) -> Tensor:
     while cache.length < len(token_ids):
         found.append(target.logits(target.read(cache, token_ids[cache.length :])))
     return torch.cat(found)
+
+
+def write_mxfp4(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[Path, Path]:
+    """Folders of a model whose experts are packed as those of gpt-oss are, and of its dequantized twin."""
+    numbers, packed, dense = torch.Generator().manual_seed(5), dict(tensors), dict(tensors)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        num_experts, depth, rows = packed.pop(name).shape
+        blocks = torch.randint(0, 256, (num_experts, rows, depth // 32, 16), generator=numbers).to(torch.uint8)
+        scales = torch.randint(119, 124, blocks.shape[:-1], generator=numbers).to(torch.uint8)
+        packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        dense[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16).contiguous()
+    assert len(packed) > len(dense)
+    written(folder / "packed", config | {"quantization_config": GPT_OSS}, packed)
+    written(folder / "dense", config, dense)
+    return folder / "packed", folder / "dense"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tomllib
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,21 +20,12 @@ from swiftbatch.worker.papers.triforce.training import SAMPLING, agreement, wind
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.training.own_texts import Text, load_target, own_texts
 from tests import ROOT
+from tests.worker.papers.triforce.draft_parts import untrained
 
 
 @pytest.fixture(autouse=True)
 def _one_thread(_fixed_threads: None) -> None:
     torch.set_num_threads(1)
-
-
-@pytest.fixture
-def tiny_target(tiny_model: Path) -> TargetModel:
-    return load_target(locate_model(str(tiny_model)))
-
-
-def untrained(target: TargetModel) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    return LlamaForCausalLM(draft_config(target.model.config))
 
 
 def test_each_row_is_measured_once_and_from_what_a_draft_model_reads_in_use(tiny_target: TargetModel) -> None:

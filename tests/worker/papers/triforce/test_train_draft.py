@@ -12,7 +12,6 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 from torch.nn.functional import cross_entropy
-from transformers import LlamaForCausalLM
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.scheduler.cli import main
@@ -21,7 +20,7 @@ from swiftbatch.worker.model.text import TextCodec
 from swiftbatch.worker.papers.triforce import recipe as recipes
 from swiftbatch.worker.papers.triforce import training as draft
 from swiftbatch.worker.papers.triforce.draft_model import NUM_SINKS
-from swiftbatch.worker.papers.triforce.recipe import DraftRecipe, draft_config, draft_recipe
+from swiftbatch.worker.papers.triforce.recipe import DraftRecipe, draft_recipe
 from swiftbatch.worker.papers.triforce.training import (
     SAMPLING,
     DraftWindows,
@@ -33,7 +32,8 @@ from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.tiles import chain_rows
 from swiftbatch.worker.training.corpus import CorpusError
 from swiftbatch.worker.training.head_recipe import OWN_SAMPLING, HeadRecipe
-from swiftbatch.worker.training.own_texts import Text, load_target
+from swiftbatch.worker.training.own_texts import Text
+from tests.worker.papers.triforce.draft_parts import untrained
 
 pytestmark = pytest.mark.long
 
@@ -45,16 +45,6 @@ FAST = DraftRecipe(25, window_length=64, num_warmup_steps=2, texts=TEXTS)
 @pytest.fixture(autouse=True)
 def _one_thread(_fixed_threads: None) -> None:
     torch.set_num_threads(1)
-
-
-@pytest.fixture
-def tiny_target(tiny_model: Path) -> TargetModel:
-    return load_target(locate_model(str(tiny_model)))
-
-
-def untrained(target: TargetModel) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    return LlamaForCausalLM(draft_config(target.model.config))
 
 
 def records(output: Path) -> list[dict[str, object]]:

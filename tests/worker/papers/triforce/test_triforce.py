@@ -19,7 +19,7 @@ from swiftbatch.worker.model.files import locate_model
 from swiftbatch.worker.model.text import TextCodec
 from swiftbatch.worker.papers.triforce.triforce import TriForceOptions, triforce
 from swiftbatch.worker.target.target import TargetModel
-from tests.worker.drafters.drafter_parts import free_rows, proposed
+from tests.worker.drafters.drafter_parts import check_resumed, check_same_entries, free_rows, proposed, run_to_ends
 
 pytestmark = pytest.mark.long
 
@@ -58,12 +58,7 @@ def hierarchical(target: TargetModel, cache: str = "retrieval", width: int = 1) 
 
 
 def run(target: TargetModel, drafter: Drafter, *sequences: Sequence) -> Engine:
-    engine = Engine(target, drafter)
-    for sequence in sequences:
-        engine.start(sequence)
-    while any(sequence.finish_reason is None for sequence in sequences):
-        engine.step()
-    return engine
+    return run_to_ends(Engine(target, drafter), *sequences)
 
 
 @pytest.fixture(scope="module")
@@ -125,18 +120,8 @@ def test_a_batch_shares_the_middle_verification(
 def test_a_resumed_job_has_the_same_drafts(target: TargetModel, cache: str) -> None:
     undisturbed, resumed = hierarchical(target, cache), hierarchical(target, cache)
     sequence = new_sequence(target, "T=1, penalty")
-    engine = Engine(target, undisturbed)
-    slot = engine.start(sequence)
-    while sequence.num_generated_tokens < 80:
-        engine.step()
-    resumed.start(sequence, slot.cache)
-    resumed.restore(sequence, undisturbed.state(sequence))
-    trees = [proposed(drafter, sequence, 31, 20) for drafter in (undisturbed, resumed)]
-    assert trees[0] == trees[1]
-    ours, theirs = (drafter._tracked["a"].partial for drafter in (undisturbed, resumed))
-    num_entries = ours._num_sequence_entries
-    assert theirs._num_sequence_entries == num_entries
-    assert ours._buffer[:, :, :, :num_entries].equal(theirs._buffer[:, :, :, :num_entries])
+    check_resumed(target, sequence, 80, undisturbed, resumed)
+    check_same_entries(undisturbed, resumed)
 
 
 def test_each_middle_verification_checks_gamma_1_tokens_until_there_are_gamma_2(

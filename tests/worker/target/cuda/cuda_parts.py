@@ -7,6 +7,7 @@ import random
 import torch
 
 from swiftbatch.jobs.run.option_values import AttentionName, KVDtype, LinearName
+from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.caches.full import CacheShape
 from swiftbatch.worker.caches.host_copies import HostStream
 from swiftbatch.worker.caches.layer_ring import Streams
@@ -16,6 +17,8 @@ from swiftbatch.worker.caches.paged_arena import PagedArena
 from swiftbatch.worker.caches.slot_arena import KVArena, SlotLease
 from swiftbatch.worker.caches.state_arena import StateArena
 from swiftbatch.worker.caches.window_arena import WindowArena
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.kernels.choice import CudaKernels
 from swiftbatch.worker.kernels.cuda.stacked import stacked_weights
 from swiftbatch.worker.kernels.sizes import NUM_ROWS
@@ -25,8 +28,11 @@ from swiftbatch.worker.target.cuda.cuda_forwards import CudaForwards
 from swiftbatch.worker.target.cuda.cuda_loading import cuda_cache_shape
 from swiftbatch.worker.target.cuda.offloaded_forwards import OffloadedForwards
 from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.target.tiles import tree_rows
 from tests.worker.caches.lazy_stream import LazyStream
 from tests.worker.caches.window_parts import spoil_free_pages
+from tests.worker.kernels.kernel_parts import path_to, random_tree
+from tests.worker.model.test_kinds_engines import decode
 from tests.worker.target.cuda.checked_graph import CheckedGraph
 
 CPU = torch.device("cpu")
@@ -131,3 +137,35 @@ def offloaded_target(
     kernels = CudaKernels(attention, linear)
     forwards = OffloadedForwards(stacked, arena, frozenset(), NUM_SPLITS, kernels, capture=CheckedGraph)
     return TargetModel(forwards, files)
+
+
+def check_rows_of_two_trees(target: TargetModel, num_nodes: int, *texts: list[int]) -> None:
+    """Rows of trees behind texts, which are read one after the other, have the bits of plain decoding."""
+    forwards, numbers = target.forwards, random.Random(4)
+    caches = [forwards.arena.new_cache(100) for _ in range(2)]  # type: ignore[union-attr]
+    for cache in caches:
+        for text in texts:
+            forwards.read(cache, text)
+    length = caches[1].length
+    trees = [random_tree(numbers, num_nodes, length, 64) for _ in caches]
+    _, logits = forwards.run([tree_rows(*each) for each in zip(caches, (5, 6), trees, strict=True)])
+    logits = logits.clone()
+    for node in range(len(trees[0].parents)):
+        for token_id in (5, *(trees[0].token_ids[each] for each in path_to(trees[0], node))):
+            _, alone = forwards.run([tree_rows(caches[1], token_id, DraftTree())])
+            caches[1].advance(1)
+        assert torch.equal(alone[0], logits[1 + node])
+        caches[1].roll_back(length)
+
+
+def check_drafts_beside_a_resumed_job(target: TargetModel, num_tokens: int) -> None:
+    """Two jobs, one of which goes on behind its first tokens, have the tokens of plain decoding."""
+    params = SamplingParams(max_tokens=num_tokens, seed=3, ignore_eos=True)
+
+    def sequences() -> list[Sequence]:
+        return [Sequence(f"s{each}", [each, 5, 7, 5], params, target.vocab_size) for each in (3, 4)]
+
+    plain = [decode(target, "autoregressive", [text])[0] for text in sequences()]
+    fresh, resumed = sequences()
+    resumed.extend(plain[1][:2])
+    assert decode(target, "token-recycling", [fresh, resumed]) == plain

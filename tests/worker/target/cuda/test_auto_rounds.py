@@ -31,7 +31,7 @@ from swiftbatch.worker.target.partial_rows import partial_rows
 from swiftbatch.worker.target.step_costs import ROW_COUNTS, StepCosts
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.tiles import tree_rows
-from tests.worker.drafters.drafter_parts import free_rows
+from tests.worker.drafters.drafter_parts import free_rows, run_together
 from tests.worker.target.cuda.checked_graph import CheckedGraph
 from tests.worker.target.cuda.cuda_parts import cuda_target, offloaded_target
 
@@ -84,13 +84,7 @@ def sequences(target: TargetModel) -> list[Sequence]:
 
 
 def run(target: TargetModel, drafter: Drafter, together: list[Sequence]) -> list[list[int]]:
-    engine = Engine(target, drafter)
-    for sequence in together:
-        engine.start(sequence)
-    while any(sequence.finish_reason is None for sequence in together):
-        engine.step()
-    for sequence in together:
-        engine.stop(sequence)
+    run_together(Engine(target, drafter), together)
     return [sequence.output_ids.tolist() for sequence in together]
 
 

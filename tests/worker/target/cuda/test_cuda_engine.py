@@ -24,7 +24,7 @@ from swiftbatch.worker.target import step_costs
 from swiftbatch.worker.target.cuda.cuda_loading import drafts_of
 from swiftbatch.worker.target.step_costs import ROW_COUNTS, Costs, StepCosts, step_costs_of
 from swiftbatch.worker.target.target import TargetModel, check_model
-from tests.worker.drafters.drafter_parts import free_rows
+from tests.worker.drafters.drafter_parts import free_rows, run_together
 from tests.worker.engine.test_rewinds import Outcome, run
 from tests.worker.target.cuda.checked_graph import CheckedGraph
 from tests.worker.target.cuda.cuda_parts import cuda_target
@@ -76,13 +76,8 @@ def generated(
     outputs = []
     while waiting:
         running, waiting = waiting[:num_at_a_time], waiting[num_at_a_time:]
-        for sequence in running:
-            engine.start(sequence)
-        while any(sequence.finish_reason is None for sequence in running):
-            engine.step()
-        for sequence in running:
-            engine.stop(sequence)
-            outputs.append(sequence.output_ids.tolist())
+        run_together(engine, running)
+        outputs += [sequence.output_ids.tolist() for sequence in running]
     return outputs
 
 

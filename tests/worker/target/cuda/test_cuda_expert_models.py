@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.caches.memory.model_sizes import read_sizes
-from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.exactness.transformers_agreement import compare
 from swiftbatch.worker.kernels.cuda.stacked import stacked_weights
@@ -22,13 +19,11 @@ from swiftbatch.worker.target import expert_counts
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.tiles import tree_rows
 from tests.worker.caches.memory.test_packed_sizes import loaded_bytes
-from tests.worker.kernels.kernel_parts import path_to, random_tree
 from tests.worker.model.expert_configs import WITH_EXPERTS, write_experts
 from tests.worker.model.formats.examples import fp8
 from tests.worker.model.formats.test_native_experts import stored, write_gpt_oss
 from tests.worker.model.formats.twins import make_twins
-from tests.worker.model.test_kinds_engines import decode
-from tests.worker.target.cuda.cuda_parts import cuda_target
+from tests.worker.target.cuda.cuda_parts import check_drafts_beside_a_resumed_job, check_rows_of_two_trees, cuda_target
 
 pytestmark = pytest.mark.long
 
@@ -54,33 +49,14 @@ def test_choices_are_those_of_transformers(name: str, num_rows: int, tmp_path: P
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Qwen3 30B A3B", TRIED])
 def test_rows_of_two_trees_have_the_bits_of_plain_decoding(name: str, tmp_path: Path) -> None:
-    forwards = cuda_target(locate_model(str(folder_of(name, tmp_path))), torch.bfloat16).forwards
-    caches, numbers = [forwards.arena.new_cache(100) for _ in range(2)], random.Random(4)  # type: ignore[union-attr]
-    for cache in caches:
-        forwards.read(cache, [3, 9, 27, 17])
-    trees = [random_tree(numbers, 12, 4, 64) for _ in caches]
-    _, logits = forwards.run([tree_rows(*each) for each in zip(caches, (5, 6), trees, strict=True)])
-    logits = logits.clone()
-    for node in range(len(trees[0].parents)):
-        for token_id in (5, *(trees[0].token_ids[each] for each in path_to(trees[0], node))):
-            _, alone = forwards.run([tree_rows(caches[1], token_id, DraftTree())])
-            caches[1].advance(1)
-        assert torch.equal(alone[0], logits[1 + node])
-        caches[1].roll_back(4)
+    target = cuda_target(locate_model(str(folder_of(name, tmp_path))), torch.bfloat16)
+    check_rows_of_two_trees(target, 12, [3, 9, 27, 17])
 
 
 def test_drafts_beside_a_resumed_job_give_plain_decoding_s_tokens(tmp_path: Path) -> None:
     folder = folder_of("Qwen3 30B A3B", tmp_path, num_hidden_layers=1)
     target = cuda_target(locate_model(str(folder)), torch.bfloat16)
-    params = SamplingParams(max_tokens=4, seed=3, ignore_eos=True)
-
-    def sequences() -> list[Sequence]:
-        return [Sequence(f"s{each}", [each, 5, 7, 5], params, target.vocab_size) for each in (3, 4)]
-
-    plain = [decode(target, "autoregressive", [text])[0] for text in sequences()]
-    fresh, resumed = sequences()
-    resumed.extend(plain[1][:2])
-    assert decode(target, "token-recycling", [fresh, resumed]) == plain
+    check_drafts_beside_a_resumed_job(target, 4)
 
 
 def test_the_experts_that_rows_meet_are_counted_as_on_a_cpu_and_learned_without_a_wait(

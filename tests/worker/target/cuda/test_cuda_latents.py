@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,11 +9,8 @@ import pytest
 import torch
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.caches.memory.memory_plan import SlotsWanted, splits_of
 from swiftbatch.worker.caches.memory.model_sizes import read_sizes
-from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.tree import DraftTree
 from swiftbatch.worker.exactness.transformers_agreement import compare
 from swiftbatch.worker.kernels.choice import DEFAULT_KERNELS
 from swiftbatch.worker.kernels.cuda.stacked import stacked_weights
@@ -24,17 +20,19 @@ from swiftbatch.worker.model.files import ModelFiles, locate_model
 from swiftbatch.worker.session import session as worker_session
 from swiftbatch.worker.target.cuda.cuda_loading import load_cuda_forwards
 from swiftbatch.worker.target.target import TargetModel
-from swiftbatch.worker.target.tiles import tree_rows
 from tests.worker.caches.memory.test_packed_sizes import loaded_bytes
 from tests.worker.drafters.drafter_parts import free_rows
-from tests.worker.kernels.kernel_parts import path_to, random_tree
 from tests.worker.model.expert_configs import WITH_LATENTS, write_experts
 from tests.worker.model.formats.examples import fp8
 from tests.worker.model.formats.test_native_experts import stored
 from tests.worker.model.formats.twins import make_twins
-from tests.worker.model.test_kinds_engines import decode
 from tests.worker.session.recurrent_parts import save_recurrent_model
-from tests.worker.target.cuda.cuda_parts import cuda_target, offloaded_target
+from tests.worker.target.cuda.cuda_parts import (
+    check_drafts_beside_a_resumed_job,
+    check_rows_of_two_trees,
+    cuda_target,
+    offloaded_target,
+)
 from tests.worker.target.cuda.test_pages_of_a_gpu import alone_on_a_cpu, check_jobs_that_outgrow_pages
 
 pytestmark = pytest.mark.long
@@ -87,34 +85,13 @@ def test_a_text_goes_on_from_a_checkpoint_with_the_same_bits(place: Callable[...
 
 @pytest.mark.parametrize("name", [TRIED, pytest.param("DeepSeek V2 Lite", marks=pytest.mark.slow)])
 def test_rows_of_two_trees_have_the_bits_of_plain_decoding(name: str, tmp_path: Path) -> None:
-    forwards = cuda_target(files_of(name, tmp_path), torch.bfloat16).forwards
-    caches, numbers = [forwards.arena.new_cache(100) for _ in range(2)], random.Random(4)  # type: ignore[union-attr]
-    for cache in caches:
-        forwards.read(cache, TEXT[:64])
-        forwards.read(cache, TEXT[64:68])
-    trees = [random_tree(numbers, 4, 68, 64) for _ in caches]
-    _, logits = forwards.run([tree_rows(*each) for each in zip(caches, (5, 6), trees, strict=True)])
-    logits = logits.clone()
-    for node in range(len(trees[0].parents)):
-        for token_id in (5, *(trees[0].token_ids[each] for each in path_to(trees[0], node))):
-            _, alone = forwards.run([tree_rows(caches[1], token_id, DraftTree())])
-            caches[1].advance(1)
-        assert torch.equal(alone[0], logits[1 + node])
-        caches[1].roll_back(68)
+    check_rows_of_two_trees(cuda_target(files_of(name, tmp_path), torch.bfloat16), 4, TEXT[:64], TEXT[64:68])
 
 
 @pytest.mark.slow  # rows of trees have those bits, as the test above says
 def test_drafts_beside_a_resumed_job_give_plain_decoding_s_tokens(tmp_path: Path) -> None:
     target = cuda_target(files_of("GLM 4.7 Flash", tmp_path), torch.float32, linear="cublas")
-    params = SamplingParams(max_tokens=3, seed=3, ignore_eos=True)
-
-    def sequences() -> list[Sequence]:
-        return [Sequence(f"s{each}", [each, 5, 7, 5], params, target.vocab_size) for each in (3, 4)]
-
-    plain = [decode(target, "autoregressive", [text])[0] for text in sequences()]
-    fresh, resumed = sequences()
-    resumed.extend(plain[1][:2])
-    assert decode(target, "token-recycling", [fresh, resumed]) == plain
+    check_drafts_beside_a_resumed_job(target, 3)
 
 
 def test_blocks_of_fp8_stay_packed_take_what_the_plan_counts_and_give_their_twin_s_logits(tmp_path: Path) -> None:

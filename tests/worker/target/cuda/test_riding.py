@@ -104,23 +104,8 @@ def alone(target: TargetModel, fields: tuple[str, int, int, int]) -> tuple[list[
     return sequence.output_ids.tolist(), slot.cache.kv(0, slot.cache.length).copy()
 
 
-def test_tokens_and_keys_and_values_are_those_of_a_job_alone(target: TargetModel) -> None:
-    """Prompts of several jobs, one behind the other and at once, over block boundaries, beside one that decodes."""
-    expected = [alone(target, fields) for fields in JOBS]
-    engine = Engine(target, Guesser(2))
-    slots = [engine.start(job(*fields)) for fields in JOBS]
-    while any(slot.sequence.finish_reason is None for slot in slots):
-        engine.step()
-    for slot, (tokens, kv) in zip(slots, expected, strict=True):
-        assert slot.sequence.output_ids.tolist() == tokens
-        assert np.array_equal(slot.cache.kv(0, slot.cache.length), kv)
-    assert engine.counters.num_prompt_tokens == sum(fields[1] for fields in JOBS)
-    assert engine.counters.num_read_tokens == sum(fields[1] - 1 for fields in JOBS)
-
-
-@MOSTLY_IN_TORCH
-def test_a_beginning_that_two_jobs_share_rides_once_and_the_other_slot_has_its_bits(target: TargetModel) -> None:
-    jobs = (*JOBS[:2], ("ccc", 76, 1, 1))
+def ridden(target: TargetModel, jobs: tuple[tuple[str, int, int, int], ...]) -> Engine:
+    """An engine that has run jobs together, each with the tokens and the keys and values that it has alone."""
     expected = [alone(target, fields) for fields in jobs]
     engine = Engine(target, Guesser(2))
     slots = [engine.start(job(*fields)) for fields in jobs]
@@ -129,6 +114,20 @@ def test_a_beginning_that_two_jobs_share_rides_once_and_the_other_slot_has_its_b
     for slot, (tokens, kv) in zip(slots, expected, strict=True):
         assert slot.sequence.output_ids.tolist() == tokens
         assert np.array_equal(slot.cache.kv(0, slot.cache.length), kv)
+    return engine
+
+
+def test_tokens_and_keys_and_values_are_those_of_a_job_alone(target: TargetModel) -> None:
+    """Prompts of several jobs, one behind the other and at once, over block boundaries, beside one that decodes."""
+    engine = ridden(target, JOBS)
+    assert engine.counters.num_prompt_tokens == sum(fields[1] for fields in JOBS)
+    assert engine.counters.num_read_tokens == sum(fields[1] - 1 for fields in JOBS)
+
+
+@MOSTLY_IN_TORCH
+def test_a_beginning_that_two_jobs_share_rides_once_and_the_other_slot_has_its_bits(target: TargetModel) -> None:
+    jobs = (*JOBS[:2], ("ccc", 76, 1, 1))
+    engine = ridden(target, jobs)
     assert (engine.counters.num_read_tokens, engine.counters.num_copied_tokens) == (2 + 69 + 6, 69)
 
 

@@ -23,7 +23,7 @@ from swiftbatch.worker.papers.triforce import draft_model
 from swiftbatch.worker.papers.triforce.triforce import TriForceOptions, triforce
 from swiftbatch.worker.target.cuda.cuda_forwards import CudaForwards
 from swiftbatch.worker.target.target import TargetModel
-from tests.worker.drafters.drafter_parts import free_rows
+from tests.worker.drafters.drafter_parts import free_rows, run_together
 from tests.worker.target.cuda.cuda_parts import cuda_target
 
 pytestmark = pytest.mark.long
@@ -73,13 +73,7 @@ def sequences(target: TargetModel) -> list[Sequence]:
 
 def run(target: TargetModel, drafter: TwoLevelDrafter | None, *together: Sequence) -> list[int]:
     """Tokens of the first sequence; afterwards no slot is taken."""
-    engine = Engine(target, drafter or AutoregressiveDrafter(target, free_rows, None))
-    for sequence in together:
-        engine.start(sequence)
-    while any(sequence.finish_reason is None for sequence in together):
-        engine.step()
-    for sequence in together:
-        engine.stop(sequence)
+    run_together(Engine(target, drafter or AutoregressiveDrafter(target, free_rows, None)), together)
     return together[0].output_ids.tolist()
 
 

@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from swiftbatch.worker.kernels.attention_view import SEES_ALL, AttentionView
 from swiftbatch.worker.kernels.cuda.attend import AttentionShape, Scratch
 from swiftbatch.worker.kernels.cuda.attentions import TritonAttention
 from swiftbatch.worker.kernels.cuda.cuda_row_table import CudaRowTable, PageTable
@@ -34,6 +33,7 @@ from swiftbatch.worker.kernels.cuda.scan.scanned_texts import (
     scan_constants,
     tile_of,
 )
+from swiftbatch.worker.kernels.forms import SEES_ALL, AttentionView
 
 
 @triton.jit

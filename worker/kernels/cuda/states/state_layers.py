@@ -32,8 +32,7 @@ from swiftbatch.worker.kernels.cuda.states.state_buffers import StateBuffers
 from swiftbatch.worker.kernels.cuda.states.state_table import StateLayout, StateTable
 from swiftbatch.worker.kernels.cuda.states.state_walk import walk, weigh_paths
 from swiftbatch.worker.kernels.decoder_weights import AnyLinear
-from swiftbatch.worker.kernels.mixer_sizes import MixerForm, MixerSizes
-from swiftbatch.worker.kernels.mixer_weights import MixerWeights, mixer_float_shapes
+from swiftbatch.worker.kernels.mixer_sizes import MixerForm, MixerSizes, MixerWeights, mixer_float_shapes
 
 Stack = Callable[[Sequence[AnyLinear], torch.device], AnyLinear]
 

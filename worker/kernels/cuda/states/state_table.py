@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, cast
+from typing import TYPE_CHECKING, Generic
 
 import numpy as np
 from numpy.typing import NDArray
 
-from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, Ints
+from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, Ints, in_parts
 
 if TYPE_CHECKING:
     from swiftbatch.worker.kernels.row_tables import Rows
@@ -50,12 +50,7 @@ class StateLayout:
 
     def table(self, buffer: Ints) -> StateTable[Ints]:
         """A buffer `[size] int32` by its parts."""
-        parts, start = [], 0
-        for shape in self._shapes():
-            end = start + math.prod(shape)
-            parts.append(buffer[start:end].reshape(shape))
-            start = end
-        return StateTable(*cast("list[Any]", parts))
+        return StateTable(*in_parts(buffer, self._shapes()))
 
     def fill(self, buffer: NDArray[np.int32], groups: Sequence[StateRows]) -> None:
         """Write the rows of some groups, in the order of the row table; those of one sequence follow each other.

@@ -1,0 +1,175 @@
+"""The jobs of a run, from the tables in its folder: added, and read in input order, by place or by column."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, BinaryIO
+from weakref import finalize
+
+from swiftbatch.jobs.job import JobRecord, SentJob
+from swiftbatch.jobs.run import job_table
+from swiftbatch.jobs.run.job_table import lineages
+from swiftbatch.jobs.run.job_table_parts import longest_job, picked, read_parts, read_records
+from swiftbatch.jobs.run.run_records import RunManifest
+from swiftbatch.jobs.storage.spool import new_spool, spool, told_of_room
+from swiftbatch.jobs.storage.store import Store
+
+if TYPE_CHECKING:
+    import numpy as np
+    import pyarrow as pa
+    from numpy.typing import NDArray
+
+    from swiftbatch.jobs.run.job_index import JobEntry, JobIndex
+
+
+class JobBodies:
+    """The jobs that a driver is to hand out, as JSON in a file on its machine: in any order each is one short read."""
+
+    def __init__(self, parts: Iterator[pa.Table], places: NDArray[np.int64]) -> None:
+        """`parts` are all of the run, with the column `job` alone; `places` are ascending. Raises StoreError."""
+        import numpy as np
+
+        self._places = places
+        self._first, last = (int(places[0]), int(places[-1])) if len(places) else (0, -1)
+        self._is_gapless = last - self._first + 1 == len(places)  # as of a run that begins
+        self._file = new_spool()
+        finalize(self, self._file.close)
+        with told_of_room():
+            sizes = [_write(self._file, part) for part in _at(parts, places)]
+        self._starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate([places[:0], *sizes]))])
+
+    def sent(self, entry: JobEntry) -> SentJob:
+        """The whole of a job, for a worker. Raises StoreError."""
+        row = entry.place - self._first if self._is_gapless else int(self._places.searchsorted(entry.place))
+        start, end = self._starts[row : row + 2].tolist()
+        with told_of_room():
+            self._file.seek(start)
+            text = self._file.read(end - start)
+        return SentJob(entry.job_id, entry.line_number, entry.num_prompt_tokens, text)
+
+
+def _at(parts: Iterator[pa.Table], places: NDArray[np.int64]) -> Iterator[pa.Table]:
+    num_before = 0
+    for part in parts:
+        yield picked(part, places - num_before)
+        num_before += len(part)
+
+
+def _write(file: BinaryIO, part: pa.Table) -> NDArray[np.int64]:
+    """Write the jobs of a part one behind the other; returns the bytes of each."""
+    import numpy as np
+    import pyarrow as pa
+    from pyarrow import compute
+
+    jobs = part.column("job").cast(pa.large_string())
+    for chunk in jobs.chunks:
+        if len(chunk):
+            _, offsets, letters = chunk.buffers()
+            ends = np.frombuffer(offsets, np.int64)[chunk.offset : chunk.offset + len(chunk) + 1]
+            file.write(memoryview(letters)[int(ends[0]) : int(ends[-1])])
+    return np.asarray(compute.binary_length(jobs).to_numpy(), np.int64)
+
+
+class RunJobs:
+    """The jobs of a run. Every method raises `StoreError` when the storage fails, `RunError` for a damaged table."""
+
+    def __init__(self, store: Store, manifest: RunManifest | None) -> None:
+        """`manifest` is None where it is damaged: then only what is read without it can be asked for."""
+        self.store = store
+        self.manifest = RunManifest.model_construct() if manifest is None else manifest
+        self._run_id = None if manifest is None else manifest.run_id
+
+    def add_jobs(self, records: Iterable[JobRecord]) -> None:
+        """Add the jobs that the run does not have yet, in their order after those it has."""
+        known = {job_id for lineage in self.lineages() for job_id in lineage}
+
+        def new() -> Iterator[JobRecord]:
+            for record in records:
+                if record.job_id not in known:
+                    known.add(record.job_id)
+                    yield record
+
+        with spool() as table:
+            if job_table.write_records(table, new(), self.manifest.run_id):
+                self.add_table(table)
+
+    def add_table(self, table: BinaryIO) -> None:
+        """Add the jobs of a table in a file, none of which the run has, in their order after those it has."""
+        table.seek(0)
+        job_table.add(self.store, table)
+
+    def parts(self, *names: str) -> Iterator[pa.Table]:
+        """Columns of all jobs as they lie in the tables, part by part."""
+        return read_parts(self.store, names, self._run_id)
+
+    def records(self) -> Iterator[JobRecord]:
+        """All jobs in input order, each in its newest form, one part of a table in memory at once."""
+        import numpy as np
+
+        places = self.job_index().places
+        is_moved = places > np.minimum.accumulate(places[::-1])[::-1]  # to the place of an earlier job
+        moved = np.sort(places[is_moved])
+        found = dict(zip(moved.tolist(), read_records(self.store, moved, self._run_id), strict=True))
+        rest = read_records(self.store, places[~is_moved], self._run_id)
+        return (found[place] if place in found else next(rest) for place in places.tolist())
+
+    def jobs(self) -> list[JobRecord]:
+        """All jobs in input order, each in its newest form."""
+        return list(self.records())
+
+    def records_at(self, places: NDArray[np.int64]) -> Iterator[JobRecord]:
+        """The jobs at some ascending places of the run's tables."""
+        return read_records(self.store, places, self._run_id)
+
+    def job_index(self) -> JobIndex:
+        """All jobs in input order, each in its newest form, without their prompts."""
+        from swiftbatch.jobs.run.job_index import COLUMNS, JobIndex
+
+        return JobIndex.of(self.parts(*COLUMNS))
+
+    def job_bodies(self, places: NDArray[np.int64]) -> JobBodies:
+        """The jobs at some places of the run's tables, ascending ones, each to be read alone."""
+        return JobBodies(self.parts("job"), places)
+
+    def longest_job(self) -> int:
+        """Positions that the longest job needs, 0 without jobs; no job is read."""
+        return longest_job(self.store, self._run_id)
+
+    def all_jobs(self) -> dict[str, JobRecord]:
+        """All jobs by their ids, also those that others have superseded."""
+        import numpy as np
+
+        num_rows = sum(map(len, self.parts("job_id")))
+        places = np.arange(num_rows, dtype=np.int64)
+        return {record.job_id: record for record in read_records(self.store, places, self._run_id)}
+
+    def job_ids(self) -> list[str]:
+        """The ids of all jobs in input order, without their prompts."""
+        from swiftbatch.jobs.run.job_index import JobIndex
+
+        names = ("job_id", "supersedes")
+        return list(JobIndex.of(self.parts(*names), names).job_ids())
+
+    def all_job_ids(self) -> pa.ChunkedArray:
+        """The ids of all jobs, also of those that others have superseded."""
+        import pyarrow as pa
+
+        parts = self.parts("job_id")
+        return pa.chunked_array([chunk for part in parts for chunk in part.column("job_id").chunks], pa.string())
+
+    def lineages(self) -> list[list[str]]:
+        """The ids of all jobs in input order, each with those that it has superseded in front, oldest first."""
+        parts = self.parts("job_id", "supersedes")
+        rows = (zip(*(column.to_pylist() for column in part.columns), strict=True) for part in parts)
+        return lineages(pair for pairs in rows for pair in pairs)
+
+    def extended(self) -> dict[str, list[str]]:
+        """The lineages of jobs that have superseded others, by their newest forms."""
+        supersedes = (part.column("supersedes") for part in self.parts("supersedes"))
+        is_extended = any(column.null_count < len(column) for column in supersedes)
+        return {lineage[-1]: lineage for lineage in self.lineages() if len(lineage) > 1} if is_extended else {}
+
+    def custom_ids(self) -> set[str]:
+        """The names of all lines that have jobs, without their prompts."""
+        parts = self.parts("custom_id")
+        return {name for part in parts for name in part.column("custom_id").to_pylist()}
