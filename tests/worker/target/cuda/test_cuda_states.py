@@ -184,7 +184,7 @@ def test_states_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="expected 2 behind a multiple of 64, at most 0"):
         ours.set_states(states)
     ours.load(other.kv(0, BLOCK))
-    states.arrays["inputs.1"] = states.arrays["inputs.1"][:1]
+    states.arrays["inputs.0"] = states.arrays["inputs.0"][:1]
     with pytest.raises(ValueError, match=r"found int16 \[1, 128\] as a part of a layer's state"):
         ours.set_states(states)
 
