@@ -64,7 +64,7 @@ class Learner:
     """
 
     needs_top_k: bool = False  # whether `Verification.top_ids` and `top_logprobs` must be filled
-    needs_hidden: bool = False  # whether `Verification.hidden` must be filled
+    needs_hidden: bool = False  # whether `Verification.hidden` may have to be filled
 
     def learn(self, rows: ReadRows) -> None:
         """Take in the target's candidates behind tokens that were only read. Called where `needs_top_k`."""
@@ -110,6 +110,11 @@ class Drafter(Learner, ABC):
     def wants_candidates(self) -> bool:
         """True if it is to learn candidates from the step that it proposed for; only where `needs_top_k`."""
         return self.needs_top_k
+
+    @property
+    def wants_hidden(self) -> bool:
+        """True if it is to hear hidden states of the step that it proposed for; only where `needs_hidden`."""
+        return self.needs_hidden
 
     @functools.cached_property
     def counters(self) -> DraftCounters:

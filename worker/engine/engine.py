@@ -223,7 +223,7 @@ class Engine:
         slot.cache.commit(path)
         sequence.extend(drawn)
         kind = draft_kind if tree.token_ids else "none"
-        hidden = rows_of_path(outputs.hidden[number], path) if self.drafter.needs_hidden else None
+        hidden = rows_of_path(outputs.hidden[number], path) if self.drafter.wants_hidden else None
         ids, logprobs = candidates or (None, None)
         return Verification(  # by names it would take twice as long
             tree, path, drawn, row_token_ids, ids, logprobs, hidden, kind, given.numbers, given.num_left_out
@@ -262,5 +262,10 @@ def _request(slot: Slot, overhead: float) -> DraftRequest:
 
 
 def rows_of_path(hidden: torch.Tensor, path: list[int]) -> torch.Tensor:
-    """The hidden states of root and accepted nodes, `[1 + num_accepted, hidden]`; no list that a GPU waits for."""
+    """The hidden states of root and accepted nodes, `[1 + num_accepted, hidden]`; no list that a GPU waits for.
+
+    Where these lie side by side, nothing is copied.
+    """
+    if not path or path[-1] == len(path) - 1:  # nodes increase
+        return hidden[: 1 + len(path)]
     return torch.stack([hidden[0], *(hidden[node + 1] for node in path)])

@@ -67,8 +67,12 @@ def auto(target: TargetModel, costs: Costs, parts_folder: Path | None) -> Drafte
 
 
 def _predicting(target: TargetModel, costs: Costs, parts_folder: Path | None) -> Drafter | None:
-    """The engine `mtp`, where the model has a layer for it and runs where that does; else None."""
-    if target.forwards.team is None:
+    """The engine `mtp`, where the model has a layer for it and runs where that does; else None.
+
+    On a GPU its room is planned, or it has none.
+    """
+    arena = target.forwards.arena
+    if target.forwards.team is None and not (arena is not None and arena.holds_engine):
         return None
     files = target.files
     try:

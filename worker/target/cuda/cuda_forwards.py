@@ -30,6 +30,7 @@ from swiftbatch.worker.kernels.cuda.states.state_layers import NAME as STATES_NA
 from swiftbatch.worker.kernels.cuda.states.state_table import StateRows
 from swiftbatch.worker.kernels.cuda.upload import Upload
 from swiftbatch.worker.kernels.decoder_weights import AnyLinear, PackedLinear
+from swiftbatch.worker.kernels.frequencies import Rotary
 from swiftbatch.worker.kernels.sizes import BLOCK
 from swiftbatch.worker.target.cuda.partial_arena import PartialArena, RowMover, arena_for
 from swiftbatch.worker.target.cuda.rounds import CudaRounds, entries_of
@@ -41,11 +42,12 @@ from swiftbatch.worker.target.tiles import SequenceRows, known_rows, pack_tiles,
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Embedding and head of the target, and the kernel that makes its products."""
+    """Embedding and head of the target, the kernel that makes its products, and the angles of its heads."""
 
     embedding: Tensor  # [vocab, hidden]
     head: AnyLinear
     linear: WeightKernel
+    turns: tuple[Rotary, Tensor]
 
 
 class CudaForwards:
@@ -91,7 +93,7 @@ class CudaForwards:
         self._table = Upload(self._decoder.table_buffer)
         num_routed, met = sum(layer.experts is not None for layer in weights.layers), self._decoder.experts_met
         self.expert_counts = None if met is None else CudaExpertCounts(met, num_routed)
-        self.surroundings = Surroundings(weights.embedding, weights.head, WeightKernel(linear))
+        self.surroundings = Surroundings(weights.embedding, weights.head, WeightKernel(linear), self._decoder.turns)
         self._rounds = weakref.WeakKeyDictionary[PartialArena, CudaRounds]()  # as long as a drafter has the arena
         self._prepare()
 
