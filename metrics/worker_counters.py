@@ -176,8 +176,9 @@ class EngineCounters:
         self.num_drafts += 1
         self.num_draft_tokens += num_draft_tokens
         self.num_accepted_tokens += num_accepted_tokens
-        for position in range(min(num_accepted_tokens, MAX_POSITIONS_COUNTED)):
-            self.num_accepted_tokens_per_pos[position] += 1
+        if num_accepted_tokens:
+            for position in range(min(num_accepted_tokens, MAX_POSITIONS_COUNTED)):
+                self.num_accepted_tokens_per_pos[position] += 1
 
     def count_pages(self, num_used: int, num_pages: int | None) -> None:
         """Note the pages that caches take, of those that they may take; None where that is no question."""

@@ -18,6 +18,9 @@ os.environ.setdefault("TQDM_DISABLE", "1")
 # Ray reads who may talk to it once per process, at the first import: whichever test that comes in
 os.environ["RAY_AUTH_MODE"] = "token"
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+# Threads of torch that wait for others sleep: with more of them than cores, they would turn round on a core that those
+# need. Torch reads this once, too, as it is imported, also in the processes that tests start
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # CUDA kernels run in Triton's interpreter, which is chosen at the first import; torch imports it, and never asks again
 os.environ.setdefault("TRITON_INTERPRET", "1")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 from graphlib import CycleError, TopologicalSorter
 
 import pytest
@@ -65,15 +64,16 @@ ALONE = {  # a module that only one of these imports stays by itself
     "scheduler.__main__": "signals are taken before the command is imported",
     "worker.model.formats.catalogue": "a format of weights has a module of its own",
 }
-NOT_AT_IMPORT = ("TYPE_CHECKING", "__name__ == '__main__'")  # what stands under these is for mypy, or for a program
+FOR_MYPY, AS_A_PROGRAM = "TYPE_CHECKING", "__name__ == '__main__'"
 
 
 class Imports(ast.NodeVisitor):
-    """Collects the modules that a source imports, also within functions."""
+    """Collects the modules that a source imports, also within functions, and those that it imports for types alone."""
 
-    def __init__(self, modules: set[str], not_at_import: tuple[str, ...]) -> None:
-        self._modules, self._not_at_import = modules, not_at_import
+    def __init__(self, modules: set[str]) -> None:
+        self._modules = modules
         self.found: set[str] = set()
+        self.for_types: set[str] = set()
 
     def visit_Import(self, node: ast.Import) -> None:
         self.found |= {name for alias in node.names if (name := _short(alias.name)) in self._modules}
@@ -84,8 +84,17 @@ class Imports(ast.NodeVisitor):
             self.found |= {name if name in self._modules else module} & self._modules
 
     def visit_If(self, node: ast.If) -> None:
-        for child in node.orelse if ast.unparse(node.test) in self._not_at_import else ast.iter_child_nodes(node):
+        test = ast.unparse(node.test)
+        if test == FOR_MYPY:
+            self.for_types |= imports_of(node.body, self._modules).found
+        for child in node.orelse if test in (FOR_MYPY, AS_A_PROGRAM) else (*node.body, *node.orelse):
             self.visit(child)
+
+    def generic_visit(self, node: ast.AST) -> None:
+        """Look into statements alone, where imports are: most of a source is expressions."""
+        for part in ("body", "handlers", "cases", "orelse", "finalbody"):
+            for child in getattr(node, part, ()):
+                self.visit(child)
 
 
 def _short(name: str) -> str:
@@ -93,40 +102,40 @@ def _short(name: str) -> str:
     return name.removeprefix(f"{PACKAGE}.")
 
 
-@functools.cache
-def parsed(source: str) -> ast.Module:
-    """Parse a source once for all tests that look at it."""
-    return ast.parse(source)
-
-
-def imports_of(source: str, modules: set[str], not_at_import: tuple[str, ...] = NOT_AT_IMPORT) -> set[str]:
-    visitor = Imports(modules, not_at_import)
-    visitor.visit(parsed(source))
-    return visitor.found
+def imports_of(statements: list[ast.stmt], modules: set[str]) -> Imports:
+    visitor = Imports(modules)
+    for statement in statements:
+        visitor.visit(statement)
+    return visitor
 
 
 Graph = dict[str, set[str]]
 
 
 @pytest.fixture(scope="module")
-def imports() -> Graph:
-    """The modules of the product that each of them imports while it runs; rooms hold no code and are left out."""
-    return imports_of_all(NOT_AT_IMPORT)
+def imports_of_all() -> dict[str, Imports]:
+    """What each module of the product imports; rooms hold no code and are left out.
 
-
-@pytest.fixture(scope="module")
-def known() -> Graph:
-    """As `imports`, with what is imported for types alone: who reads a module has to know those as well."""
-    return imports_of_all(NOT_AT_IMPORT[1:])
-
-
-def imports_of_all(not_at_import: tuple[str, ...]) -> Graph:
+    Of each only this stays: the garbage collector would look through all parsed sources again and again.
+    """
     paths = [path.relative_to(ROOT) for room in ROOMS for path in (ROOT / room).rglob("*.py")]
     sources = {".".join(path.with_suffix("").parts).removesuffix(".__init__"): ROOT / path for path in paths}
     modules = set(sources) - set(ROOMS)
     return {
-        name: imports_of(path.read_text(encoding="utf-8"), modules, not_at_import) for name, path in sources.items()
+        name: imports_of(ast.parse(path.read_text(encoding="utf-8")).body, modules) for name, path in sources.items()
     }
+
+
+@pytest.fixture(scope="module")
+def imports(imports_of_all: dict[str, Imports]) -> Graph:
+    """The modules of the product that each of them imports while it runs."""
+    return {name: its.found for name, its in imports_of_all.items()}
+
+
+@pytest.fixture(scope="module")
+def known(imports_of_all: dict[str, Imports]) -> Graph:
+    """As `imports`, with what is imported for types alone: who reads a module has to know those as well."""
+    return {name: its.found | its.for_types for name, its in imports_of_all.items()}
 
 
 def room_of(module: str) -> str:
@@ -189,9 +198,22 @@ if TYPE_CHECKING:
 else:
     import a.e
 def later():
-    from a.f import something
+    for _ in ():
+        with here:
+            from a.f import something
+class Late:
+    try:
+        match here:
+            case 1:
+                import a.h
+    except ValueError:
+        import a.i
+    finally:
+        while True:
+            import a.j
 if __name__ == "__main__":
     import a.g
 """
-    modules = {"a", *(f"a.{name}" for name in "bcdefg")}
-    assert imports_of(source, modules) == {"a", "a.b", "a.c", "a.e", "a.f"}
+    modules = {"a", *(f"a.{name}" for name in "bcdefghij")}
+    found = imports_of(ast.parse(source).body, modules)
+    assert (found.found, found.for_types) == ({"a", *(f"a.{name}" for name in "bcefhij")}, {"a.d"})

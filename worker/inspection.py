@@ -238,7 +238,7 @@ def _predictor(source: Source, config: dict[str, Any], on_a_cpu: DevicePath | No
         return f"not used: {error}" if str(error) else None
     if on_a_cpu is None or on_a_cpu.name != "kernels":
         return "not used: the kernels do not run the model"
-    return "auto drafts with the first of them on a CPU, where that is faster"
+    return "auto drafts with the first of them, where that is faster"
 
 
 def _engines(path: Path) -> tuple[str, ...]:

@@ -99,7 +99,7 @@ def run_auto_bench(options: AutoBenchOptions, report: Callable[[str], None] = la
     files, highest, most_tokens = locate_model(options.model), options.positions[-1], ROOM * options.num_tokens[-1]
     check_length(files, highest, most_tokens)
     longest = max(highest + most_tokens, num_warmup_tokens(files))
-    slots = bench_slots(options.contestants, longest, options.slot_counts[-1])
+    slots = bench_slots(options.contestants, longest, options.slot_counts[-1], files)
     target = options.load(files, slots, options.kv_offload)
     text = text_tokens(options.text, files, highest)
     records: list[AutoRecord] = []

@@ -9,6 +9,8 @@ from pathlib import Path
 from swiftbatch.worker.caches.memory.memory_plan import SlotsWanted
 from swiftbatch.worker.drafters.catalogue import CHECKPOINT_ENGINES, ENGINES, DrafterFactory
 from swiftbatch.worker.drafters.drafter_interface import Drafter
+from swiftbatch.worker.drafters.engine_memory import with_tried
+from swiftbatch.worker.model.model_files import ModelFiles
 from swiftbatch.worker.target.step_costs import Costs
 from swiftbatch.worker.target.target import TargetModel
 
@@ -33,16 +35,21 @@ def known_engine(name: str) -> str:
     return name
 
 
-def bench_slots(engines: Iterable[str], longest: int, num_sequences: int = 1) -> SlotsWanted:
+def bench_slots(
+    engines: Iterable[str], longest: int, num_sequences: int = 1, files: ModelFiles | None = None
+) -> SlotsWanted:
     """Return the needs of a benchmark: sequences of so many positions at most, and one more slot for probes.
 
-    Partial caches are those of the engine that keeps most; what variants keep beyond that comes from the rest.
+    Partial caches are those of the engine that keeps most; what variants keep beyond that comes from the rest. With
+    `files`, there is also room for what `auto` tries of that model.
     """
     entries = [ENGINES[name] for name in engines if name in ENGINES]
     budget, num_best = (
         max((getattr(entry, name) for entry in entries), default=0) for name in ("partial_budget", "scanned_best")
     )
-    return SlotsWanted(longest, budget, num_sequences + 1, num_best)
+    wanted = SlotsWanted(longest, budget, num_sequences + 1, num_best)
+    tried = next((entry.tries for entry in entries if entry.tries is not None), None)
+    return wanted if files is None or tried is None else with_tried(wanted, tried, files, None)
 
 
 def create_bench_drafter(name: str, target: TargetModel, costs: Costs, parts_folder: Path | None = None) -> Drafter:

@@ -63,7 +63,7 @@ def run_decode_bench(
     """Measure all engines at all positions; `report` gets a line about each stage. Raises BenchError, ModelError."""
     files = locate_model(options.model)
     check_length(files, options.positions[-1], options.num_tokens)
-    target = options.load(files, bench_slots(options.engines, _longest(files, options)))
+    target = options.load(files, bench_slots(options.engines, _longest(files, options), files=files))
     records = list(decode_records(target, options, report))
     results = {"results": [record.model_dump() for record in records]}
     options.write(results, target, num_warmup_tokens=NUM_WARMUP_TOKENS)

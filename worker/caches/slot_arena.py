@@ -44,6 +44,7 @@ class KVArena:
     """
 
     holds_all = True  # layers of all slots, so that rows may move from one to another
+    holds_engine = False  # whether an engine that is only tried has room beside it
     pool_size: PoolSize | None = None  # pages that all slots share; None where each has memory of its own
     pages: PageTable | None = None  # on the device, where entries of slots lie in pages of a pool
     states: StateBuffers | None = None  # of slots' layers that have some

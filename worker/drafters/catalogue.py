@@ -19,6 +19,7 @@ from swiftbatch.worker.model.model_files import (
     HEADS_FILE,
     MTP_FILE,
     PARTS_FOLDER,
+    ModelFiles,
     locate_model,
     model_folder,
     read_config,
@@ -142,14 +143,18 @@ class EngineEntry:
     draft_length: int = 0  # positions of the cache that its draft model has for each sequence
     reads_caches: bool = False  # as its drafters say it
     memory: str | None = None  # module:function of what it takes of a GPU beside that, by its part and the target
+    tries: str | None = None  # an engine that it drafts with by itself, where the model has what that needs
 
     def factory(self) -> DrafterFactory:
         """Return its `DrafterFactory`. Imports what that needs, torch among it."""
         return _function(self.place)  # type: ignore[no-any-return]
 
-    def memory_of(self, path: Path) -> DraftMemoryOf | None:
-        """Return the function of its GPU memory with the part at `path`; None where it takes no more than the part."""
-        return None if self.memory is None else functools.partial(_function(self.memory), path)
+    def memory_of(self, path: Path, files: ModelFiles) -> DraftMemoryOf | None:
+        """Return the function of its GPU memory with the part at `path` for a target of these files.
+
+        None where it takes no more than the part.
+        """
+        return None if self.memory is None else functools.partial(_function(self.memory), path, files)
 
 
 def _function(place: str) -> Any:
@@ -162,6 +167,7 @@ ENGINES = {
         ".drafters.two_level.auto:auto",
         "whatever brings most tokens: recycled candidates, repeats, or chains drawn with scanned keys",
         scanned_best=256,
+        tries=MTP.engine,
     ),
     "autoregressive": EngineEntry(
         ".drafters.autoregressive:AutoregressiveDrafter", "nothing: plain decoding, the baseline"
@@ -199,7 +205,10 @@ ENGINES = {
 }
 CHECKPOINT_ENGINES = {
     MTP.engine: EngineEntry(
-        ".papers.mtp.mtp:mtp", "the layer that predicts further tokens (MTP) of the checkpoint, or a trained one", MTP
+        ".papers.mtp.mtp:mtp",
+        "the layer that predicts further tokens (MTP) of the checkpoint, or a trained one",
+        MTP,
+        memory=".papers.mtp.predictor_memory:predictor_memory",
     ),
 }
 """Engines that `auto` drafts with by itself, where a checkpoint has what they need. Benchmarks take them by name."""

@@ -29,12 +29,8 @@ class DraftRequest(NamedTuple):
     overhead: float = 0.0  # seconds that a step of the engine takes beside forward and drafts, so far
 
 
-class WantedTree(NamedTuple):
-    """A tree that is to be drafted, of a size that the drafter has chosen."""
-
-    sequence: Sequence
-    max_nodes: int
-    max_depth: int
+WantedTree = tuple[Sequence, int, int]
+"""A tree that is to be drafted behind a sequence: most nodes and greatest depth, which the drafter has chosen."""
 
 
 @dataclass
@@ -68,7 +64,7 @@ class Learner:
     """
 
     needs_top_k: bool = False  # whether `Verification.top_ids` and `top_logprobs` must be filled
-    needs_hidden: bool = False  # whether `Verification.hidden` must be filled
+    needs_hidden: bool = False  # whether `Verification.hidden` may have to be filled
 
     def learn(self, rows: ReadRows) -> None:
         """Take in the target's candidates behind tokens that were only read. Called where `needs_top_k`."""
@@ -114,6 +110,11 @@ class Drafter(Learner, ABC):
     def wants_candidates(self) -> bool:
         """True if it is to learn candidates from the step that it proposed for; only where `needs_top_k`."""
         return self.needs_top_k
+
+    @property
+    def wants_hidden(self) -> bool:
+        """True if it is to hear hidden states of the step that it proposed for; only where `needs_hidden`."""
+        return self.needs_hidden
 
     @functools.cached_property
     def counters(self) -> DraftCounters:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.caches.cache_room import ITEM_SIZES
 from swiftbatch.worker.caches.memory.memory_plan import SlotsWanted
 from swiftbatch.worker.caches.memory.model_sizes import num_parameters, read_sizes
@@ -18,18 +19,32 @@ def slots_wanted(engine: str, files: ModelFiles, dtype: str, longest_job: int, p
 
     Raises ModelError as `check_parts` does.
     """
-    entry = engine_entry(engine)
+    entry, folder = engine_entry(engine), None if parts is None else Path(parts)
     wanted = SlotsWanted(longest_job, entry.partial_budget, scanned_best=entry.scanned_best)
+    if entry.tries is not None:
+        return with_tried(wanted, entry.tries, files, folder)
     if entry.part is None:
         return wanted
-    path = entry.part.find(files.name, files.path, files.fingerprint, None if parts is None else Path(parts))
-    return _with_part(wanted, entry, path, dtype, files.vocab_size)
+    path = entry.part.find(files.name, files.path, files.fingerprint, folder)
+    return _with_part(wanted, entry, path, dtype, files)
 
 
-def _with_part(wanted: SlotsWanted, entry: EngineEntry, path: Path, dtype: str, vocab_size: int) -> SlotsWanted:
-    if (engine := entry.memory_of(path)) is not None:
+def with_tried(wanted: SlotsWanted, engine: str, files: ModelFiles, parts_folder: Path | None) -> SlotsWanted:
+    """Add what an engine takes that is only tried: nothing where the model has not what it needs."""
+    entry = engine_entry(engine)
+    if entry.part is None:
+        return wanted
+    try:
+        path = entry.part.find(files.name, files.path, files.fingerprint, parts_folder)
+    except ModelError:
+        return wanted
+    return replace(wanted, engine=entry.memory_of(path, files), can_lack_engine=True)
+
+
+def _with_part(wanted: SlotsWanted, entry: EngineEntry, path: Path, dtype: str, files: ModelFiles) -> SlotsWanted:
+    if (engine := entry.memory_of(path, files)) is not None:
         return replace(wanted, engine=engine)
     if path.is_dir():
         return replace(wanted, draft=read_sizes(locate_model(str(path)), dtype), draft_length=entry.draft_length)
-    logit_bytes = NUM_ROWS * vocab_size * 4  # of the heads
+    logit_bytes = NUM_ROWS * files.vocab_size * 4  # of the heads
     return replace(wanted, part_bytes=num_parameters([path]) * ITEM_SIZES[dtype] + logit_bytes)

@@ -7,6 +7,7 @@ The spread stands for the error of the guess; these values accepted most of thos
 
 from __future__ import annotations
 
+import functools
 import heapq
 import math
 from collections.abc import Callable, Iterable
@@ -55,6 +56,7 @@ def grow_best_first(root_context: Context, expand: Expand[Context], max_nodes: i
     return DraftTree(token_ids, parents)
 
 
+NUM_KEPT_RULES = 1024  # each step asks for that of each job
 MIN_SPREAD = 0.25  # in logits; where the temperature is higher, the spread is the temperature
 
 
@@ -68,11 +70,15 @@ class RankingRule(NamedTuple):
 
 def ranking_rule(sampling: SamplingParams, with_noise: bool = True, spread: float | None = None) -> RankingRule:
     """Return the rule for sampling parameters; `spread` of the guesses' error where it is known, in logits."""
-    temperature = sampling.temperature
-    if temperature == 0 or sampling.top_k == 1:
+    return _rule(sampling.temperature, sampling.top_k, sampling.min_p, with_noise, spread)
+
+
+@functools.lru_cache(maxsize=NUM_KEPT_RULES)
+def _rule(temperature: float, top_k: int, min_p: float, with_noise: bool, spread: float | None) -> RankingRule:
+    if temperature == 0 or top_k == 1:
         return RankingRule(0.0, spread or MIN_SPREAD, -math.inf)
     # the highest logit is never cut, whichever token the guess has there
-    floor = temperature * math.log(sampling.min_p) if sampling.min_p > 0 else -math.inf
+    floor = temperature * math.log(min_p) if min_p > 0 else -math.inf
     return RankingRule(temperature if with_noise else 0.0, spread or max(MIN_SPREAD, temperature), floor)
 
 

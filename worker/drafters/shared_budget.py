@@ -12,7 +12,7 @@ from collections.abc import Sequence as Many
 
 import numpy as np
 
-from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest, WantedTree
+from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest, Verified, WantedTree
 from swiftbatch.worker.drafters.row_shares import NUM_ROWS, WORTH_DRAFTING, best_shares, rate_of
 from swiftbatch.worker.drafters.step_clock import StepClock
 from swiftbatch.worker.drafters.tree_budget import LOOK_CHOICE, NODE_CHOICES, PRIOR_ACCEPTANCE, NodeAcceptance
@@ -189,10 +189,7 @@ class SharedBudget:
     def observe(self, sequence: Sequence, num_draft_tokens: int, path: list[int]) -> None:
         """Learn from one verified tree whose accepted nodes are `path`; from an empty one, that a step went by."""
         self._count(num_draft_tokens)
-        if num_draft_tokens:
-            self._of(sequence).observe(num_draft_tokens, path)
-        else:
-            self._of(sequence).went_by(is_drafted=False)
+        self._of(sequence).observe(num_draft_tokens, path)
 
     def forget(self, sequence: Sequence) -> None:
         """Forget a sequence that has left; what it was like counts for those to come."""
@@ -276,9 +273,9 @@ class SharedBudget:
         return self._forward_seconds[sizes]
 
     def _of(self, sequence: Sequence) -> NodeAcceptance:
-        if sequence.sequence_id not in self._own:
-            self._own[sequence.sequence_id] = NodeAcceptance(self._mean, self._left)
-        return self._own[sequence.sequence_id]
+        if (own := self._own.get(sequence.sequence_id)) is None:
+            own = self._own[sequence.sequence_id] = NodeAcceptance(self._mean, self._left)
+        return own
 
 
 def lengths_of(requests: list[DraftRequest]) -> np.ndarray:
@@ -322,7 +319,7 @@ class BudgetedDrafter(RestingDrafter):
 
     def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
         if self.budget is None:
-            return self.trees([WantedTree(r.sequence, r.max_nodes, r.max_depth) for r in requests])
+            return self.trees([(r.sequence, r.max_nodes, r.max_depth) for r in requests])
         if self.budget.rests(requests):
             self.is_drafting = False
             return [DraftTree()] * len(requests)
@@ -333,7 +330,7 @@ class BudgetedDrafter(RestingDrafter):
     def sized_trees(self, requests: list[DraftRequest], sizes: list[int]) -> list[DraftTree]:
         """Grow trees of at most these numbers of nodes, one for each request."""
         given = zip(requests, sizes, strict=True)
-        wanted = [WantedTree(request.sequence, size, request.max_depth) for request, size in given if size]
+        wanted = [(request.sequence, size, request.max_depth) for request, size in given if size]
         trees = iter(self.trees(wanted) if wanted else ())
         return [next(trees) if size else DraftTree() for size in sizes]
 
@@ -345,8 +342,13 @@ class BudgetedDrafter(RestingDrafter):
         return 0 if self.budget is None else self.budget.rest(most)
 
     def update(self, sequence: Sequence, verification: Verification) -> None:
+        self.observe([(sequence, verification)])
+
+    def observe(self, verified: Many[Verified]) -> None:
+        """Let the budget learn from the trees of a verified step."""
         if self.budget is not None:
-            self.budget.observe(sequence, verification.num_proposed_tokens, verification.proposed_path)
+            for sequence, verification in verified:
+                self.budget.observe(sequence, verification.num_proposed_tokens, verification.proposed_path)
 
     def stop(self, sequence: Sequence) -> None:
         if self.budget is not None:

@@ -82,7 +82,7 @@ class NodeAcceptance:
 
     def observe(self, num_draft_tokens: int, path: list[int]) -> None:
         """Learn from one verified tree whose accepted nodes are `path`; from an empty one, that a step went by."""
-        self.went_by(num_draft_tokens > 0, len(path))
+        self._looks.observe(num_draft_tokens > 0, len(path))
         self.learn(num_draft_tokens, path)
 
     def went_by(self, is_drafted: bool, num_accepted: int = 0) -> None:
@@ -103,9 +103,9 @@ class NodeAcceptance:
         if num_draft_tokens == 0:
             return
         self.num_steps += 1
-        rate = max(LEARNING_RATE, 1.0 / (PRIOR_STEPS + self.num_steps))
-        for node in range(min(num_draft_tokens, TILE_ROWS)):
-            self.shares[node] += rate * ((node in path) - self.shares[node])
+        rate, shares = max(LEARNING_RATE, 1.0 / (PRIOR_STEPS + self.num_steps)), self.shares
+        for node, share in enumerate(shares[: min(num_draft_tokens, TILE_ROWS)]):
+            shares[node] = share + rate * ((node in path) - share)
 
     def looked_at(self, choice: int, num_choices: int, can_be_none: bool = True) -> int:
         """The choice to draft with in a step where `choice` pays most: now and then a larger one, to learn of it.

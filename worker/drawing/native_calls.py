@@ -23,6 +23,7 @@ from swiftbatch.worker.drawing.adjustments import (
 )
 from swiftbatch.worker.drawing.filters.filter_list import NUMBERS, filter_numbers
 from swiftbatch.worker.drawing.token_rules import num_mask_words
+from swiftbatch.worker.kernels.addresses import address_of
 from swiftbatch.worker.kernels.instruction_sets import KernelError, chosen_variant, load_library
 
 if TYPE_CHECKING:
@@ -172,14 +173,6 @@ def check_masks(masks: np.ndarray, num_rows: int, vocab_size: int) -> None:
     shape = (num_rows, num_mask_words(vocab_size))
     if masks.shape != shape or masks.dtype != np.uint32 or not masks.flags.c_contiguous:
         raise ValueError(f"masks {list(masks.shape)} are {masks.dtype}; expected {list(shape)} uint32 side by side")
-
-
-def address_of(array: np.ndarray | None) -> int | None:
-    """The address of an array; None without one."""
-    if array is None:
-        return None
-    address: int = array.__array_interface__["data"][0]
-    return address
 
 
 _of_thread = threading.local()

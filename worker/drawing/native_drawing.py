@@ -21,7 +21,6 @@ from swiftbatch.worker.drawing.native_calls import (
     CPenaltyWindow,
     CTreeWalk,
     NativeAdjustments,
-    address_of,
     check_counts,
     check_logits,
     check_masks,
@@ -30,6 +29,7 @@ from swiftbatch.worker.drawing.native_calls import (
     scratch,
 )
 from swiftbatch.worker.drawing.verification import TOP_K, Walk
+from swiftbatch.worker.kernels.addresses import address_of
 
 if TYPE_CHECKING:
     from swiftbatch.worker.drawing.sequence import Sequence

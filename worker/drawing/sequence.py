@@ -68,6 +68,12 @@ class Sequence:
         token_id: int = self._buffer.item(self._length - 1)
         return token_id
 
+    @property
+    def last_token_ids(self) -> tuple[int, int]:
+        """The newest token behind the one before it; a single one is its own neighbour."""
+        last = self._length - 1
+        return self._buffer.item(last - 1 if last else 0), self._buffer.item(last)
+
     def token_id(self, position: int) -> int:
         """The token at a position below the length."""
         token_id: int = self._buffer.item(position)

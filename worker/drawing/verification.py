@@ -40,7 +40,9 @@ class Verification(NamedTuple):
 
     @property
     def num_proposed_tokens(self) -> int:
-        return len(self.tree) + self.num_left_out - (self.numbers or []).count(GUESSED)
+        if self.numbers is None:
+            return len(self.tree.token_ids) + self.num_left_out
+        return len(self.tree) + self.num_left_out - self.numbers.count(GUESSED)
 
     @property
     def proposed_path(self) -> list[int]:

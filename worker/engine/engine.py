@@ -112,7 +112,8 @@ class Engine:
         A sequence whose `finish_reason` is set afterwards is done, or its `error` says why it can't go on; `stop` it.
         """
         unfinished = [slot for slot in self._slots.values() if slot.sequence.finish_reason is None]
-        if any(slot.num_unread for slot in unfinished):
+        unread = [slot for slot in unfinished if slot.num_unread]
+        if unread:
             self._reader.read_ahead(unfinished)
             ready = [slot for slot in unfinished if not slot.num_unread]
         else:
@@ -124,7 +125,8 @@ class Engine:
             results = [(slot.sequence, self._extended(slot, walk)) for slot, walk in zip(ready, run, strict=True)]
             self._update(results)
             return results
-        riders = self._reader.riders(unfinished, sum(1 + len(each.tree) for each in trees), len(ready))
+        num_rows = len(trees) + sum([len(each.tree.token_ids) for each in trees])
+        riders = self._reader.riders(unread, num_rows, len(ready))
         outputs, walks = self._verify(ready, trees, riders)
         results = self._commit(ready, trees, outputs, walks)
         self._update(results)
@@ -189,19 +191,22 @@ class Engine:
     def _commit(
         self, ready: list[Slot], trees: list[ConstrainedTree], outputs: StepOutputs, walks: list[Walk]
     ) -> list[tuple[Sequence, Verification]]:
-        results = []
+        results, kind = [], self.drafter.draft_kind
         with timed(self.counters.step_seconds, "commit"), self.target.moving_together():
             for number, (slot, tree, walk) in enumerate(zip(ready, trees, walks, strict=True)):
                 try:
                     walked = slot.up_to_its_end(walk)
-                    results.append((slot.sequence, self._taken(slot, tree, outputs, number, walked)))
+                    results.append((slot.sequence, self._taken(slot, tree, outputs, number, walked, kind)))
                 except (NotFiniteError, ConstraintError) as error:  # this sequence's fault alone
                     slot.sequence.finish_reason, slot.sequence.error = ERROR, str(error)
                     slot.sequence.error_code = NOT_FINITE if isinstance(error, NotFiniteError) else NOTHING_LEFT
+            self._count(results, kind)
         return results
 
-    def _taken(self, slot: Slot, given: ConstrainedTree, outputs: StepOutputs, number: int, walk: Walk) -> Verification:
-        """Commit the accepted path and the bonus token of sequence `number` of a step.
+    def _taken(
+        self, slot: Slot, given: ConstrainedTree, outputs: StepOutputs, number: int, walk: Walk, draft_kind: str
+    ) -> Verification:
+        """Commit the accepted path and the bonus token of sequence `number` of a step, whose drafts are of a kind.
 
         Raises NotFiniteError where one could not be drawn, and ConstraintError where none may come.
         """
@@ -217,23 +222,27 @@ class Engine:
         row_token_ids = [sequence.last_token_id, *tree.token_ids]
         slot.cache.commit(path)
         sequence.extend(drawn)
-        kind = self._count(tree, walk)
-        hidden = rows_of_path(outputs.hidden[number], path) if self.drafter.needs_hidden else None
+        kind = draft_kind if tree.token_ids else "none"
+        hidden = rows_of_path(outputs.hidden[number], path) if self.drafter.wants_hidden else None
         ids, logprobs = candidates or (None, None)
         return Verification(  # by names it would take twice as long
             tree, path, drawn, row_token_ids, ids, logprobs, hidden, kind, given.numbers, given.num_left_out
         )
 
-    def _count(self, tree: DraftTree, walk: Walk) -> str:
-        """Count what a walk has brought; returns the kind of its drafts."""
-        counters, num_tokens = self.counters, len(walk.drawn)
-        counters.num_generation_tokens += num_tokens
-        kind = "none"
-        if tree.token_ids:
-            kind = self.drafter.draft_kind
-            counters.count_draft(len(tree), len(walk.path))
-        counters.num_tokens_by_draft[kind] += num_tokens
-        return kind
+    def _count(self, results: list[tuple[Sequence, Verification]], kind: str) -> None:
+        """Count what a step has brought whose drafts, where there are some, are of a kind."""
+        counters, num_drafted, num_plain = self.counters, 0, 0
+        for _, verification in results:
+            num_tokens, draft_ids = len(verification.committed_ids), verification.tree.token_ids
+            if draft_ids:
+                num_drafted += num_tokens
+                counters.count_draft(len(draft_ids), len(verification.path))
+            else:
+                num_plain += num_tokens
+        counters.num_generation_tokens += num_drafted + num_plain
+        for name, num_tokens in ((kind, num_drafted), ("none", num_plain)):
+            if num_tokens:
+                counters.num_tokens_by_draft[name] += num_tokens
 
     def _update(self, results: list[tuple[Sequence, Verification]]) -> None:
         with timed(self.counters.step_seconds, "commit"):
@@ -247,10 +256,16 @@ class Engine:
 
 
 def _request(slot: Slot, overhead: float) -> DraftRequest:
-    max_depth = min(max_tree_depth(slot.cache.length), slot.sequence.num_remaining_tokens - 1)
-    return DraftRequest(slot.sequence, MAX_TREE_NODES, max(0, max_depth), overhead)
+    sequence = slot.sequence
+    max_depth = min(max_tree_depth(slot.cache.length), sequence.num_remaining_tokens - 1)
+    return DraftRequest(sequence, MAX_TREE_NODES, max_depth if max_depth > 0 else 0, overhead)
 
 
 def rows_of_path(hidden: torch.Tensor, path: list[int]) -> torch.Tensor:
-    """The hidden states of root and accepted nodes, `[1 + num_accepted, hidden]`; no list that a GPU waits for."""
+    """The hidden states of root and accepted nodes, `[1 + num_accepted, hidden]`; no list that a GPU waits for.
+
+    Where these lie side by side, nothing is copied.
+    """
+    if not path or path[-1] == len(path) - 1:  # nodes increase
+        return hidden[: 1 + len(path)]
     return torch.stack([hidden[0], *(hidden[node + 1] for node in path)])

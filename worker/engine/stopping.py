@@ -45,6 +45,8 @@ class StopRule:
         self._num_remaining -= 1
         self._num_before_stop -= 1
         self._last = token_id
+        if self._num_remaining > 0 and token_id not in self._ending_token_ids and not self.looks_back:
+            return None  # as most often, and asked for each token
         if self._search is not None:
             self._has_stop_string = self._search.push(token_id)
         if self._loops is not None:

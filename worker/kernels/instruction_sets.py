@@ -64,6 +64,8 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {  # what comes back, what goes i
     "griffin_head": (None, [POINTER, POINTER, INT, POINTER, POINTER, POINTER]),
     "recycling_grow": (None, [POINTER, POINTER, LONG, POINTER, POINTER, POINTER]),
     "recycling_write": (LONG, [*[POINTER] * 7, LONG, POINTER]),
+    "tree_tails": (INT, [*[POINTER] * 4, LONG, POINTER, POINTER]),
+    "table_fill": (INT, [POINTER, POINTER, LONG, *[POINTER] * 7]),
 }
 
 
@@ -162,6 +164,13 @@ def load_library(variant: str) -> ctypes.CDLL:
     if not library.kernels_usable():
         raise KernelError(f"kernels for {variant}: this system does not let a process use them")
     return library
+
+
+@functools.cache
+def chosen_library() -> ctypes.CDLL | None:
+    """The library of the instruction set in use when this process first asked; None for none. Each step asks."""
+    variant = chosen_variant()
+    return None if variant is None else load_library(variant)
 
 
 def open_library(path: Path) -> ctypes.CDLL:

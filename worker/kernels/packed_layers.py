@@ -75,6 +75,14 @@ class CForwardCall(ctypes.Structure):
     )
 
 
+def check_layers(sizes: DecoderSizes, layers: list[LayerWeights]) -> None:
+    """Raise ValueError for other layers than those of a decoder of these sizes."""
+    if len(layers) != sizes.num_layers:
+        raise ValueError(f"found {len(layers)} layers, expected {sizes.num_layers}")
+    check_weights((each for layer in layers for each in shapes(sizes, layer)), sizes.dtype)
+    check_weights((each for layer in layers for each in _floats(sizes, layer)), torch.float32)
+
+
 class NativeLayers:
     """Layers packed for the kernels, and forwards through them over the rows of any number of sequences."""
 
@@ -83,10 +91,7 @@ class NativeLayers:
 
         Raises ValueError for weights that do not fit together, and takes none then.
         """
-        if len(layers) != sizes.num_layers:
-            raise ValueError(f"found {len(layers)} layers, expected {sizes.num_layers}")
-        check_weights((each for layer in layers for each in shapes(sizes, layer)), sizes.dtype)
-        check_weights((each for layer in layers for each in _floats(sizes, layer)), torch.float32)
+        check_layers(sizes, layers)
         self.sizes = sizes
         self._conv_width = conv_width_of(layers)
         self._attending = [number for number, layer in enumerate(layers) if layer.attends]

@@ -13,8 +13,9 @@ import numpy as np
 import torch
 
 from swiftbatch.worker.drawing.draft_tree import DraftTree
-from swiftbatch.worker.drawing.native_calls import CTreeWalk, address_of, scratch
+from swiftbatch.worker.drawing.native_calls import CTreeWalk, scratch
 from swiftbatch.worker.drawing.native_drawing import NativeSampler
+from swiftbatch.worker.kernels.addresses import address_of
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK
 from swiftbatch.worker.kernels.native_decoder import NativeDecoder
 from swiftbatch.worker.kernels.packed_layers import CForwardCall

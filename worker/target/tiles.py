@@ -7,9 +7,11 @@ from that boundary on are gathered for each row in position order, in a window o
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
+from itertools import chain
 from typing import ClassVar
 
 import numpy as np
@@ -17,6 +19,8 @@ import torch
 
 from swiftbatch.worker.caches.full_cache import FullKVCache
 from swiftbatch.worker.drawing.draft_tree import ROOT, DraftTree
+from swiftbatch.worker.kernels.addresses import address_of
+from swiftbatch.worker.kernels.instruction_sets import chosen_library
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK, FEWEST_COLUMNS, MIN_ROWS, TILE_ROWS
 
 PLACES = np.arange(BLOCK)  # in a tail
@@ -87,8 +91,22 @@ def tails(starts: Many[int], roots: Many[int], trees: Many[DraftTree]) -> tuple[
     """Entries `[num_rows, BLOCK]` from each `start` up to each row of a tree; how many are real.
 
     A tree's root is at entry `root`, and nodes stand behind it, in their order. A row sees its ancestors alone; what is
-    not real repeats `start`.
+    not real repeats `start`. Raises ValueError where compiled kernels find a parent behind its node, or no room.
     """
+    if (library := chosen_library()) is None:
+        return tails_in_python(starts, roots, trees)
+    all_parents = [tree.parents for tree in trees]
+    given = array("q", [*starts, *roots, *map(len, all_parents), *chain.from_iterable(all_parents)])
+    num_trees, num_rows = len(trees), len(given) - 2 * len(trees)
+    entries, lengths = np.empty((num_rows, BLOCK), dtype=np.int64), array("q", bytes(8 * num_rows))
+    numbers = [given.buffer_info()[0] + 8 * num_trees * part for part in range(4)]
+    if not library.tree_tails(*numbers, num_trees, address_of(entries), lengths.buffer_info()[0]):
+        raise ValueError(f"found trees with nodes in front of their parents, or paths that {BLOCK} entries do not hold")
+    return entries, lengths.tolist()
+
+
+def tails_in_python(starts: Many[int], roots: Many[int], trees: Many[DraftTree]) -> tuple[np.ndarray, list[int]]:
+    """Make what `tails` does where no kernels were compiled."""
     befores, lengths = list[int](), list[int]()
     places, nodes = list[int](), list[int]()  # where nodes' entries go, and these
     for start, root, tree in zip(starts, roots, trees, strict=True):

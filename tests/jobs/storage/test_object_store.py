@@ -40,7 +40,7 @@ def test_a_small_file_is_one_request_and_a_big_one_goes_up_in_parts(s3_store: St
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("fault", ["unavailable", "lost"])
-@pytest.mark.parametrize("size", [1000, 6_000_000, 25_000_000])
+@pytest.mark.parametrize("size", [1000, 6_000_000, 12_000_000])
 def test_a_write_that_fails_at_any_request_leaves_the_old_file_or_the_new_one(
     s3_store: Store, s3_proxy: FaultProxy, size: int, fault: Fault
 ) -> None:

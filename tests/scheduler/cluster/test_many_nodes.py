@@ -20,6 +20,7 @@ from tests.jobs.checkpoints.checkpoint_parts import logged_jobs
 from tests.scheduler.commands.submit_parts import submit_file
 from tests.scheduler.driving import DEADLINE_SECONDS, Driver, bodies, outputs, swiftbatch
 from tests.scheduler.runs.extension_parts import run_all
+from tests.worker.session.session_parts import PLAINLY
 
 pytestmark = pytest.mark.ray
 
@@ -48,7 +49,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The results of all jobs in one session that nothing disturbs, without Ray."""
     folder = tmp_path_factory.mktemp("undisturbed")
     run = submit_file(write_jobs(folder / "jobs.jsonl", JOBS), str(folder / "run")).run
-    run_all(run, Path(run.manifest.model), dtype=run.manifest.dtype)
+    run_all(run, Path(run.manifest.model), dtype=run.manifest.dtype, **PLAINLY)
     run.write_output()
     return outputs(Path(run.store.uri))
 

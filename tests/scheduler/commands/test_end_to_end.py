@@ -23,6 +23,7 @@ from tests.scheduler.commands.command_parts import write_jobs
 from tests.scheduler.commands.submit_parts import submit_file
 from tests.scheduler.driving import wait_until
 from tests.scheduler.runs.extension_parts import run_all
+from tests.worker.session.session_parts import PLAINLY
 
 pytestmark = pytest.mark.ray
 
@@ -120,7 +121,7 @@ def undisturbed(jobs_file: str, tiny_model: Path, tmp_path_factory: pytest.TempP
     """The results of the jobs in one session that nothing disturbs, without Ray."""
     said = {"model": str(tiny_model), "dtype": "float32", "num_threads": 1}
     run = submit_file(jobs_file, str(tmp_path_factory.mktemp("undisturbed") / "run"), **said).run
-    run_all(run, tiny_model)
+    run_all(run, tiny_model, **PLAINLY)
     run.write_output()
     found = outputs(Path(run.store.uri))
     assert [entry[2] for entry in found.values()] == [NUM_TOKENS, NUM_TOKENS, NUM_TOKENS, 40]

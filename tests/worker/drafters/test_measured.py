@@ -10,6 +10,7 @@ import torch
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.caches.full_cache import FullKVCache
 from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest
+from swiftbatch.worker.drafters.two_level import faster_drafter
 from swiftbatch.worker.drafters.two_level.auto import auto
 from swiftbatch.worker.drafters.two_level.faster_drafter import FIRST_TURN, TRIAL, MeasuredDrafter
 from swiftbatch.worker.drafters.two_level.repeating import RepeatingDrafter
@@ -88,3 +89,35 @@ def test_a_way_that_is_faster_is_stayed_with_and_a_slower_one_is_tried_for_a_tur
     assert not any(fast[:FIRST_TURN])
     assert all(fast[FIRST_TURN : FIRST_TURN + TRIAL + 30])
     assert sum(slow[: FIRST_TURN + TRIAL + 30]) == TRIAL
+
+
+class Distant(Predicting):
+    """Notes at which positions it hears hidden states."""
+
+    def start(self, sequence: Sequence, cache: FullKVCache) -> None:
+        self.positions = set[int]()
+
+    def read(self, sequence: Sequence, position: int, hidden: torch.Tensor) -> None:
+        self.positions |= set(range(position, position + len(hidden)))
+
+
+def test_hidden_states_are_taken_of_what_is_read_and_near_the_steps_that_predict_alone(
+    small: TargetModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(faster_drafter, "HEARD", 8)
+    repeating, predicting = auto(small, free_rows, None), Distant()
+    assert isinstance(repeating, RepeatingDrafter)
+    drafter = MeasuredDrafter(repeating, predicting, Clock(1.0))
+    engine = Engine(small, drafter)
+    sampling = SamplingParams(max_tokens=200, temperature=1.0, seed=3, ignore_eos=True)
+    sequence = Sequence("a", [1, 2, 3, 4, 5], sampling, small.vocab_size)
+    engine.start(sequence)
+    expected, num_steps = set(range(4)), 0
+    while num_steps < FIRST_TURN + TRIAL + 30:
+        before, num_steps = len(sequence), num_steps + 1
+        engine.step()
+        assert drafter.is_predicting == (FIRST_TURN < num_steps <= FIRST_TURN + TRIAL)
+        if FIRST_TURN - 8 < num_steps <= FIRST_TURN + TRIAL:
+            expected |= set(range(before - 1, len(sequence) - 1))
+    assert sequence.finish_reason is None
+    assert predicting.positions == expected

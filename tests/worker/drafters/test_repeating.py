@@ -98,7 +98,7 @@ def test_a_repeat_is_followed_as_it_goes_on() -> None:
 def test_another_n_gram_in_the_same_bucket_is_no_repeat() -> None:
     tokens = [10, 11, 12, 13, 14, 15, 20, 21, 22, 14, 15]
     text = RepeatedText(sequence_of(tokens), RepeatShares())
-    text._begin(np.array(tokens), tokens[-4:], place=6)  # behind 14, 15
+    text._begin(np.array(tokens), len(tokens), tokens[-4:], place=6)  # behind 14, 15
     assert text.num_matched == 0
 
 

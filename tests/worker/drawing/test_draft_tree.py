@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import pytest
 import torch
 
 from swiftbatch.worker.caches.full_cache import CacheShape, FullKVCache
 from swiftbatch.worker.drawing.draft_tree import DraftTree
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK, TILE_ROWS
-from swiftbatch.worker.target.tiles import chain_rows, max_tree_depth, pack_tiles, tree_rows
+from swiftbatch.worker.target.tiles import chain_rows, max_tree_depth, pack_tiles, tails, tails_in_python, tree_rows
+from tests.worker.kernels.kernel_parts import needs_kernels, random_tree
 
 SHAPE = CacheShape(2, 1, 4, torch.float32, torch.device("cpu"))
 TREE = DraftTree([10, 11, 12, 13, 14], [-1, -1, 0, 2, 1])
@@ -56,3 +60,26 @@ def test_commit_moves_the_accepted_path_next_to_the_root_and_forgets_the_rest() 
 def test_rolling_back_beyond_the_cache_is_refused() -> None:
     with pytest.raises(ValueError, match="cannot roll back to 9: 8 positions"):
         cache_at(8).roll_back(9)
+
+
+@needs_kernels
+@pytest.mark.parametrize("seed", range(5))
+def test_tails_that_c_makes_are_those_of_python(seed: int) -> None:
+    numbers = random.Random(seed)
+    roots = [numbers.randrange(1000) for _ in range(9)]
+    trees = [random_tree(numbers, numbers.randrange(20), root, 50) for root in roots]
+    starts = [root // BLOCK * BLOCK for root in roots]
+    entries, lengths = tails(starts, roots, trees)
+    expected, expected_lengths = tails_in_python(starts, roots, trees)
+    assert np.array_equal(entries, expected)
+    assert entries.dtype == expected.dtype
+    assert lengths == expected_lengths
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "tree", [DraftTree([5, 6], [1, -1]), DraftTree([5], [-2]), DraftTree([5], [0]), DraftTree.chain([5] * BLOCK)]
+)
+def test_a_tree_that_c_cannot_lay_out_is_refused(tree: DraftTree) -> None:
+    with pytest.raises(ValueError, match="found trees with nodes in front of their parents, or paths that 64"):
+        tails([BLOCK, BLOCK], [BLOCK + 3, BLOCK], [DraftTree(), tree])

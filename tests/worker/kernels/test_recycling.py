@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.drafters.drafter_interface import WantedTree
 from swiftbatch.worker.drafters.recycling import token_recycling
 from swiftbatch.worker.drafters.recycling.native_recycler import MOST_NODES, NativeRecycling, TextCandidates
 from swiftbatch.worker.drafters.recycling.recycling_tables import RecyclingTables
@@ -73,7 +72,7 @@ def native(variant: str, with_noise: bool = True) -> Callable[[RecyclingTables],
 
 
 def tree_of(recycler: Recycler, text: Sequence, max_nodes: int, max_depth: int) -> DraftTree:
-    return recycler.trees([WantedTree(text, max_nodes, max_depth)])[0]
+    return recycler.trees([(text, max_nodes, max_depth)])[0]
 
 
 def sequence(params: SamplingParams, *token_ids: int, vocab_size: int = VOCAB) -> Sequence:
@@ -212,7 +211,7 @@ def test_texts_of_a_step_are_taken_in_and_drafted_for_as_if_each_came_alone(vari
         for text in step:
             recyclers[1].write([text])
     assert all(np.array_equal(a, b) for a, b in zip(arrays_of(together), arrays_of(alone), strict=True))
-    wanted = [WantedTree(text, 7 * number % 40, 1 + number) for number, text in enumerate(sequences(SAMPLED))]
+    wanted = [(text, 7 * number % 40, 1 + number) for number, text in enumerate(sequences(SAMPLED))]
     assert recyclers[0].trees(wanted) == [tree_of(recyclers[1], *each) for each in wanted]
 
 

@@ -63,6 +63,10 @@ def session(run: Run, model: Path, metrics_port: int | None = None, **changes: A
     return WorkerSession(config, made_with(run, model).store.uri, "w0", metrics_port)
 
 
+# plain decoding that writes no checkpoint on its way: of a text that nothing disturbs
+PLAINLY: dict[str, Any] = {"engine": "autoregressive", "checkpoint_seconds": 600.0, "checkpoint_tokens": 100_000}
+
+
 def claimed(run: Run, job: JobRecord, num_reported_tokens: int = 0) -> Assignment:
     """The next attempt at a job, numbered 1, 2, ... as in older runs; those before count as lost."""
     put_logs_in_place(run)
@@ -132,7 +136,7 @@ def undisturbed_digest(folder: Path, model: Path, job: JobRecord, **changes: Any
 def undisturbed_body(folder: Path, model: Path, job: JobRecord, **changes: Any) -> dict[str, Any]:
     """The result of a job by plain decoding, in a run of its own that nothing disturbs."""
     run = make_run(folder)
-    to_the_end(session(run, model, engine="autoregressive", **changes), claimed(run, job))
+    to_the_end(session(run, model, **PLAINLY | changes), claimed(run, job))
     return body(run, job)
 
 

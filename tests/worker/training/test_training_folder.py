@@ -33,20 +33,42 @@ import sys
 from pathlib import Path
 from swiftbatch.worker.training.training_folder import held
 
-with held(Path(sys.argv[1])):
-    print("held", flush=True)
-    sys.stdin.readline()
+while folder := sys.stdin.readline().rstrip():
+    with held(Path(folder)):
+        print("held", flush=True)
+        sys.stdin.readline()
+    print("free", flush=True)
 """
 
 
 @contextmanager
-def held_elsewhere(folder: Path) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-c", HOLDS, str(folder)]
+def another_process() -> Iterator[subprocess.Popen[str]]:
+    """It holds the folder that its input names, to the next line."""
+    command = [sys.executable, "-c", HOLDS]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "held\n"
         yield process
-        process.communicate("\n")
+
+
+@pytest.fixture(scope="module")
+def other() -> Iterator[subprocess.Popen[str]]:
+    """One for all tests, since it imports torch."""
+    with another_process() as process:
+        yield process
+
+
+def answer(other: subprocess.Popen[str], line: str) -> str:
+    assert other.stdin is not None
+    assert other.stdout is not None
+    other.stdin.write(f"{line}\n")
+    other.stdin.flush()
+    return other.stdout.readline()
+
+
+@contextmanager
+def held_by(other: subprocess.Popen[str], folder: Path) -> Iterator[None]:
+    assert answer(other, str(folder)) == "held\n"
+    yield
+    assert answer(other, "") == "free\n"
 
 
 def target(books: Path, output: Path, model: str) -> None:
@@ -74,10 +96,10 @@ TRAININGS = (target, heads, draft, griffin, everything)
 
 @pytest.mark.parametrize("training", TRAININGS)
 def test_a_training_of_any_kind_is_refused_where_one_is_at_work(
-    books: Path, tmp_path: Path, tiny_model: Path, training: Callable[..., Any]
+    books: Path, tmp_path: Path, tiny_model: Path, training: Callable[..., Any], other: subprocess.Popen[str]
 ) -> None:
     output = tmp_path / "output"
-    with held_elsewhere(output) as other:
+    with held_by(other, output):
         with pytest.raises(ModelError) as refusal:
             training(books, output, str(tiny_model))
         assert other.poll() is None
@@ -90,15 +112,18 @@ def test_a_training_of_any_kind_is_refused_where_one_is_at_work(
 
 
 @pytest.mark.parametrize("part", [PARTS_FOLDER, f"{PARTS_FOLDER}/{DRAFT_FOLDER}"])
-def test_all_of_them_begin_only_where_nobody_trains_a_part(books: Path, tmp_path: Path, part: str) -> None:
+def test_all_of_them_begin_only_where_nobody_trains_a_part(
+    books: Path, tmp_path: Path, part: str, other: subprocess.Popen[str]
+) -> None:
     output = tmp_path / "model"
-    with held_elsewhere(output / part), pytest.raises(ModelError, match=f"output {output / part}: another process is"):
+    with held_by(other, output / part), pytest.raises(ModelError, match=f"output {output / part}: another process is"):
         everything(books, output, "")
     assert not list(output.rglob("*.safetensors"))
 
 
 def test_the_folder_of_a_killed_training_is_free_at_once_and_keeps_what_is_in_it(tmp_path: Path) -> None:
-    with held_elsewhere(tmp_path / "output") as other:
+    with another_process() as other:
+        assert answer(other, str(tmp_path / "output")) == "held\n"
         (tmp_path / "output" / "state.pt").write_text("half of it")
         other.kill()
         other.wait()
@@ -108,10 +133,12 @@ def test_the_folder_of_a_killed_training_is_free_at_once_and_keeps_what_is_in_it
     assert [path.name for path in (tmp_path / "output").iterdir()] == ["state.pt"]
 
 
-def test_a_training_that_is_a_part_of_another_one_is_not_in_its_way(tmp_path: Path) -> None:
+def test_a_training_that_is_a_part_of_another_one_is_not_in_its_way(
+    tmp_path: Path, other: subprocess.Popen[str]
+) -> None:
     with held(tmp_path / "output"), held(tmp_path / "other" / ".." / "output"):
         assert (tmp_path / "output" / ".training.lock").exists()
-    with held_elsewhere(tmp_path / "output"):
+    with held_by(other, tmp_path / "output"):
         pass
 
 

@@ -15,8 +15,8 @@ from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.caches.full_cache import FullKVCache
 from swiftbatch.worker.drawing import native_drawing as sampling
 from swiftbatch.worker.drawing.draft_tree import DraftTree
-from swiftbatch.worker.drawing.native_calls import address_of
 from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.kernels.addresses import address_of
 from swiftbatch.worker.kernels.compute_threads import ELEMENTS, Team
 from swiftbatch.worker.kernels.decoder_weights import DecoderSizes
 from swiftbatch.worker.kernels.kernel_sizes import LANES

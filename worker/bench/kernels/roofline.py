@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from swiftbatch.worker.drawing.native_calls import address_of
+from swiftbatch.worker.kernels.addresses import address_of
 
 LARGEST, SMALLEST = 1 << 28, 1 << 18  # bytes of memory that are read: from beyond every cache, to all within
 NUM_READ = 1 << 26  # bytes of a reading, at least

@@ -85,6 +85,7 @@ class DraftMemory:
     part_bytes: int = 0  # its trained parts
     slot_bytes: int = 0  # what it keeps for a slot
     num_scanned: int | None = None  # jobs whose texts have room to be scanned, among `part_bytes`; None: all
+    has_engine: bool = False  # what `SlotsWanted.engine` takes is among it
 
 
 NO_DRAFTS = DraftMemory()
@@ -104,6 +105,7 @@ class SlotsWanted:
     draft: ModelSizes | None = None  # sizes of a draft model, whose caches have `draft_length` positions a slot
     draft_length: int = 0
     engine: DraftMemoryOf | None = None  # what the engine takes beside that
+    can_lack_engine: bool = False  # where that has no room, there are other drafts
     host_bytes: int | None = None  # host memory that caches may lie in; None: they lie on the GPU
     num_unwritten: int | None = None  # positions that checkpoints lag by, where caches forget; None: they forget none
 
@@ -235,8 +237,14 @@ def one_slot(sizes: ModelSizes, gpu: GPUMemory, longest_job: int, drafts: DraftM
 
 def draft_model_memory(sizes: ModelSizes, length: int, num_rows: int = NUM_ROWS) -> DraftMemory:
     """A small model beside the target, with one slot more than that; its tokens are drawn in the target's buffers."""
-    plan = one_slot(sizes, GPUMemory(0, draft_splits(length), num_rows=num_rows), length)
-    once = plan.weight_bytes + plan.scratch_bytes + _row_bytes(sizes, num_rows, DECODED_BYTES) + plan.slot_bytes
+    model = decoder_memory(sizes, GPUMemory(0, draft_splits(length), num_rows=num_rows), length)
+    return DraftMemory(model.part_bytes + model.slot_bytes, model.slot_bytes)
+
+
+def decoder_memory(sizes: ModelSizes, gpu: GPUMemory, length: int) -> DraftMemory:
+    """A decoder beside the target, with as many slots of so many positions, whose logits are only decoded."""
+    plan = one_slot(sizes, gpu, length)
+    once = plan.weight_bytes + plan.scratch_bytes + _row_bytes(sizes, gpu.num_rows, DECODED_BYTES)
     return DraftMemory(once, plan.slot_bytes)
 
 

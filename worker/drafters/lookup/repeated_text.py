@@ -60,11 +60,11 @@ class RepeatedText:
         self._num_tokens = len(sequence)
         self.num_matched = 0  # tokens that the end agrees with; 0: it repeats nothing
         self._source = 0  # the place that the next token would be repeated from
+        self._ngram: list[int] = sequence.token_ids[-NGRAM:].tolist()  # the last tokens
         self._index(sequence.token_ids)
         if len(sequence) >= NGRAM:
-            ngram = sequence.token_ids[-NGRAM:].tolist()
-            bucket = self._bucket(ngram)
-            self._begin(sequence.token_ids, ngram, int(self._places[bucket]))
+            bucket = self._bucket(self._ngram)
+            self._begin(sequence.token_ids, len(sequence), self._ngram, int(self._places[bucket]))
             self._places[bucket] = len(sequence)
 
     @property
@@ -74,19 +74,20 @@ class RepeatedText:
 
     def catch_up(self, sequence: Sequence) -> None:
         """Follow the repeat over the tokens that came since the last call."""
-        token_ids, first = sequence.token_ids, max(0, self._num_tokens + 1 - NGRAM)
-        newest: list[int] = token_ids[first:].tolist()  # a step of every sequence waits: arrays would take longer
-        for end in range(self._num_tokens + 1, len(sequence) + 1):
+        token_ids, end = sequence.token_ids, self._num_tokens
+        ngram = self._ngram  # a step of every sequence waits: arrays would take longer
+        for token_id in token_ids[end:].tolist():
             if self.num_matched:
-                self._follow(bool(token_ids[self._source] == newest[end - first - 1]))
+                self._follow(token_ids.item(self._source) == token_id)
+            end += 1
+            ngram = [*ngram[-NGRAM + 1 :], token_id]
             if end < NGRAM:
                 continue
-            ngram = newest[end - first - NGRAM : end - first]
             bucket = self._bucket(ngram)
-            if not self.num_matched and (place := int(self._places[bucket])):
-                self._begin(token_ids[:end], ngram, place)
+            if not self.num_matched and (place := self._places.item(bucket)):
+                self._begin(token_ids, end, ngram, place)
             self._places[bucket] = end
-        self._num_tokens = len(sequence)
+        self._num_tokens, self._ngram = end, ngram
 
     def tokens(self, choices: tuple[int, ...]) -> list[float]:
         """The tokens that chains of so many nodes bring in a step; 1 where the text repeats nothing."""
@@ -106,14 +107,15 @@ class RepeatedText:
         else:
             self.num_matched = 0
 
-    def _begin(self, token_ids: np.ndarray, ngram: list[int], place: int) -> None:
-        """Begin a repeat where the newest earlier place of its bucket has the end's tokens, `ngram`, in front of it."""
-        end = len(token_ids)
+    def _begin(self, token_ids: np.ndarray, end: int, ngram: list[int], place: int) -> None:
+        """Begin a repeat where the newest earlier place of its bucket has `ngram`, the tokens up to `end`, in front."""
         if not NGRAM <= place < end or token_ids[place - NGRAM : place].tolist() != ngram:
             return  # another n-gram may have the same bucket
-        most = min(place, MOST_TOLD_APART)
-        differ = np.flatnonzero(token_ids[place - most : place] != token_ids[end - most : end])
-        self._source, self.num_matched = place, most - 1 - int(differ[-1]) if len(differ) else most
+        most, self._source = min(place, MOST_TOLD_APART), place
+        earlier, ending = token_ids[place - most : place].tolist(), token_ids[end - most : end].tolist()
+        self.num_matched = NGRAM
+        while self.num_matched < most and earlier[-self.num_matched - 1] == ending[-self.num_matched - 1]:
+            self.num_matched += 1
 
     def _index(self, token_ids: np.ndarray) -> None:
         """Keep the newest place of every n-gram but that of the end, which `_begin` looks for first."""

@@ -6,8 +6,10 @@ Their bits depend on no instruction set. Other threads run while a call does.
 from __future__ import annotations
 
 import ctypes
+import struct
+from array import array
 from collections.abc import Sequence as Many
-from ctypes import c_double, c_int64, c_uint64, c_void_p
+from ctypes import c_char, c_double, c_int64, c_void_p
 from itertools import chain
 from typing import NamedTuple
 
@@ -15,9 +17,9 @@ import numpy as np
 
 from swiftbatch.worker.drafters.drafter_interface import WantedTree
 from swiftbatch.worker.drawing.draft_tree import DraftTree
-from swiftbatch.worker.drawing.native_calls import address_of
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.verification import TOP_K
+from swiftbatch.worker.kernels.addresses import address_of
 from swiftbatch.worker.kernels.instruction_sets import load_library
 
 MOST_NODES = 127  # as source/recycling.h has it, and the next as well
@@ -44,14 +46,8 @@ class CRecyclingTables(ctypes.Structure):
     )
 
 
-class CTreeGrowth(ctypes.Structure):
-    """`tree_growth` of source/recycling.h."""
-
-    _fields_ = (
-        ("seed", c_uint64),
-        *((name, c_double) for name in ("noise_scale", "spread", "floor")),
-        *((name, c_int64) for name in ("previous", "token", "length", "max_nodes", "max_depth")),
-    )
+TREE_GROWTH = struct.Struct("@Q3d5q")
+"""`tree_growth` of source/recycling.h: seed; noise scale, spread, floor; the last two tokens, length, nodes, depth."""
 
 
 class TextCandidates(NamedTuple):
@@ -99,61 +95,68 @@ class NativeRecycling:
         `rankings`: what noise is multiplied with, the spread of the guesses and the floor below the best of them, as in
         worker/drafters/ranking.py.
         """
-        growths = (CTreeGrowth * len(wanted))()
-        for growth, tree, ranking in zip(growths, wanted, rankings, strict=True):
-            growth.seed, (growth.noise_scale, growth.spread, growth.floor) = tree.sequence.sampling.seed or 0, ranking
-            growth.previous, growth.token, growth.length = self._end_of(tree.sequence)
-            growth.max_nodes, growth.max_depth = max(0, min(tree.max_nodes, MOST_NODES)), tree.max_depth
-        most = [growth.max_nodes for growth in growths]
-        token_ids, parents = (c_int64 * sum(most))(), (c_int64 * sum(most))()  # numpy's own take longer to make
-        num_nodes = (c_int64 * len(most))()
-        self._library.recycling_grow(self._address, growths, len(most), token_ids, parents, num_nodes)
-        trees, first = list[DraftTree](), 0
-        for count, room in zip(num_nodes, most, strict=True):
-            trees.append(DraftTree(token_ids[first : first + count], parents[first : first + count]))
+        growths, most = bytearray(TREE_GROWTH.size * len(wanted)), list[int]()
+        for number, ((sequence, max_nodes, max_depth), ranking) in enumerate(zip(wanted, rankings, strict=True)):
+            room = max(0, min(max_nodes, MOST_NODES))
+            ending = self._end_of(sequence)
+            TREE_GROWTH.pack_into(
+                growths, number * TREE_GROWTH.size, sequence.sampling.seed or 0, *ranking, *ending, room, max_depth
+            )
+            most.append(room)
+        num_nodes = sum(most)
+        found = (c_int64 * (2 * num_nodes + len(most)))()  # tokens, parents, sizes: numpy's own take longer to make
+        parents = ctypes.addressof(found) + 8 * num_nodes
+        self._library.recycling_grow(
+            *(self._address, (c_char * len(growths)).from_buffer(growths), len(most)),
+            *(found, parents, parents + 8 * num_nodes),
+        )
+        numbers, trees, first = found[:], list[DraftTree](), 0
+        for count, room in zip(numbers[2 * num_nodes :], most, strict=True):
+            behind = num_nodes + first
+            trees.append(DraftTree(numbers[first : first + count], numbers[behind : behind + count]))
             first += room
         return trees
 
     def _end_of(self, sequence: Sequence) -> tuple[int, int, int]:
         """The last two tokens of a sequence, and its length; the first token is its own neighbour."""
-        length = len(sequence)
-        previous, token = sequence.token_id(max(length - 2, 0)), sequence.last_token_id
+        previous, token = sequence.last_token_ids
         if not (0 <= previous < self._vocab_size and 0 <= token < self._vocab_size):
             raise ValueError(f"sequence ends with {previous}, {token}; expected tokens below {self._vocab_size}")
-        return previous, token, length
+        return previous, token, len(sequence)
 
     def write(self, texts: Many[TextCandidates]) -> None:
         """Take in what a step, or a reading, tells of each of some texts, one after the other.
 
         Raises ValueError for arrays that do not fit; texts in front of the wrong one may be written.
         """
-        num_rows = sum(len(text.token_ids) for text in texts)
-        num_text_rows = sum(len(text.text_rows) for text in texts)
-        tokens = _longs("tokens", [text.token_ids for text in texts], num_rows)
-        ids = _fitting("candidates", [text.top_ids for text in texts], (num_rows, TOP_K), np.int64)
-        logprobs = _fitting("log-probabilities", [text.top_logprobs for text in texts], (num_rows, TOP_K), np.float32)
-        rows = _longs("rows of a text", [text.text_rows for text in texts], num_text_rows)
-        previous = _longs("previous tokens", [text.previous_ids for text in texts], num_text_rows)
-        sizes = (c_int64 * (2 * len(texts)))()
-        sizes[::2], sizes[1::2] = [len(text.token_ids) for text in texts], [len(text.text_rows) for text in texts]
+        all_ids, all_top, all_logprobs, all_text_rows, all_previous = zip(*texts, strict=True)
+        num_rows, num_text_rows = list(map(len, all_ids)), list(map(len, all_text_rows))
+        shape, num_in_texts = (sum(num_rows), TOP_K), sum(num_text_rows)
+        tokens = _longs("tokens", all_ids, shape[0])
+        ids = _fitting("candidates", all_top, shape, np.int64)
+        logprobs = _fitting("log-probabilities", all_logprobs, shape, np.float32)
+        rows = _longs("rows of a text", all_text_rows, num_in_texts)
+        previous = _longs("previous tokens", all_previous, num_in_texts)
+        sizes = array("q", chain.from_iterable(zip(num_rows, num_text_rows, strict=True)))
+        room = array("q", bytes(8 * num_in_texts))
         num_written = self._library.recycling_write(
-            *(self._address, tokens, address_of(ids), address_of(logprobs), rows, previous, sizes, len(texts)),
-            (c_int64 * num_text_rows)(),
+            *(self._address, tokens.buffer_info()[0], address_of(ids), address_of(logprobs)),
+            *(each.buffer_info()[0] for each in (rows, previous, sizes)),
+            *(len(texts), room.buffer_info()[0]),
         )
         if num_written < len(texts):
-            num_rows = len(texts[num_written].token_ids)
-            raise ValueError(f"candidates name tokens outside the {self._vocab_size}, or rows outside the {num_rows}")
+            of_text = num_rows[num_written]
+            raise ValueError(f"candidates name tokens outside the {self._vocab_size}, or rows outside the {of_text}")
 
 
-def _longs(name: str, parts: list[Many[int] | np.ndarray], count: int) -> ctypes.Array[c_int64]:
+def _longs(name: str, parts: Many[Many[int] | np.ndarray], count: int) -> array[int]:
     """Whole numbers of several texts, as C reads them. Of lists numpy would take longer to make an array."""
-    if any(isinstance(part, np.ndarray) for part in parts):
-        array = _fitting(name, [np.asarray(part) for part in parts], (count,), np.int64)
-        return (c_int64 * count).from_buffer_copy(array.data)
-    numbers = [*chain.from_iterable(parts)]
+    if isinstance(parts[0], np.ndarray):  # then all are
+        return array("q", _fitting(name, [np.asarray(part) for part in parts], (count,), np.int64).tobytes())
+    numbers = array("q", [*chain.from_iterable(parts)])
     if len(numbers) != count:
         raise ValueError(f"{name} are {len(numbers)}; expected {count}")
-    return (c_int64 * count)(*numbers)
+    return numbers
 
 
 def _candidate_rows(name: str, ids: np.ndarray, logprobs: np.ndarray) -> CCandidateRows:
@@ -165,7 +168,7 @@ def _candidate_rows(name: str, ids: np.ndarray, logprobs: np.ndarray) -> CCandid
     return CCandidateRows(address_of(ids), address_of(logprobs), width)
 
 
-def _fitting(name: str, parts: list[np.ndarray], shape: tuple[int, ...], dtype: type) -> np.ndarray:
+def _fitting(name: str, parts: Many[np.ndarray], shape: tuple[int, ...], dtype: type) -> np.ndarray:
     """Arrays of several texts as one, with its numbers side by side, as `dtype`; a single one without a copy."""
     joined = parts[0] if len(parts) == 1 else np.concatenate(parts)
     made: np.ndarray = np.ascontiguousarray(joined, dtype=dtype)

@@ -26,6 +26,8 @@ from swiftbatch.worker.kernels.instruction_sets import chosen_variant
 from swiftbatch.worker.target.step_costs import Costs
 from swiftbatch.worker.target.target import TargetModel
 
+ROOT_ALONE = [0]  # rows in the text
+
 
 class Recycler(Protocol):
     """Grows best-first trees from tables, and writes to them: a native call each where kernels run, else in Python."""
@@ -48,7 +50,7 @@ class NativeRecycler:
         self.write = self._native.write
 
     def trees(self, wanted: Many[WantedTree]) -> list[DraftTree]:
-        rankings = [ranking_rule(each.sequence.sampling, self._with_noise) for each in wanted]
+        rankings = [ranking_rule(sequence.sampling, self._with_noise) for sequence, _, _ in wanted]
         return self._native.grow(wanted, rankings)
 
 
@@ -100,22 +102,21 @@ class TokenRecyclingDrafter(BudgetedDrafter):
         return self.is_drafting
 
     def tree(self, sequence: Sequence, max_nodes: int, max_depth: int) -> DraftTree:
-        return self.trees([WantedTree(sequence, max_nodes, max_depth)])[0]
+        return self.trees([(sequence, max_nodes, max_depth)])[0]
 
     def trees(self, wanted: Many[WantedTree]) -> list[DraftTree]:
         return self._recycler.trees(wanted)
 
     def learn(self, rows: ReadRows) -> None:
-        all_rows = np.arange(len(rows.token_ids))
-        text = TextCandidates(rows.token_ids, rows.top_ids, rows.top_logprobs, all_rows, rows.previous_ids)
-        self._recycler.write([text])
+        token_ids, previous_ids = rows.token_ids.tolist(), rows.previous_ids.tolist()
+        all_rows = list(range(len(token_ids)))
+        self._recycler.write([TextCandidates(token_ids, rows.top_ids, rows.top_logprobs, all_rows, previous_ids)])
 
     def update(self, sequence: Sequence, verification: Verification) -> None:
         self.update_all([(sequence, verification)])
 
     def update_all(self, verified: Many[Verified]) -> None:
-        for each in verified:
-            super().update(*each)
+        self.observe(verified)
         self.take([each for each in verified if each[1].top_ids is not None])  # where no drafts pay, there are none
 
     def take(self, verified: Many[Verified]) -> None:
@@ -132,10 +133,14 @@ class TokenRecyclingDrafter(BudgetedDrafter):
 
 def _candidates_of(sequence: Sequence, verification: Verification) -> TextCandidates:
     path, token_ids, committed = verification.path, verification.row_token_ids, verification.committed_ids
-    text_rows = [0, *(node + 1 for node in path)]  # of tokens that stand in the text now
-    before = sequence.token_id(max(len(sequence) - len(committed) - 2, 0))  # in front of the root
-    previous_ids = [before, token_ids[0], *committed][: len(text_rows)]
-    return TextCandidates(token_ids, *top_candidates_of(verification), text_rows, previous_ids)
+    top_ids, top_logprobs = top_candidates_of(verification)
+    before = len(sequence) - len(committed) - 2  # in front of the root
+    previous = [sequence.token_id(before if before > 0 else 0)]
+    if not path:
+        return TextCandidates(token_ids, top_ids, top_logprobs, ROOT_ALONE, previous)
+    text_rows = [0, *[node + 1 for node in path]]  # of tokens that stand in the text now
+    previous_ids = [*previous, token_ids[0], *committed][: len(text_rows)]
+    return TextCandidates(token_ids, top_ids, top_logprobs, text_rows, previous_ids)
 
 
 def top_candidates_of(verification: Verification) -> tuple[np.ndarray, np.ndarray]:

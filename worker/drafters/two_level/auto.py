@@ -20,14 +20,7 @@ from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.caches.full_cache import FullKVCache
 from swiftbatch.worker.caches.scan_cache import SHORTEST_SCANNED, ScanKVCache
 from swiftbatch.worker.drafters.catalogue import ENGINES, MTP, engine_entry
-from swiftbatch.worker.drafters.drafter_interface import (
-    DraftCounters,
-    Drafter,
-    DraftRequest,
-    ReadRows,
-    Verified,
-    WantedTree,
-)
+from swiftbatch.worker.drafters.drafter_interface import DraftCounters, Drafter, DraftRequest, ReadRows, Verified
 from swiftbatch.worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
 from swiftbatch.worker.drafters.shared_budget import MUCH_LONGER, RestingDrafter, SharedBudget, lengths_of, names_of
 from swiftbatch.worker.drafters.two_level.auto_rounds import (
@@ -74,8 +67,12 @@ def auto(target: TargetModel, costs: Costs, parts_folder: Path | None) -> Drafte
 
 
 def _predicting(target: TargetModel, costs: Costs, parts_folder: Path | None) -> Drafter | None:
-    """The engine `mtp`, where the model has a layer for it and runs where that does; else None."""
-    if target.forwards.team is None:
+    """The engine `mtp`, where the model has a layer for it and runs where that does; else None.
+
+    On a GPU its room is planned, or it has none.
+    """
+    arena = target.forwards.arena
+    if target.forwards.team is None and not (arena is not None and arena.holds_engine):
         return None
     files = target.files
     try:
@@ -109,7 +106,7 @@ class RecycledProposer(Proposer):
 
     def propose(self, chains: list[Chain], limits: list[tuple[int, int]]) -> list[DraftTree]:
         given = zip(chains, limits, strict=True)
-        wanted = [WantedTree(chain.sequence, *limit) for chain, limit in given if min(limit) > 0]
+        wanted = [(chain.sequence, *limit) for chain, limit in given if min(limit) > 0]
         trees = iter(self._recycling.trees(wanted) if wanted else ())
         return [next(trees) if min(limit) > 0 else DraftTree() for limit in limits]
 

@@ -1,6 +1,7 @@
 """Two ways to draft, by turns: steps go the way that brings more tokens per second here, as the clock says.
 
-The other way is tried again now and then, the rarer the longer it stays the slower one. Both hear of all steps.
+The other way is tried again now and then, the rarer the longer it stays the slower one. Both hear of all steps, but for
+hidden states: those far in front of a trial nobody takes, since each costs a launch on a GPU.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from swiftbatch.worker.target.timers import seconds_now
 SETTLING = 4  # steps at the beginning of a turn that tell nothing
 FIRST_TURN, TRIAL = 48, 24  # steps
 SHORTEST_TURN, LONGEST_TURN = 256, 4096  # steps between trials
+HEARD = 512  # steps in front of a turn that predicts, whose hidden states are taken
 BETTER = 1.05  # times the tokens per second of the way that steps go
 
 
@@ -52,6 +54,10 @@ class MeasuredDrafter(Drafter):
     @property
     def wants_candidates(self) -> bool:
         return self.is_predicting or self.otherwise.wants_candidates
+
+    @property
+    def wants_hidden(self) -> bool:
+        return self.is_predicting or self._turn - self._num_steps < HEARD
 
     @property
     def counters(self) -> DraftCounters:

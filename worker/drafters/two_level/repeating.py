@@ -98,9 +98,8 @@ class RepeatingDrafter(Drafter):
         self._wake()
         if self._turns is not None:
             self._budget.measured_rate = self._turns.plain_rate
-        promised = {
-            r.sequence.sequence_id: tokens for r in requests if (tokens := self._promised(r.sequence)) > PROMISING
-        }
+        repeats = [r.sequence for r in requests if self._text(r.sequence).num_matched]  # of few sequences as a rule
+        promised = {each.sequence_id: tokens for each in repeats if (tokens := self._promised(each)) > PROMISING}
         promises_more = bool(promised) and sum(promised.values()) - len(promised) > (BETTER - 1) * len(requests)
         sizes = self._sizes(requests, set(promised)) if promises_more else None
         self._is_repeating = sizes is not None

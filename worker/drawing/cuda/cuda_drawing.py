@@ -23,7 +23,7 @@ from swiftbatch.worker.drawing.filters.filter_list import needs_filters
 from swiftbatch.worker.drawing.sampling import TokenSampler
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.split_rows import together
-from swiftbatch.worker.drawing.verification import Walk
+from swiftbatch.worker.drawing.verification import Candidates, Walk
 from swiftbatch.worker.kernels.cuda.cuda_graph import Capture, capture
 from swiftbatch.worker.kernels.cuda.upload import Upload
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS, most_slots
@@ -145,19 +145,18 @@ class CudaDrawing:
         news = {slot: counts.news(self._graphs.slots) for slot, counts in counted.items()}
         tokens, ids, logprobs = self._drawn(rows, together(logits), news)
         walks, start, drawn = list[Walk](), 0, tokens.tolist()
+        ids = ids.astype(np.int64) if with_candidates else ids
         for tree in trees:
-            end = start + 1 + len(tree)
-            walk = _walk(tree, drawn[start:end])
-            if with_candidates:
-                walk = walk._replace(candidates=(ids[start:end], logprobs[start:end]))
-            walks.append(walk)
+            end = start + 1 + len(tree.token_ids)
+            candidates = (ids[start:end], logprobs[start:end]) if with_candidates else None
+            walks.append(_walk(tree, drawn, start, candidates))
             start = end
         return walks
 
     def top_candidates(self, logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
         anyone = Sequence("candidates", [0], GREEDY, self._vocab_size)
         _, ids, logprobs = self._drawn([DrawRow(anyone, NO_SLOT, [])] * len(logits), logits, {})
-        return ids, logprobs
+        return ids.astype(np.int64), logprobs
 
     def logprobs(
         self,
@@ -185,26 +184,35 @@ class CudaDrawing:
             self._layout.fill(self._table.buffer(), part, news)
             self._table.send()
             mask_rows(self._graphs.slots, part)
-            found.append(self._graphs.replay(any(needs_filters(row.sequence.sampling) for row in part)))
+            all_params = {id(row.sequence): row.sequence.sampling for row in part}  # rows of a tree have the same
+            found.append(self._graphs.replay(any(map(needs_filters, all_params.values()))))
             news = {}
-        parts = ([getattr(each, name) for each in found] for name in ("tokens", "top_ids", "top_logprobs"))
-        tokens, ids, logprobs = (np.concatenate(part)[: len(rows)] for part in parts)
-        return tokens, ids.astype(np.int64), logprobs
+        tokens, ids, logprobs = zip(*((each.tokens, each.top_ids, each.top_logprobs) for each in found), strict=True)
+        count = len(rows)
+        return _joined(tokens)[:count], _joined(ids)[:count], _joined(logprobs)[:count]
 
 
-def _walk(tree: DraftTree, tokens: list[int]) -> Walk:
-    """Follow the children that carry the drawn tokens, `tokens [num_rows]`, up to a row that none was drawn from."""
-    if len(tokens) == 1 and tokens[0] >= 0:  # so it is in plain decoding
-        return Walk([], tokens)
-    children = tree.children()
-    path: list[int] = []
-    drawn: list[int] = []
-    node: int | None = ROOT
-    while node is not None:
-        if tokens[node + 1] < 0:
-            return Walk(path, drawn, node + 1)
-        drawn.append(tokens[node + 1])
-        node = children.get(node, {}).get(drawn[-1])
-        if node is not None:
-            path.append(node)
-    return Walk(path, drawn)
+def _joined(parts: Many[np.ndarray]) -> np.ndarray:
+    """Rows of several tables as one; those of a single one, as most often, without a copy."""
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _walk(tree: DraftTree, tokens: list[int], root: int, candidates: Candidates | None) -> Walk:
+    """Follow the children that carry the drawn tokens, up to a row that none was drawn from; `tokens[root]` the root's.
+
+    Nodes stand behind their parents and siblings have different tokens: one look at each node finds the way.
+    """
+    token, draft_ids = tokens[root], tree.token_ids
+    if token >= 0 and token not in draft_ids:  # as most often
+        return Walk([], [token], None, candidates)
+    parent, path, drawn = ROOT, list[int](), list[int]()
+    if token >= 0:
+        drawn.append(token)
+        for node, token_id in enumerate(draft_ids):
+            if token_id == token and tree.parents[node] == parent:
+                path.append(node)
+                token, parent = tokens[root + 1 + node], node
+                if token < 0:
+                    break
+                drawn.append(token)
+    return Walk(path, drawn, None if token >= 0 else parent + 1, candidates)

@@ -66,9 +66,9 @@ class DrawGraphs:
         if is_filtered and (out[: self._num_rows] == UNDECIDED).any():
             self._sorted.replay()
             out = self._download.wait()
-        out = out.copy()
-        ids, logprobs = np.split(out[2 * self._num_rows :].reshape(-1, TOP_K), 2)
-        return DrawnRows(out[: self._num_rows], ids, logprobs.view(np.float32))
+        num_rows, out = self._num_rows, out.copy()
+        top = out[2 * num_rows :].reshape(2, num_rows, TOP_K)
+        return DrawnRows(out[:num_rows], top[0], top[1].view(np.float32))
 
 
 def in_a_row(*works: Work) -> Work:

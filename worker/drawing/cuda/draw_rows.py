@@ -17,7 +17,15 @@ from numpy.typing import NDArray
 
 from swiftbatch.worker.drawing.adjustments import masked_behind
 from swiftbatch.worker.drawing.cuda.buffers import SlotBuffers
-from swiftbatch.worker.drawing.cuda.row_words import NUM_DRAFTED, NUM_MASKED, NUM_WORDS, PADDING, ROW, fill_row
+from swiftbatch.worker.drawing.cuda.row_words import (
+    NUM_DRAFTED,
+    NUM_MASKED,
+    NUM_WORDS,
+    PADDING,
+    ROW,
+    fill_row,
+    parameter_words,
+)
 from swiftbatch.worker.drawing.draft_tree import ROOT, DraftTree
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
@@ -102,15 +110,7 @@ class DrawLayout:
         table[:] = np.zeros((), dtype=ROW)
         table["slot"] = PADDING
         arriving[:] = gone[:] = PADDING
-        windows: dict[int, Sequence] = {}
-        for index, row in enumerate(rows):
-            if row is None:
-                continue
-            is_restricted = row.allowed is not None
-            sampling, depth = row.sequence.sampling, len(row.path)
-            fill_row(table, index, sampling, row.slot, row.position, depth, len(row.masked), is_restricted)
-            ancestors[index, : len(row.path)] = row.path
-            windows[row.slot] = row.sequence
+        windows = fill_rows(table, ancestors, rows)
         for slot, sequence in windows.items():
             leaving[slot] = leaving_tokens(sequence.token_ids, sequence.sampling.penalty_window)
         for slot, (came, went) in news.items():
@@ -119,6 +119,25 @@ class DrawLayout:
     def _shapes(self) -> tuple[tuple[int, int], ...]:
         by_slot = (self.num_slots, NUM_DRAFTED)
         return (self.num_rows, NUM_WORDS), (self.num_rows, NUM_DRAFTED), by_slot, by_slot, by_slot
+
+
+def fill_rows(table: NDArray[Any], ancestors: NDArray[np.int32], rows: Many[DrawRow | None]) -> dict[int, Sequence]:
+    """Fill rows of `table [num_rows] ROW` and their paths `[num_rows, NUM_DRAFTED]`; return the sequences by slots."""
+    windows = dict[int, Sequence]()
+    known: Sequence | None = None
+    words: tuple[float, ...] = ()  # a tree's rows have the same sequence: its parameters are looked at once
+    for index, row in enumerate(rows):
+        if row is None:
+            continue
+        sequence, path = row.sequence, row.path
+        if sequence is not known:
+            known, words = sequence, parameter_words(sequence.sampling)
+            windows[row.slot] = sequence
+        place = (row.slot, row.position, len(path))
+        fill_row(table, index, sequence.sampling, *place, len(row.masked), row.allowed is not None, words)
+        if path:
+            ancestors[index, : len(path)] = path
+    return windows
 
 
 def leaving_tokens(token_ids: NDArray[np.int64], window: int) -> NDArray[np.int32]:

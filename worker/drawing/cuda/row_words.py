@@ -57,13 +57,16 @@ def fill_row(
     depth: int,
     num_masked: int = 0,
     is_restricted: bool = False,
+    words: tuple[float, ...] | None = None,
 ) -> None:
-    """Say how row `index` is drawn."""
-    rows[index] = (
-        params.seed or 0,
-        position,
-        slot,
-        depth,
+    """Say how row `index` is drawn; `words` are `parameter_words` of the parameters, where these are at hand."""
+    words = parameter_words(params) if words is None else words
+    rows[index] = (params.seed or 0, position, slot, depth, *words, num_masked, is_restricted)
+
+
+def parameter_words(params: SamplingParams) -> tuple[float, ...]:
+    """The fields of a row, from its window to its bias, that follow from the parameters."""
+    return (
         params.penalty_window,
         params.temperature,
         params.repetition_penalty,
@@ -71,8 +74,6 @@ def fill_row(
         params.frequency_penalty,
         params.presence_penalty,
         has_bias(params),
-        num_masked,
-        is_restricted,
     )
 
 

@@ -6,6 +6,7 @@ the real ones are padding, marked by a tail of length 0.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from swiftbatch.worker.kernels.cuda.native_row_table import CTableLayout, NativeFill
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
 
 if TYPE_CHECKING:
@@ -116,6 +118,8 @@ class TableLayout:
         `pages` are those of each sequence, where entries lie in some; a table on the device tells of prefixes. Raises
         ValueError for what the arena or the table has no room for; the buffer is then left as it was.
         """
+        if self._native.fill(buffer, sequences, pages, window_pages):
+            return
         given = _Given.of(sequences)
         self._check(given)
         places = given.entries, given.tails
@@ -134,6 +138,14 @@ class TableLayout:
             windows.rows[:] = table.rows
             windows.rows[:num_rows, 4], windows.tail_slots[:num_rows] = given.in_pages(window_pages, self.page)
         self._fill_groups(table, given)
+
+    @functools.cached_property
+    def _native(self) -> NativeFill:
+        """The same in C, which refuses what does not fit."""
+        windows = self._start_of_windows if self.has_window_pages else 0
+        numbers = (self.num_slots, self.capacity, self.rows_per_group, self.num_positions, self.vocab)
+        sizes = (self.boundary_step, self.page or 0, self.num_rows, self.num_groups, windows)
+        return NativeFill(CTableLayout(*numbers, *sizes), self.size)
 
     def _fill_groups(self, table: CudaRowTable[NDArray[np.int32]], given: _Given) -> None:
         """Cut the rows of each sequence into groups."""

@@ -66,6 +66,7 @@ class CudaDecoder:
         states: StateBuffers | None = None,
         num_rows: int = NUM_ROWS,
         windowed: tuple[Tensor, PageTable] | None = None,
+        turns: Tensor | None = None,
     ) -> None:
         """Rows see entries of `arena [num_layers, 2, num_slots, num_kv_heads, capacity, row_width]`, on its device.
 
@@ -74,7 +75,8 @@ class CudaDecoder:
         `bias [num_slots, capacity] float32` is added to scores of prefixes. `reduce` sums a layer's part of the
         outputs `[num_rows, hidden]` over devices that hold the others, in place. With `pages` the arena is a pool, one
         slot that all see, in whose pages their entries lie. Layers with a window may lie in a second pool `windowed`,
-        with pages of its own; the first is then of all others. Raises ValueError.
+        with pages of its own; the first is then of all others. `turns` are the angles of another decoder with the same
+        rotation, for as many positions. Raises ValueError.
         """
         sizes = self.sizes = weights.sizes
         attending = [layer for layer in weights.layers if layer.attention is not None]
@@ -97,7 +99,7 @@ class CudaDecoder:
         self._attending, self._mixing = _numbers_of(weights.layers)
         self.mixers = _mixers_of(weights, states, self._linear, num_rows)
         self._views = [AttentionView(layer.window, sizes.score_cap or None, layer.sinks) for layer in attending]
-        self._angles = self._angles_of(np.arange(num_angles), arena.device)
+        self._angles = self._angles_of(np.arange(num_angles), arena.device) if turns is None else turns
         self._still = self._angles  # of layers that turn no heads
         if any(layer.is_still for layer in weights.layers):
             self._still = self._angles_of(np.zeros(num_angles, dtype=np.int64), arena.device)
@@ -137,6 +139,11 @@ class CudaDecoder:
             attention = ScanAttention(attention, texts, self._arena, self._pages)
         other.attention = attention
         return other
+
+    @property
+    def turns(self) -> tuple[Rotary, Tensor]:
+        """The rotation of its heads, and the angles `[num_angles, head_dim]` of that."""
+        return self._weights.rotary, self._angles
 
     @property
     def experts_met(self) -> Tensor | None:
@@ -305,7 +312,11 @@ class CudaDecoder:
 
     def _allocate_table(self, device: torch.device) -> None:
         num_states = 0 if self.mixers is None else self.mixers.layout.size
-        self.table_buffer = torch.zeros(self.layout.size + num_states, dtype=torch.int32, device=device)
+        self._use_table(torch.zeros(self.layout.size + num_states, dtype=torch.int32, device=device))
+
+    def _use_table(self, buffer: Tensor) -> None:
+        """Take the rows of every forward from a buffer, which stays where it is."""
+        self.table_buffer = buffer
         own = self.table_buffer[: self.layout.size]
         self._table = self._window_table = self.layout.table(own)
         if self.layout.has_window_pages:

@@ -76,10 +76,14 @@ def moves_of(slot: int, root: int, path: Many[int]) -> list[Move]:
 
     Raises ValueError for a path whose nodes do not increase.
     """
-    nodes = list(path)
-    if any(node < 0 for node in nodes) or any(nodes[i] >= nodes[i + 1] for i in range(len(nodes) - 1)):
-        raise ValueError(f"found a path of nodes {nodes}, expected them to increase")
-    return [(slot, root + 1 + node, root + 1 + i) for i, node in enumerate(nodes) if node != i]
+    moves, before = list[Move](), -1
+    for i, node in enumerate(path):
+        if node <= before:
+            raise ValueError(f"found a path of nodes {list(path)}, expected them to increase")
+        if node != i:
+            moves.append((slot, root + 1 + node, root + 1 + i))
+        before = node
+    return moves
 
 
 def move_rows(arena: torch.Tensor, moves: torch.Tensor) -> None:

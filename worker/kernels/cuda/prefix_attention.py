@@ -75,6 +75,83 @@ def attend_block(
 
 
 @triton.jit
+def places_of(block, slot, pages_ptr, stride_pages, BLOCK: tl.constexpr, PAGE: tl.constexpr):
+    """Places of a block's entries; with pages of `PAGE` entries, where the slot's row `pages_ptr` tells."""
+    entries = block * BLOCK + tl.arange(0, BLOCK)
+    kept = entries
+    if PAGE:
+        page = tl.load(pages_ptr + slot * stride_pages + block * BLOCK // PAGE)
+        kept = page * PAGE + entries % PAGE
+    return entries, kept.to(tl.int64)
+
+
+@triton.jit
+def store_split(
+    output_ptr, lse_ptr, row_head, is_real, highest, total, acc_first, acc_second,
+    HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """Normalised output and LSE of rows, at their places `row_head` of a split."""
+    first = tl.arange(0, HALF)
+    output_ptr += row_head[:, None] * HEAD_DIM + first[None, :]
+    tl.store(output_ptr, acc_first / total[:, None], mask=is_real[:, None])
+    is_place = is_real[:, None] & (HALF + first < HEAD_DIM)[None, :]
+    tl.store(output_ptr + HALF, acc_second / total[:, None], mask=is_place)
+    tl.store(lse_ptr + row_head, highest + tl.log2(total), mask=is_real)
+
+
+@triton.jit
+def attend_blocks(
+    query, key_ptr, value_ptr, bias_ptr, pages_ptr, cache, slot, start, end, boundary, first_seen,
+    scale_log2, stride_entry, stride_bias, stride_pages,
+    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HAS_BIAS: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP_LOG2: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over the blocks from `start` to `end`: highest score, total, and both halves of the sum."""
+    highest = tl.full([TILE_ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([TILE_ROWS], tl.float32)
+    # Two accumulators, none wider than high: for sm_80 Triton lays the warps along the longer side of a chained dot,
+    # and along the keys every block's probabilities would pass through shared memory.
+    acc_first = tl.zeros([TILE_ROWS, HALF], tl.float32)
+    acc_second = tl.zeros([TILE_ROWS, HALF], tl.float32)
+    for block in range(start, end):
+        entries, kept = places_of(block, slot, pages_ptr, stride_pages, BLOCK, PAGE)
+        places = cache + kept[:, None] * stride_entry
+        bias = tl.zeros([BLOCK], tl.float32)
+        if HAS_BIAS:
+            bias = tl.load(bias_ptr + slot * stride_bias + entries, mask=entries < boundary, other=float("-inf"))
+        highest, total, acc_first, acc_second = attend_block(
+            query, key_ptr, value_ptr, places, bias, first_seen - block * BLOCK, scale_log2, highest, total,
+            acc_first, acc_second, HEAD_DIM, HALF, HAS_BIAS, WINDOW, SOFTCAP_LOG2,
+        )  # fmt: skip
+    if WINDOW:
+        total = tl.where(total > 0.0, total, 1.0)  # of a row that sees nothing here: its LSE is -inf, its output 0
+    return highest, total, acc_first, acc_second
+
+
+@triton.jit
+def blocks_of_split(
+    boundary, split, NUM_SPLITS: tl.constexpr, LEAST_BLOCKS: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr
+):
+    """First block of a split of a prefix, and the one behind its last."""
+    num_blocks = tl.cdiv(boundary, BLOCK)  # a prefix with biases may end within a block
+    first_block = first_block_of(boundary, WINDOW, BLOCK)
+    blocks_per_split = split_blocks(num_blocks - first_block, NUM_SPLITS, LEAST_BLOCKS)
+    start = first_block + split * blocks_per_split
+    return start, tl.minimum(start + blocks_per_split, num_blocks)
+
+
+@triton.jit
+def rows_of_group(
+    first_row, num_rows, kv_head, num_heads: tl.constexpr, HEADS_PER_KV: tl.constexpr, TILE_ROWS: tl.constexpr
+):
+    """Rows of a group's tile, each with one head: their numbers there, which are real, and where their heads lie."""
+    index = tl.arange(0, TILE_ROWS)
+    is_real = index // HEADS_PER_KV < num_rows
+    row_head = (first_row + index // HEADS_PER_KV) * num_heads + kv_head * HEADS_PER_KV + index % HEADS_PER_KV
+    return index, is_real, row_head
+
+
+@triton.jit
 def prefix_split(
     query_ptr, key_ptr, value_ptr, bias_ptr, pages_ptr, output_ptr, lse_ptr, groups_ptr, rows_ptr,
     scale_log2, stride_slot, stride_head, stride_entry, stride_bias, stride_pages,
@@ -93,18 +170,12 @@ def prefix_split(
     first_row = tl.load(group_ptr + 1)
     num_rows = tl.load(group_ptr + 2)
     boundary = tl.load(group_ptr + 3)
-    num_blocks = tl.cdiv(boundary, BLOCK)  # a prefix with biases may end within a block
-    first_block = first_block_of(boundary, WINDOW, BLOCK)
-    blocks_per_split = split_blocks(num_blocks - first_block, NUM_SPLITS, LEAST_BLOCKS)
-    start = first_block + split * blocks_per_split
-    end = tl.minimum(start + blocks_per_split, num_blocks)
+    start, end = blocks_of_split(boundary, split, NUM_SPLITS, LEAST_BLOCKS, WINDOW, BLOCK)
     if (start >= end) | (num_rows == 0):
         return
 
     num_heads: tl.constexpr = NUM_KV_HEADS * HEADS_PER_KV
-    index = tl.arange(0, TILE_ROWS)
-    is_real = index // HEADS_PER_KV < num_rows
-    row_head = (first_row + index // HEADS_PER_KV) * num_heads + kv_head * HEADS_PER_KV + index % HEADS_PER_KV
+    index, is_real, row_head = rows_of_group(first_row, num_rows, kv_head, num_heads, HEADS_PER_KV, TILE_ROWS)
     columns = tl.arange(0, 2 * HALF)
     query = load_rows(query_ptr + row_head[:, None] * HEAD_DIM + columns[None, :], is_real, columns, HEAD_DIM, True)
     cache = slot * stride_slot + kv_head.to(tl.int64) * stride_head
@@ -112,33 +183,10 @@ def prefix_split(
     if WINDOW:
         tail_lengths = tl.load(rows_ptr + (first_row + index // HEADS_PER_KV) * 5 + 2, mask=is_real, other=WINDOW)
         first_seen = boundary + tail_lengths - WINDOW
-    highest = tl.full([TILE_ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([TILE_ROWS], tl.float32)
-    # Two accumulators, none wider than high: for sm_80 Triton lays the warps along the longer side of a chained dot,
-    # and along the keys every block's probabilities would pass through shared memory.
-    acc_first = tl.zeros([TILE_ROWS, HALF], tl.float32)
-    acc_second = tl.zeros([TILE_ROWS, HALF], tl.float32)
-    for block in range(start, end):
-        entries = block * BLOCK + tl.arange(0, BLOCK)
-        kept = entries
-        if PAGE:
-            page = tl.load(pages_ptr + slot * stride_pages + block * BLOCK // PAGE)
-            kept = page * PAGE + entries % PAGE
-        places = cache + kept.to(tl.int64)[:, None] * stride_entry
-        bias = tl.zeros([BLOCK], tl.float32)
-        if HAS_BIAS:
-            bias = tl.load(bias_ptr + slot * stride_bias + entries, mask=entries < boundary, other=float("-inf"))
-        highest, total, acc_first, acc_second = attend_block(
-            query, key_ptr, value_ptr, places, bias, first_seen - block * BLOCK, scale_log2, highest, total,
-            acc_first, acc_second, HEAD_DIM, HALF, HAS_BIAS, WINDOW, SOFTCAP_LOG2,
-        )  # fmt: skip
-
-    if WINDOW:
-        total = tl.where(total > 0.0, total, 1.0)  # of a row that sees nothing here: its LSE is -inf, its output 0
+    highest, total, acc_first, acc_second = attend_blocks(
+        query, key_ptr, value_ptr, bias_ptr, pages_ptr, cache, slot, start, end, boundary, first_seen,
+        scale_log2, stride_entry, stride_bias, stride_pages,
+        HEAD_DIM, HALF, HAS_BIAS, WINDOW, SOFTCAP_LOG2, TILE_ROWS, BLOCK, PAGE,
+    )  # fmt: skip
     row_head += split * (NUM_ROWS * num_heads)
-    first = tl.arange(0, HALF)
-    output_ptr += row_head[:, None] * HEAD_DIM + first[None, :]
-    tl.store(output_ptr, acc_first / total[:, None], mask=is_real[:, None])
-    is_place = is_real[:, None] & (HALF + first < HEAD_DIM)[None, :]
-    tl.store(output_ptr + HALF, acc_second / total[:, None], mask=is_place)
-    tl.store(lse_ptr + row_head, highest + tl.log2(total), mask=is_real)
+    store_split(output_ptr, lse_ptr, row_head, is_real, highest, total, acc_first, acc_second, HEAD_DIM, HALF)

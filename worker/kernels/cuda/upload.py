@@ -19,6 +19,7 @@ class Upload:
         self._target = target
         on_gpu = target.device.type == "cuda"
         self._hosts = [torch.zeros(len(target), dtype=torch.int32, pin_memory=on_gpu) for _ in range(NUM_HOST_BUFFERS)]
+        self._numbers: list[NDArray[np.int32]] = [host.numpy() for host in self._hosts]
         self._copied: list[torch.cuda.Event | None] = [None] * NUM_HOST_BUFFERS
         self._next = 0
 
@@ -26,8 +27,7 @@ class Upload:
         """The host's numbers `[size]` of the next copy, as an earlier one left them; waits until that one is done."""
         if event := self._copied[self._next]:
             event.synchronize()
-        numbers: NDArray[np.int32] = self._hosts[self._next].numpy()
-        return numbers
+        return self._numbers[self._next]
 
     def send(self) -> None:
         """Queue the copy of what `buffer` gave."""
@@ -44,10 +44,11 @@ class Download:
         """`source [size] int32` on the device."""
         self._source = source
         self._host = torch.zeros(len(source), dtype=torch.int32, pin_memory=source.device.type == "cuda")
+        self._numbers: NDArray[np.int32] = self._host.numpy()
 
     def wait(self) -> NDArray[Any]:
         """The numbers `[size] int32` once all queued work is done; the next download overwrites them."""
         self._host.copy_(self._source, non_blocking=True)
         if self._source.device.type == "cuda":
             torch.cuda.current_stream(self._source.device).synchronize()
-        return self._host.numpy()
+        return self._numbers

@@ -16,21 +16,35 @@ typedef struct {
     double path;  // log-confidence
 } branch;
 
+// What noise adds to candidates at a position, [MOST_CANDIDATES].
+static void shifts_of(
+    const candidate_ranking *ranking, int64_t position, const candidate *found, int count, double *shifts
+) {
+    noise_source noise = noise_at(ranking->seed, position);
+    int32_t ids[MOST_CANDIDATES] = {0};
+    uint32_t words[MOST_CANDIDATES];
+    for (int i = 0; i < count; i++) ids[i] = found[i].id;
+    list_words(noise, ids, words);
+    for (int i = 0; i < MOST_CANDIDATES; i++) shifts[i] = ranking->noise_scale * (double)gumbel(words[i]);
+}
+
 // Turn log-probabilities into confidences, in their order; of equal ones the higher token is first. Returns how many
 // are left.
 static int rank(
     const candidate_ranking *ranking, int64_t position, const candidate *found, int num_found, candidate *ranked
 ) {
-    noise_source noise = noise_at(ranking->seed, position);
-    double score[MOST_CANDIDATES], best = -INFINITY, total = 0.0;
+    double score[MOST_CANDIDATES] = {0}, powers[MOST_CANDIDATES], shifts[MOST_CANDIDATES] = {0};
+    double best = -INFINITY, total = 0.0;
     int num_kept = 0, count = 0;
     for (int i = 0; i < num_found; i++) num_kept += found[i].value >= found[0].value + ranking->floor;
+    if (ranking->noise_scale) shifts_of(ranking, position, found, num_kept, shifts);
     for (int i = 0; i < num_kept; i++) {
-        double shift = ranking->noise_scale ? ranking->noise_scale * (double)gumbel(word_of(noise, found[i].id)) : 0.0;
-        score[i] = (found[i].value + shift) / ranking->spread;
+        score[i] = (found[i].value + shifts[i]) / ranking->spread;
         if (score[i] > best) best = score[i];
     }
-    for (int i = 0; i < num_kept; i++) total += exp_of(score[i] - best);
+    for (int i = 0; i < MOST_CANDIDATES; i++) powers[i] = score[i] - best;
+    exp_of_all(powers);
+    for (int i = 0; i < num_kept; i++) total += powers[i];
     double log_total = best + log_of(total);
     for (int i = 0; i < num_kept; i++) {
         candidate new = {score[i] - log_total, found[i].id};

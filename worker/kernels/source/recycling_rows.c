@@ -6,6 +6,14 @@
 
 #include "elementary.h"
 
+void exp_of_all(double numbers[MOST_CANDIDATES]) {
+    for (int i = 0; i < MOST_CANDIDATES; i++) numbers[i] = exp_of(numbers[i]);
+}
+
+void log_of_all(double numbers[MOST_CANDIDATES]) {
+    for (int i = 0; i < MOST_CANDIDATES; i++) numbers[i] = log_of(numbers[i]);
+}
+
 int put_candidate(candidate *list, int count, int limit, candidate new) {
     if (count == limit && !(new.value > list[limit - 1].value)) return count;
     int place = count < limit ? count++ : limit - 1;
@@ -22,6 +30,13 @@ static int known_of(const candidate_rows *rows, int64_t row, candidate *found) {
     for (int64_t i = 0; i < rows->width && logprobs[i] != -INFINITY; i++)
         found[count++] = (candidate){(double)logprobs[i], ids[i]};
     return count;
+}
+
+// The probabilities of candidates, each times `share`: [MOST_CANDIDATES], of which the first `count` count.
+static void probabilities_of(const candidate *found, int count, double share, double *probabilities) {
+    for (int i = 0; i < MOST_CANDIDATES; i++) probabilities[i] = i < count ? found[i].value : 0.0;
+    exp_of_all(probabilities);
+    for (int i = 0; i < MOST_CANDIDATES; i++) probabilities[i] *= share;
 }
 
 static int find(const candidate *list, int count, int32_t id) {
@@ -41,6 +56,7 @@ static int64_t place_of(const recycling_tables *tables, int64_t key) {
 
 int candidates_behind(const recycling_tables *tables, int64_t previous, int64_t token, candidate *found) {
     candidate both[2 * MOST_CANDIDATES], pair[MOST_CANDIDATES];
+    double of_both[MOST_CANDIDATES], of_pair[MOST_CANDIDATES], logs[MOST_CANDIDATES] = {0};
     int64_t key = key_of(tables, previous, token), place = place_of(tables, key);
     int num_pair = tables->pair_keys[place] == key ? known_of(&tables->pairs, place, pair) : 0;
     int num_both = known_of(&tables->tokens, token, both), count = 0;
@@ -48,14 +64,18 @@ int candidates_behind(const recycling_tables *tables, int64_t previous, int64_t 
         memcpy(found, num_both ? both : pair, (size_t)(num_both + num_pair) * sizeof *found);
         return num_both + num_pair;
     }
-    for (int i = 0; i < num_both; i++) both[i].value = (1.0 - tables->pair_share) * exp_of(both[i].value);
+    probabilities_of(both, num_both, 1.0 - tables->pair_share, of_both);
+    probabilities_of(pair, num_pair, tables->pair_share, of_pair);
+    for (int i = 0; i < num_both; i++) both[i].value = of_both[i];
     for (int i = 0; i < num_pair; i++) {
         int same = find(both, num_both, pair[i].id);
         if (same == num_both) both[num_both++] = (candidate){0.0, pair[i].id};
-        both[same].value += tables->pair_share * exp_of(pair[i].value);
+        both[same].value += of_pair[i];
     }
     for (int i = 0; i < num_both; i++) count = put_candidate(found, count, NUM_BEST, both[i]);
-    for (int i = 0; i < count; i++) found[i].value = log_of(found[i].value);
+    for (int i = 0; i < count; i++) logs[i] = found[i].value;
+    log_of_all(logs);
+    for (int i = 0; i < count; i++) found[i].value = logs[i];
     return count;
 }
 
@@ -68,21 +88,26 @@ static void write_row(
     const candidate_rows *rows, int64_t row, const int64_t *ids, const float *logprobs, double new_share
 ) {
     candidate old[MOST_CANDIDATES], kept[MOST_CANDIDATES];
+    double of_old[MOST_CANDIDATES], of_new[NUM_BEST], logs[MOST_CANDIDATES] = {0};
     int num_old = known_of(rows, row, old), count = 0, width = (int)rows->width;
     double share = num_old ? new_share : 1.0;
-    for (int i = 0; i < num_old; i++) old[i].value = (1.0 - share) * exp_of(old[i].value);
+    probabilities_of(old, num_old, 1.0 - share, of_old);
+    for (int i = 0; i < num_old; i++) old[i].value = of_old[i];
+    for (int i = 0; i < NUM_BEST; i++) of_new[i] = share * exp_of((double)logprobs[i]);
     for (int i = 0; i < NUM_BEST; i++) {
         int same = find(old, num_old, (int32_t)ids[i]);
-        candidate new = {share * exp_of((double)logprobs[i]), (int32_t)ids[i]};
+        candidate new = {of_new[i], (int32_t)ids[i]};
         if (same < num_old) new.value += old[same].value, old[same].value = 0.0;
         if (new.value >= FLT_MIN) count = put_candidate(kept, count, width, new);
     }
     for (int i = 0; i < num_old; i++)
         if (old[i].value >= FLT_MIN) count = put_candidate(kept, count, width, old[i]);
     forget(rows, row);
+    for (int i = 0; i < count; i++) logs[i] = kept[i].value;
+    log_of_all(logs);
     for (int i = 0; i < count; i++) {
         rows->ids[row * width + i] = kept[i].id;
-        rows->logprobs[row * width + i] = (float)log_of(kept[i].value);
+        rows->logprobs[row * width + i] = (float)logs[i];
     }
 }
 

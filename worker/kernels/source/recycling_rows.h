@@ -7,6 +7,11 @@ typedef struct {
     int32_t id;
 } candidate;
 
+// Exponentials and logarithms of all numbers of a list, whatever lies behind those that count: loops of a fixed length
+// without a choice are vectorised.
+void exp_of_all(double numbers[MOST_CANDIDATES]);
+void log_of_all(double numbers[MOST_CANDIDATES]);
+
 // Put a candidate behind those of no lower value, of which at most `limit` stay; returns their number.
 int put_candidate(candidate *list, int count, int limit, candidate new);
 

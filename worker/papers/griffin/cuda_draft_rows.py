@@ -1,18 +1,18 @@
-"""GRIFFIN's draft model on a GPU: a table goes up, one graph runs and ranks the rows, the candidates come down.
+"""A draft model on a GPU: a table goes up, one graph runs and ranks the rows, the candidates come down.
 
 The table is the input of a forward in one buffer: its rows, their features' places, how to rank."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
 import triton
 from numpy.typing import NDArray
 
-from swiftbatch.worker.caches.full_cache import CacheShape, FullKVCache
+from swiftbatch.worker.caches.full_cache import FullKVCache
 from swiftbatch.worker.caches.slot_arena import ArenaKVCache, KVArena
 from swiftbatch.worker.drawing.cuda.buffers import SlotBuffers
 from swiftbatch.worker.drawing.cuda.counts import update_counts
@@ -24,10 +24,7 @@ from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.kernels.cuda.cuda_row_table import TableLayout
 from swiftbatch.worker.kernels.cuda.upload import Download, Upload
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
-from swiftbatch.worker.papers.griffin.cuda_griffin import CudaGriffin, layout_of
 from swiftbatch.worker.papers.griffin.draft_input import (
-    NUM_ENTRIES,
-    NUM_PLACES,
     Candidates,
     DraftRows,
     Features,
@@ -37,48 +34,57 @@ from swiftbatch.worker.papers.griffin.draft_input import (
     tables,
     wanted_rows,
 )
-from swiftbatch.worker.papers.griffin.griffin_weights import packed_weights
-from swiftbatch.worker.papers.griffin.model import GriffinModel
-from swiftbatch.worker.papers.griffin.native_griffin import GriffinWeights
 from swiftbatch.worker.papers.griffin.torch_ranking import SPREAD
 from swiftbatch.worker.target.cuda.cuda_forwards import CudaForwards
-from swiftbatch.worker.target.forwards import Forwards
 
 NOWHERE = -1  # as a feature's place
 
 
-def cuda_rows(model: GriffinModel, forwards: Forwards, num_candidates: int) -> CudaRows:
-    """Make rows for a target in a GPU's arena. Raises ValueError for sizes that the kernels do not take."""
-    on_gpu = cast(CudaForwards, forwards)
-    return CudaRows(packed_weights(model, on_gpu.vocab_size), on_gpu, num_candidates)
+class CudaDraftModel(Protocol):
+    """A draft model with the target's head as CUDA kernels, over an arena and features that never move."""
+
+    layout: TableLayout  # of its rows
+    logits: torch.Tensor  # [NUM_ROWS, vocab] float32, of the rows of the newest forward
+
+    def read_from(self, rows: torch.Tensor, places: torch.Tensor) -> None:
+        """Take the rows of every forward from a table `[layout.size] int32`.
+
+        `places [NUM_ROWS, 2] int32` among the features say what stands in front of a row and where what it regresses
+        goes, -1 for nowhere.
+        """
+
+    def forward(self) -> None:
+        """Run the rows: into the arena, the features and `logits`."""
 
 
 class CudaRows:
-    """The draft model over all rows, `NUM_ROWS` at a time; a slot for each sequence that the target has one for."""
+    """A draft model over all rows, `NUM_ROWS` at a time; a slot for each sequence that the target has one for."""
 
-    def __init__(self, weights: GriffinWeights, forwards: CudaForwards, num_candidates: int) -> None:
-        """Raises ValueError for sizes that the kernels do not take."""
-        sizes, device, num_slots = weights.sizes, forwards.device, forwards.arena.num_slots
+    def __init__(
+        self,
+        model: CudaDraftModel,
+        arena: KVArena,
+        features: torch.Tensor,
+        forwards: CudaForwards,
+        num_candidates: int,
+    ) -> None:
+        """Run the model in rooms that are slots of `arena` and of `features [num_slots, num_places, hidden]`."""
+        device, num_slots = forwards.device, arena.num_slots
+        self._model, self._arena, self._features = model, arena, features
         self._num_candidates = num_candidates
-        shape = CacheShape(1, sizes.num_kv_heads, sizes.head_dim, sizes.dtype, device)
-        self._arena = KVArena(shape, num_slots, NUM_ENTRIES)
-        self._features = torch.zeros(num_slots, NUM_PLACES, sizes.hidden, dtype=sizes.dtype, device=device)
-        self._slots = SlotBuffers.empty(num_slots, NUM_ROWS, sizes.vocab, device)
-        self._layout = GriffinLayout(layout_of(sizes, self._arena.buffer), DrawLayout(num_slots))
+        self._slots = SlotBuffers.empty(num_slots, NUM_ROWS, forwards.vocab_size, device)
+        self._layout = DraftLayout(model.layout, DrawLayout(num_slots), features.shape[1])
         table = torch.zeros(self._layout.size, dtype=torch.int32, device=device)
         self._upload = Upload(table)
         rows, places, self._draws = self._layout.parts(table)
         self._layout.fill(self._upload.buffer(), [], self._slots)
         self._upload.send()
-        self._model = CudaGriffin(
-            weights, forwards.surroundings, self._arena.buffer, self._features.flatten(0, 1),
-            self._layout.rows.table(rows), places,
-        )  # fmt: skip
+        model.read_from(rows, places)
         self._rank_into(triton.next_power_of_2(num_candidates))
         self._graph = forwards.capture(self._work, device)
 
     def new_room(self, sequence: Sequence) -> Room:
-        return CudaRoom.of(sequence, self._arena.new_cache(NUM_ENTRIES), self._features)
+        return CudaRoom.of(sequence, self._arena.new_cache(self._arena.longest_job), self._features)
 
     @torch.inference_mode()
     def run(self, parts: list[DraftRows]) -> list[list[Candidates]]:
@@ -123,7 +129,7 @@ class CudaRoom(Room):
 
     @classmethod
     def of(cls, sequence: Sequence, cache: ArenaKVCache, features: torch.Tensor) -> CudaRoom:
-        """The slot is the cache's in all buffers; `features [num_slots, NUM_PLACES, hidden]`."""
+        """The slot is the cache's in all buffers; `features [num_slots, num_places, hidden]`."""
         return cls(sequence, cache, Features(features[cache.slot]), TokenCounts(sequence, cache.slot))
 
 
@@ -133,11 +139,12 @@ def slot_of(cache: FullKVCache) -> int:
 
 
 @dataclass(frozen=True)
-class GriffinLayout:
+class DraftLayout:
     """The layout of rows, places and draws in a buffer of int32."""
 
     rows: TableLayout
     draws: DrawLayout
+    num_places: int  # of a slot's features
 
     @property
     def size(self) -> int:
@@ -161,10 +168,10 @@ class GriffinLayout:
         news: dict[int, tuple[Any, Any]] = {}
         for part in parts:
             slot, start = slot_of(part.room.cache), len(ranked)
-            places[start : start + len(part), 0] = np.array(part.places) + slot * NUM_PLACES
+            places[start : start + len(part), 0] = np.array(part.places) + slot * self.num_places
             ranked += [None] * part.num_known
             for row, path in enumerate(part.paths, part.first):
-                places[len(ranked), 1] = slot * NUM_PLACES + regressed_place(row)
+                places[len(ranked), 1] = slot * self.num_places + regressed_place(row)
                 ranked.append(DrawRow(part.room.sequence, slot, path))
             if part.paths and needs_slot(part.room.sequence.sampling):
                 news[slot] = cast(CudaRoom, part.room).counts.news(slots)

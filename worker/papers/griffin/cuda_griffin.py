@@ -2,27 +2,42 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import numpy as np
 import torch
 from torch import Tensor
 
+from swiftbatch.worker.caches.full_cache import CacheShape
+from swiftbatch.worker.caches.slot_arena import KVArena
 from swiftbatch.worker.kernels.cuda.activations import activate
-from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, CudaRowTable, TableLayout
+from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, TableLayout
 from swiftbatch.worker.kernels.cuda.layer_kernels import add_norm, rope_store
 from swiftbatch.worker.kernels.cuda.stacked_weights import stacked_layer
 from swiftbatch.worker.kernels.cuda.tree_attention import AttentionShape, Scratch, attend
 from swiftbatch.worker.kernels.decoder_weights import AnyLinear, DecoderSizes, Linear
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
 from swiftbatch.worker.kernels.rotary_angles import angles
+from swiftbatch.worker.papers.griffin.cuda_draft_rows import CudaRows
+from swiftbatch.worker.papers.griffin.draft_input import NUM_ENTRIES, NUM_PLACES
 from swiftbatch.worker.papers.griffin.draft_layer_kernels import add, keep, layer_norm, pair, silu
+from swiftbatch.worker.papers.griffin.griffin_weights import packed_weights
+from swiftbatch.worker.papers.griffin.model import GriffinModel
 from swiftbatch.worker.papers.griffin.native_griffin import GriffinWeights
-from swiftbatch.worker.target.cuda.cuda_forwards import Surroundings
+from swiftbatch.worker.target.cuda.cuda_forwards import CudaForwards, Surroundings
+from swiftbatch.worker.target.forwards import Forwards
 
 
-def layout_of(sizes: DecoderSizes, arena: Tensor) -> TableLayout:
-    """Lay out rows over entries of `arena [1, 2, num_slots, num_kv_heads, capacity, head_dim]`. Raises ValueError."""
-    num_slots, capacity = arena.shape[2], arena.shape[4]
-    return TableLayout(num_slots, capacity, _attention(sizes, capacity).rows_per_group, capacity, sizes.vocab)
+def cuda_rows(model: GriffinModel, forwards: Forwards, num_candidates: int) -> CudaRows:
+    """Make rows for a target in a GPU's arena. Raises ValueError for sizes that the kernels do not take."""
+    on_gpu = cast(CudaForwards, forwards)
+    weights = packed_weights(model, on_gpu.vocab_size)
+    sizes, device, num_slots = weights.sizes, on_gpu.device, on_gpu.arena.num_slots
+    shape = CacheShape(1, sizes.num_kv_heads, sizes.head_dim, sizes.dtype, device)
+    arena = KVArena(shape, num_slots, NUM_ENTRIES)
+    features = torch.zeros(num_slots, NUM_PLACES, sizes.hidden, dtype=sizes.dtype, device=device)
+    griffin = CudaGriffin(weights, on_gpu.surroundings, arena.buffer, features.flatten(0, 1))
+    return CudaRows(griffin, arena, features, on_gpu, num_candidates)
 
 
 class CudaGriffin:
@@ -38,13 +53,10 @@ class CudaGriffin:
         around: Surroundings,
         arena: Tensor,
         features: Tensor,
-        table: CudaRowTable[Tensor],
-        places: Tensor,
     ) -> None:
-        """Rows see entries of `arena [1, 2, num_slots, num_kv_heads, capacity, head_dim]`, as `layout_of` lays them.
+        """Rows see entries of `arena [1, 2, num_slots, num_kv_heads, capacity, head_dim]`.
 
-        `features [num_places, hidden]`; `places [NUM_ROWS, 2] int32` of them say what stands in front of a row and
-        where what it regresses goes, -1 for nowhere. Raises ValueError.
+        What stands in front of them lies in `features [num_places, hidden]`. Raises ValueError.
         """
         self._around, self._sizes = around, weights.sizes
         self._fuse, self._norms = weights.fuse, weights.parts
@@ -52,11 +64,17 @@ class CudaGriffin:
         self._predict, self._regress = weights.predict, weights.regress
         self._layer = stacked_layer(weights.layer, arena.device)  # the unstacked weights are not kept
         self._keys, self._values = arena[0]
-        self._features, self._table, self._places = features, table, places
-        capacity = arena.shape[4]
+        self._features = features
+        num_slots, capacity = arena.shape[2], arena.shape[4]
+        attention = _attention(self._sizes, capacity)
+        self.layout = TableLayout(num_slots, capacity, attention.rows_per_group, capacity, self._sizes.vocab)
         turns = angles(weights.rotary, np.arange(capacity), self._sizes.dtype)
         self._angles = turns.to(self._sizes.dtype).to(arena.device)
-        self._allocate(weights.expansion(), _attention(self._sizes, capacity).num_splits, arena.device)
+        self._allocate(weights.expansion(), attention.num_splits, arena.device)
+
+    def read_from(self, rows: Tensor, places: Tensor) -> None:
+        """Take the rows of every forward from a table, and the places of their features, as a `CudaDraftModel`."""
+        self._table, self._places = self.layout.table(rows), places
 
     def forward(self) -> None:
         """Run the rows of the table: into the arena, the features, and `logits`."""

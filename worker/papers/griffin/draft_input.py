@@ -41,9 +41,9 @@ def position_of(entry: int, start: int) -> int:
 
 
 NOTHING = 0  # zeros: in front of the text's first token stands no feature
-RING = 1  # the target's features at the newest positions, one behind the other and round
-REGRESSED = RING + NUM_ENTRIES  # regressed features in their place: a draft tree's root, then its nodes
-NUM_PLACES = REGRESSED + 1 + MAX_TREE_NODES
+REGRESSED = 1  # regressed features in their place: a draft tree's root, then its nodes
+RING = REGRESSED + 1 + MAX_TREE_NODES  # the target's features at the newest positions, one behind the other and round
+NUM_PLACES = RING + NUM_ENTRIES
 Candidates = list[tuple[float, int]]
 """What may follow a row: (log-confidence, token), best first."""
 
@@ -52,31 +52,35 @@ class Features:
     """The target's final hidden states at consecutive positions of one sequence, and those regressed for its tree."""
 
     def __init__(self, buffer: torch.Tensor) -> None:
-        """`buffer [NUM_PLACES, hidden]`; of what lies in it, nothing is read before it was written."""
+        """`buffer [num_places, hidden]`: of what lies in it, nothing is read before it was written.
+
+        The number of places says how many of the target's features are kept.
+        """
         self._buffer = buffer
         self._buffer[NOTHING] = 0
-        self._first = self._end = 0  # positions that are known
+        self._num_kept = len(buffer) - RING  # positions that there is room for
+        self.first = self.end = 0  # positions that are known
 
     def put(self, position: int, hidden: torch.Tensor) -> None:
         """Keep `hidden [num_rows, hidden]` of `position` and those behind it; what is not next to it is forgotten."""
-        if position != self._end:
-            self._first = position
-        self._end = position + len(hidden)
-        self._first = max(self._first, self._end - NUM_ENTRIES)
-        kept = hidden[-NUM_ENTRIES:]
-        start = (self._end - len(kept)) % NUM_ENTRIES
-        num_left = min(len(kept), NUM_ENTRIES - start)  # up to the ring's end
+        if position != self.end:
+            self.first = position
+        self.end = position + len(hidden)
+        self.first = max(self.first, self.end - self._num_kept)
+        kept = hidden[-self._num_kept :]
+        start = (self.end - len(kept)) % self._num_kept
+        num_left = min(len(kept), self._num_kept - start)  # up to the ring's end
         self._buffer[RING + start : RING + start + num_left] = kept[:num_left]
         if num_left < len(kept):
             self._buffer[RING : RING + len(kept) - num_left] = kept[num_left:]
 
     def holds(self, start: int, end: int) -> bool:
         """Tell whether all of the target's features at positions `[start, end)` are there."""
-        return self._first <= start and end <= self._end
+        return self.first <= start and end <= self.end
 
     def places(self, start: int, end: int) -> list[int]:
         """Return the places of the target's features at positions `[start, end)`."""
-        return [RING + position % NUM_ENTRIES for position in range(start, end)]
+        return [RING + position % self._num_kept for position in range(start, end)]
 
     def keep(self, first: int, regressed: torch.Tensor) -> None:
         """Keep what was regressed at rows of a tree `[num_rows, hidden]` from row `first` on; the root is row 0."""
@@ -124,6 +128,11 @@ class DraftRows:
         first, stop = (max(0, row - self.num_known) for row in (start, end))
         rows, places = self.rows.part(start, end), self.places[start:end]
         return DraftRows(self.room, rows, places, self.paths[first:stop], self.first + first)
+
+
+def features_of(parts: list[DraftRows]) -> torch.Tensor:
+    """Return the features in front of all rows, `[num_rows, hidden]`."""
+    return torch.cat([part.room.features.rows(part.places) for part in parts])
 
 
 def wanted_rows(parts: list[DraftRows]) -> list[int]:

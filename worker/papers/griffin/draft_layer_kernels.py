@@ -1,4 +1,4 @@
-"""Kernels of GRIFFIN's draft model besides a decoder layer's: pairs, norms with a bias, SiLU, what it keeps of rows.
+"""Kernels of draft models besides a decoder layer's: pairs, norms with a bias, SiLU, what is kept of rows.
 
 A program sees one row, as in `worker.kernels.cuda.layer_kernels`; padding rows stay as they are.
 """
@@ -10,12 +10,13 @@ import triton.language as tl
 from torch import Tensor
 
 from swiftbatch.worker.kernels.cuda.activations import ACTIVE_COLUMNS
-from swiftbatch.worker.kernels.cuda.layer_kernels import is_padding
+from swiftbatch.worker.kernels.cuda.layer_kernels import is_padding, root_mean
 from swiftbatch.worker.kernels.cuda.rounding import rounded
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
 
 LAYER_NORM_EPSILON = tl.constexpr(1e-5)
 NORM_WARPS = 8
+THREAD_NUMBERS = 32  # of a row that is joined, in each thread
 
 
 @triton.jit
@@ -97,6 +98,32 @@ def keep_row(rows_ptr, feature_places_ptr, regressed_ptr, features_ptr, HIDDEN: 
     tl.store(features_ptr + place * HIDDEN + columns, regressed, mask=is_real)
 
 
+@triton.jit
+def join_row(
+    rows_ptr, token_ids_ptr, feature_places_ptr, features_ptr, embedding_ptr, token_norm_ptr, hidden_norm_ptr,
+    pairs_ptr, epsilon, HIDDEN: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Program (row, half): the embedding of the row's token, or behind that the feature in front of it.
+
+    Each behind an RMS norm with float32 weights, rounded once.
+    """
+    row = tl.program_id(0)
+    half = tl.program_id(1)
+    if is_padding(rows_ptr, row):
+        return
+    columns = tl.arange(0, WIDTH)
+    is_real = columns < HIDDEN
+    source_ptr = embedding_ptr + tl.load(token_ids_ptr + row).to(tl.int64) * HIDDEN
+    weight_ptr = token_norm_ptr
+    if half == 1:
+        source_ptr = features_ptr + tl.load(feature_places_ptr + row * 2).to(tl.int64) * HIDDEN
+        weight_ptr = hidden_norm_ptr
+    source = tl.load(source_ptr + columns, mask=is_real, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + columns, mask=is_real, other=0.0)
+    normed = rounded(source * root_mean(source, HIDDEN, epsilon) * weight, pairs_ptr.dtype.element_ty)
+    tl.store(pairs_ptr + (row * 2 + half) * HIDDEN + columns, normed, mask=is_real)
+
+
 def pair(rows: Tensor, token_ids: Tensor, places: Tensor, features: Tensor, embedding: Tensor, pairs: Tensor) -> None:
     """Rows of `features [num_places, hidden]` at the first of `places [NUM_ROWS, 2]`, and of `embedding`.
 
@@ -129,6 +156,33 @@ def add(rows: Tensor, state: Tensor, delta: Tensor) -> None:
 def keep(rows: Tensor, places: Tensor, regressed: Tensor, features: Tensor) -> None:
     """Write `regressed [NUM_ROWS, hidden]` to `features [num_places, hidden]`, at the second of each row's places."""
     keep_row[(NUM_ROWS,)](rows, places, regressed, features, **_sizes(regressed.shape[1]))
+
+
+def join(
+    rows: Tensor,
+    token_ids: Tensor,
+    places: Tensor,
+    features: Tensor,
+    embedding: Tensor,
+    token_norm: Tensor,
+    hidden_norm: Tensor,
+    epsilon: float,
+    pairs: Tensor,
+) -> None:
+    """Norm rows of `embedding`, and of `features [num_places, hidden]` at the first of `places [NUM_ROWS, 2]`.
+
+    Side by side into `pairs [NUM_ROWS, 2 * hidden]`; the weights of both norms are `[hidden] float32`.
+    """
+    join_row[(NUM_ROWS, 2)](
+        rows, token_ids, places, features, embedding, token_norm, hidden_norm, pairs, epsilon,
+        **join_constants(embedding.shape[1]),
+    )  # fmt: skip
+
+
+def join_constants(hidden: int) -> dict[str, int]:
+    """Return the constants of `join_row`, with its warps: with half as many numbers, compiled threads spill some."""
+    sizes = _sizes(hidden)
+    return sizes | {"num_warps": max(1, sizes["WIDTH"] // 32 // THREAD_NUMBERS)}
 
 
 def _sizes(hidden: int) -> dict[str, int]:

@@ -8,7 +8,14 @@ import torch
 
 from swiftbatch.worker.caches.full_cache import CacheShape, FullKVCache
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.papers.griffin.draft_input import NUM_ENTRIES, Candidates, DraftRows, Room, wanted_rows
+from swiftbatch.worker.papers.griffin.draft_input import (
+    NUM_ENTRIES,
+    Candidates,
+    DraftRows,
+    Room,
+    features_of,
+    wanted_rows,
+)
 from swiftbatch.worker.papers.griffin.griffin_weights import packed_weights
 from swiftbatch.worker.papers.griffin.model import GriffinConfig, GriffinModel
 from swiftbatch.worker.papers.griffin.native_griffin import NativeGriffin
@@ -38,7 +45,7 @@ def rows_of(model: GriffinModel, target: TargetModel, num_candidates: int) -> Gr
         if target.forwards.team is not None:
             return NativeRows(model, target.forwards, num_candidates)
         if target.forwards.arena:
-            from swiftbatch.worker.papers.griffin.cuda_draft_rows import cuda_rows
+            from swiftbatch.worker.papers.griffin.cuda_griffin import cuda_rows
 
             return cuda_rows(model, target.forwards, num_candidates)
     except ValueError:
@@ -107,11 +114,6 @@ class TiledRows:
         positions = torch.tensor([tile.positions()], device=device)
         predicted, regressed = self._model(padded[None], embeddings[None], positions, row_groups=groups)
         return predicted[0], regressed[0]
-
-
-def features_of(parts: list[DraftRows]) -> torch.Tensor:
-    """Return the features in front of all rows, `[num_rows, hidden]`."""
-    return torch.cat([part.room.features.rows(part.places) for part in parts])
 
 
 def cache_shape_of(config: GriffinConfig, forwards: Forwards) -> CacheShape:

@@ -19,7 +19,7 @@ from swiftbatch.worker.drawing.cuda.row_words import NUM_MASKED
 from swiftbatch.worker.kernels.decoder_weights import DecoderSizes, layer_weights, linear_of
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
 from swiftbatch.worker.kernels.rotary_frequencies import Rotary, default_frequencies
-from swiftbatch.worker.model.model_files import let_others_read
+from swiftbatch.worker.model.model_files import ModelFiles, let_others_read
 from swiftbatch.worker.papers.griffin.draft_input import NUM_ENTRIES, NUM_PLACES
 from swiftbatch.worker.papers.griffin.model import SECOND_FUSIONS, GriffinConfig, GriffinModel
 from swiftbatch.worker.papers.griffin.native_griffin import GriffinWeights
@@ -88,7 +88,7 @@ SLOT_LOGIT_BYTES = 12  # bytes a token: its counts in the penalty's window and i
 CAPACITY = slot_capacity(NUM_ENTRIES)
 
 
-def griffin_memory(part: Path, sizes: ModelSizes) -> DraftMemory:
+def griffin_memory(part: Path, _files: ModelFiles, sizes: ModelSizes) -> DraftMemory:
     """Count the memory of the draft model in a file, for a target of these sizes."""
     try:
         with safe_open(part, framework="numpy") as file:
@@ -97,7 +97,7 @@ def griffin_memory(part: Path, sizes: ModelSizes) -> DraftMemory:
         return NO_DRAFTS  # whoever loads it says what is wrong
     numbers = num_parameters([part]) + _stacked_numbers(config) + NUM_ROWS * _row_numbers(config)
     numbers += CAPACITY * config.head_dim  # angles
-    logits = NUM_ROWS * sizes.vocab * 4 + _ranking_bytes(sizes.vocab) + _scratch_bytes(config)
+    logits = NUM_ROWS * sizes.vocab * 4 + ranking_bytes(sizes.vocab) + _scratch_bytes(config)
     return DraftMemory(part_bytes=numbers * sizes.item_size + logits, slot_bytes=_slot_bytes(config, sizes))
 
 
@@ -114,7 +114,7 @@ def _row_numbers(config: GriffinConfig) -> int:
     return fusion + 5 * config.hidden_size + 3 * query + 2 * key + 3 * config.intermediate_size
 
 
-def _ranking_bytes(vocab: int) -> int:
+def ranking_bytes(vocab: int) -> int:
     """Ranks of the best tokens of every block, three numbers of it, and what is told and said of each row."""
     told = 1024 + 4 * NUM_MASKED + vocab // 8 + 4
     return NUM_ROWS * (-(-vocab // BLOCK) * (MOST_CANDIDATES * 8 + 16) + MOST_CANDIDATES * 8 + told)

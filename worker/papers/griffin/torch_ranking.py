@@ -23,9 +23,11 @@ class TorchRoom(Room):
     sampler: TokenSampler  # knows some first tokens of the sequence
 
     @classmethod
-    def of(cls, sequence: Sequence, cache: FullKVCache, features_like: torch.Tensor) -> TorchRoom:
+    def of(
+        cls, sequence: Sequence, cache: FullKVCache, features_like: torch.Tensor, num_places: int = NUM_PLACES
+    ) -> TorchRoom:
         """Make room for features `[hidden]` of this dtype, on this device."""
-        buffer = features_like.new_zeros(NUM_PLACES, len(features_like))
+        buffer = features_like.new_zeros(num_places, len(features_like))
         sampler = TokenSampler(sequence, sequence.vocab_size, buffer.device)
         return cls(sequence, cache, Features(buffer), sampler)
 

@@ -22,6 +22,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from swiftbatch.jobs.errors import ModelError
+from swiftbatch.worker.caches.full_cache import CacheShape
 from swiftbatch.worker.drafters.catalogue import MTP
 from swiftbatch.worker.kernels.decoder_weights import DecoderSizes, LayerWeights
 from swiftbatch.worker.kernels.layer_forms import NormForm
@@ -106,6 +107,11 @@ class PredictorWeights:
     join: torch.Tensor  # the columns of the token's embedding first
     final_norm: torch.Tensor
     feeds_normed: bool
+
+    def cache_shape(self, device: torch.device) -> CacheShape:
+        """The shape of the layer's cache on a device."""
+        sizes, num_parts = self.sizes, 2 if self.sizes.latent is None else 1
+        return CacheShape(1, sizes.num_kv_heads, sizes.head_dim, sizes.dtype, device, num_parts=num_parts)
 
     def joined(self, embeddings: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Compute what the layer takes, `[num_rows, hidden] float32`, from inputs of that shape."""

@@ -31,6 +31,7 @@ from swiftbatch.worker.kernels.cuda.upload import Upload
 from swiftbatch.worker.kernels.decoder_weights import AnyLinear, PackedLinear
 from swiftbatch.worker.kernels.kernel_choice import CUBLAS_WORKSPACES, CudaKernels, triton_version, with_kv
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK
+from swiftbatch.worker.kernels.rotary_frequencies import Rotary
 from swiftbatch.worker.target.cuda.partial_arena import PartialArena, RowMover, arena_for
 from swiftbatch.worker.target.cuda.partial_cache_forwards import CudaRounds, entries_of
 from swiftbatch.worker.target.expert_counts import CudaExpertCounts
@@ -41,11 +42,12 @@ from swiftbatch.worker.target.tiles import SequenceRows, known_rows, pack_tiles,
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Embedding and head of the target, and the kernel that makes its products."""
+    """Embedding and head of the target, the kernel that makes its products, and the angles of its heads."""
 
     embedding: Tensor  # [vocab, hidden]
     head: AnyLinear
     linear: WeightKernel
+    turns: tuple[Rotary, Tensor]
 
 
 class CudaForwards:
@@ -91,7 +93,7 @@ class CudaForwards:
         self._table = Upload(self._decoder.table_buffer)
         num_routed, met = sum(layer.experts is not None for layer in weights.layers), self._decoder.experts_met
         self.expert_counts = None if met is None else CudaExpertCounts(met, num_routed)
-        self.surroundings = Surroundings(weights.embedding, weights.head, WeightKernel(linear))
+        self.surroundings = Surroundings(weights.embedding, weights.head, WeightKernel(linear), self._decoder.turns)
         self._rounds = weakref.WeakKeyDictionary[PartialArena, CudaRounds]()  # as long as a drafter has the arena
         self._prepare()
 
@@ -184,11 +186,13 @@ class CudaForwards:
     def _send(self, groups: list[SequenceRows]) -> None:
         computing_stream(self.device).join()
         caches = cast("list[ArenaKVCache]", [group.cache for group in groups])
+        placed = list[tuple[SequenceRows, int]]()
         for group, cache in zip(groups, caches, strict=True):
             cache.reserve(group.first_entry + len(group.token_ids))
-        placed = [(group, cache.slot) for group, cache in zip(groups, caches, strict=True)]
+            placed.append((group, cache.slot))
         decoder, buffer = self._decoder, self._table.buffer()
-        pages = [cache.pages for cache in caches], [cache.window_pages for cache in caches]
+        windowed = caches if decoder.layout.has_window_pages else ()
+        pages = [cache.pages for cache in caches], [cache.window_pages for cache in windowed]
         decoder.layout.fill(buffer[: decoder.layout.size], placed, *pages)
         if decoder.mixers is not None:
             rows = [StateRows(group, slot, cache.boundary) for (group, slot), cache in zip(placed, caches, strict=True)]

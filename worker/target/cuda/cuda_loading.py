@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from swiftbatch.jobs.run.option_values import AttentionName, KVDtype
-from swiftbatch.worker.caches.cache_room import HeldPositions
+from swiftbatch.worker.caches.cache_room import HeldPositions, KVRoomError
 from swiftbatch.worker.caches.full_cache import MAX_TREE_NODES, CacheShape
 from swiftbatch.worker.caches.host_copies import CudaLane, Staging, computing_stream
 from swiftbatch.worker.caches.layer_ring import Streams
@@ -83,15 +83,26 @@ def load_cuda_forwards(
     num_multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     num_splits = splits_of(num_multiprocessors, sizes, kernels.num_rows)
     gpu = GPUMemory(settled_free_bytes(device), num_splits, kernels.attention, kernels.num_rows)
-    drafts = with_rounds(drafts_of(wanted, sizes, kernels.num_rows), wanted, sizes, gpu)
+    plan = plan_wanted(wanted, sizes, gpu)
     copies: Staging | Streams
     if wanted.host_bytes is not None:
-        plan = plan_offload(sizes, gpu, wanted.longest_job, wanted.host_bytes, wanted.num_slots, drafts)
         copies = Streams(computing_stream(device), CudaLane(device), CudaLane(device))
     else:
-        plan = PLANS[kernels.attention](sizes, gpu, wanted.longest_job, wanted.num_slots, drafts)
         copies = Staging(CudaLane(device), computing_stream(device))
     return planned_forwards(files, dtype, device, plan, num_splits, eos_token_ids, copies, kernels, kv_dtype)
+
+
+def plan_wanted(wanted: SlotsWanted, sizes: ModelSizes, gpu: GPUMemory) -> MemoryPlan:
+    """Share a GPU out, without an engine that is only tried where that has no room. Raises KVRoomError."""
+    drafts = with_rounds(drafts_of(wanted, sizes, gpu.num_rows), wanted, sizes, gpu)
+    try:
+        if wanted.host_bytes is not None:
+            return plan_offload(sizes, gpu, wanted.longest_job, wanted.host_bytes, wanted.num_slots, drafts)
+        return PLANS[gpu.attention](sizes, gpu, wanted.longest_job, wanted.num_slots, drafts)
+    except KVRoomError:
+        if not wanted.can_lack_engine or wanted.engine is None:
+            raise
+        return plan_wanted(replace(wanted, engine=None), sizes, gpu)
 
 
 def planned_forwards(
@@ -115,10 +126,10 @@ def planned_forwards(
     try:
         if isinstance(copies, Streams):
             offloaded = OffloadedArena(shape, plan.num_slots, plan.longest_job, copies)
-            offloaded.num_drafted = plan.num_drafted
+            offloaded.num_drafted, offloaded.holds_engine = plan.num_drafted, plan.drafts.has_engine
             return OffloadedForwards(stacked, offloaded, eos_token_ids, num_splits, kernels)
         arena = arena_of(shape, plan, copies)
-        arena.num_drafted = plan.num_drafted
+        arena.num_drafted, arena.holds_engine = plan.num_drafted, plan.drafts.has_engine
         return CudaForwards(stacked, arena, eos_token_ids, num_splits, kernels)
     except ValueError:  # sizes that the kernels have no tiles for
         return None
@@ -214,7 +225,7 @@ def drafts_of(wanted: SlotsWanted, sizes: ModelSizes, num_rows: int = NUM_ROWS) 
     if wanted.draft is not None:
         model = draft_model_memory(wanted.draft, wanted.draft_length, num_rows)
         part_bytes, slot_bytes = part_bytes + model.part_bytes, slot_bytes + model.slot_bytes
-    return DraftMemory(part_bytes, slot_bytes)
+    return DraftMemory(part_bytes, slot_bytes, has_engine=wanted.engine is not None)
 
 
 def with_rounds(drafts: DraftMemory, wanted: SlotsWanted, sizes: ModelSizes, gpu: GPUMemory) -> DraftMemory:
@@ -228,7 +239,7 @@ def with_rounds(drafts: DraftMemory, wanted: SlotsWanted, sizes: ModelSizes, gpu
         scan = _for_few(scan, drafts, wanted, sizes, gpu)
     own_bytes = gpu.scratch_bytes(sizes) if has_rounds and gpu.attention == "flash" else 0  # which adds no biases
     part_bytes = drafts.part_bytes + scan.part_bytes + own_bytes
-    return DraftMemory(part_bytes, drafts.slot_bytes + scan.slot_bytes, scan.num_scanned)
+    return DraftMemory(part_bytes, drafts.slot_bytes + scan.slot_bytes, scan.num_scanned, drafts.has_engine)
 
 
 def _for_few(

@@ -83,6 +83,8 @@ SUMS = (
     "stats_ptr",
     "gains_ptr",
     "limits_ptr",
+    "token_norm_ptr",
+    "hidden_norm_ptr",
     "scales_ptr",
     "offsets_ptr",
 )
@@ -95,6 +97,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 OTHER_WIDTHS = (96, 256)
+JOINED = (1024, 4096, 7168)  # of Qwen3.5 0.8B, GLM 4.5 Air, DeepSeek V3
 NO_PAGES: dict[str, Any] = {"PAGE": 0, "pages_ptr": None}
 Made = tuple[Any, dict[str, Any]]  # a kernel and its constants, options among them
 
@@ -422,6 +425,7 @@ def griffin_kernels() -> dict[str, Made]:
         "griffin's silu": (griffin.silu_row, {"EXPANSION": INTERMEDIATE, "COLUMNS": activations.ACTIVE_COLUMNS}),
         "griffin's sum": (griffin.add_row, sizes),
         "griffin's kept rows": (griffin.keep_row, sizes),
+        **{f"joined rows, {width:,} wide": (griffin.join_row, griffin.join_constants(width)) for width in JOINED},
     }
 
 

@@ -61,6 +61,7 @@ IN_OTHER_FORMS = (  # whose own form is compiled every day
     ),
     *("packed iq4_nl", "packed uint4 with offsets", "packed e4m3 of another depth", "norm, add and norm"),
     *("latent prefix of many heads", "latent prefix with biases"),
+    *("prefix", "sort of choices among 512 experts", "rope, packed", "rope with scales", "norm with biases"),
     *(name for name in wide_kernels("bf16") if not name.startswith(("linear", "sort of choices"))),
 )
 WIDE = [f"{name} of heads of {width}" for name in ("prefix", "tail", "packed tail") for width in OTHER_WIDTHS]

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from swiftbatch.worker.kernels.cuda import native_row_table
 from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, TableLayout
 from swiftbatch.worker.kernels.cuda.tree_attention import AttentionShape
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
 from swiftbatch.worker.target.tiles import SequenceRows
 from tests.worker.kernels.cuda.arenas import CAPACITY, Placed, random_arena, random_rows
-from tests.worker.kernels.kernel_parts import Shape
+from tests.worker.kernels.kernel_parts import Shape, needs_kernels
 
 ARENA = random_arena(Shape(group=4), (5, 100, 448, 700))  # 16 rows a group
 
@@ -136,3 +137,48 @@ def test_layers_with_a_window_have_entries_and_tails_in_their_own_pages_and_all_
     is_tail = np.arange(BLOCK) < table.rows[:24, 2, None]
     assert ((windows.tail_slots[:24] - table.tail_slots[:24])[is_tail] == np.repeat(moved, table.rows[:24, 2])).all()
     assert not windows.rows[24:].any()
+
+
+def pages_of(numbers: random.Random, page: int, num_lost: int) -> list[list[int]]:
+    """Pages of each slot, in any order; the first ones are others' by now."""
+    places = numbers.sample(range(500), 3 * CAPACITY // page)
+    own = [places[slot::3] for slot in range(3)]
+    return [[-1] * num_lost + each[num_lost:] for each in own]
+
+
+def random_layout(numbers: random.Random) -> tuple[TableLayout, tuple[list[list[int]], ...]]:
+    """A layout, and the pages that three slots have: none, some, or some in two pools."""
+    page, has_windows = numbers.choice([(None, False), (BLOCK, False), (2 * BLOCK, True)])
+    layout = dataclasses.replace(
+        ARENA.layout, page=page, has_window_pages=has_windows, num_rows=numbers.choice([64, 128])
+    )
+    return layout, tuple(pages_of(numbers, page, lost) for lost in (0, 1)[: 1 + has_windows]) if page else ()
+
+
+@needs_kernels
+@pytest.mark.parametrize("seed", range(12))
+def test_a_table_that_c_fills_is_that_of_numpy(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where nodes of a tree lie in a page behind that of their block."""
+    numbers = random.Random(seed)
+    arena = random_arena(Shape(group=4), [numbers.randrange(BLOCK, 700) for _ in range(3)])
+    layout, pages = random_layout(numbers)
+    placed = random_rows(numbers, arena, [numbers.randrange(1, 22) for _ in range(3)])
+    numbers.shuffle(placed)
+    own = [[each[slot] for _, slot in placed] for each in pages]
+    in_c, in_numpy = (np.full(layout.size, -1, dtype=np.int32) for _ in range(2))
+    assert layout._native.fill(in_c, placed, own[0] if own else (), own[1] if len(own) > 1 else ())
+    monkeypatch.setattr(native_row_table, "chosen_library", lambda: None)
+    layout.fill(in_numpy, placed, *own)
+    is_written = np.ones(layout.size, dtype=bool)
+    if layout.has_window_pages:
+        is_written[layout._end_of_table : layout._start_of_windows] = False
+    assert (in_c == in_numpy)[is_written].all()
+
+
+def test_a_sequence_without_a_page_for_its_last_row_is_refused() -> None:
+    layout = dataclasses.replace(ARENA.layout, page=BLOCK)
+    [_, placed] = sequences(1, 20)
+    buffer = np.full(layout.size, -1, dtype=np.int32)
+    with pytest.raises(ValueError, match="found 1 pages, expected entries of page 1 to lie in one"):
+        layout.fill(buffer, [placed], [[7]])
+    assert (buffer == -1).all()

@@ -21,9 +21,10 @@ from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.drawing.sampling import TokenSampler
 from swiftbatch.worker.kernels.cuda.upload import Download, Upload
 from swiftbatch.worker.model.model_files import GRIFFIN_FILE, PARTS_FOLDER, locate_model
-from swiftbatch.worker.papers.griffin.cuda_draft_rows import CudaRows, cuda_rows
-from swiftbatch.worker.papers.griffin.draft_input import Candidates, DraftRows
-from swiftbatch.worker.papers.griffin.draft_rows import TiledRows, features_of, rows_of
+from swiftbatch.worker.papers.griffin.cuda_draft_rows import CudaRows
+from swiftbatch.worker.papers.griffin.cuda_griffin import cuda_rows
+from swiftbatch.worker.papers.griffin.draft_input import Candidates, DraftRows, features_of
+from swiftbatch.worker.papers.griffin.draft_rows import TiledRows, rows_of
 from swiftbatch.worker.papers.griffin.griffin import GriffinOptions
 from swiftbatch.worker.papers.griffin.griffin_weights import _stacked_numbers, load_griffin
 from swiftbatch.worker.papers.griffin.model import SECOND_FUSIONS, GriffinConfig, GriffinModel
@@ -204,7 +205,7 @@ def test_a_level_is_one_table_up_one_replay_and_one_wait_and_a_look_at_the_text_
 def test_what_is_held_on_the_device_is_planned_for(target: TargetModel, one_layer_model: Path) -> None:
     files, sizes = target.files, read_sizes(target.files, "float32")
     assert sizes is not None
-    needs = ENGINES["griffin"].memory_of(files.path / PARTS_FOLDER / GRIFFIN_FILE)
+    needs = ENGINES["griffin"].memory_of(files.path / PARTS_FOLDER / GRIFFIN_FILE, files)
     drafts = drafts_of(SlotsWanted(100, engine=needs), sizes)
     rows = rows_of(load_griffin(None, target), target, GriffinOptions().num_expanded)
     assert isinstance(rows, CudaRows)

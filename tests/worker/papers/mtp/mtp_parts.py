@@ -11,7 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from swiftbatch.worker.model.model_files import locate_model, read_config
 from swiftbatch.worker.model.mtp_layers import FORMS, ONE_LAYER, OWN, PredictorForm
-from swiftbatch.worker.papers.mtp.predictor import PredictorModule
+from swiftbatch.worker.papers.griffin.draft_input import regressed_place
+from swiftbatch.worker.papers.mtp.mtp import MTPForwards, rows_of
+from swiftbatch.worker.papers.mtp.predictor import PredictorModule, load_predictor
 from swiftbatch.worker.target.native_forwards import NativeForwards
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.model.expert_configs import WITH_EXPERTS as EXPERTS
@@ -57,6 +59,15 @@ def loaded(folder: Path, dtype: str = "float32") -> TargetModel:
     target = TargetModel.load(locate_model(str(folder)), dtype, "cpu")
     assert isinstance(target.forwards, NativeForwards)
     return target
+
+
+def forwards_of(target: TargetModel, num_candidates: int = 4) -> MTPForwards:
+    return MTPForwards(rows_of(load_predictor(None, target), target, num_candidates), target)
+
+
+def fed(forwards: MTPForwards, name: str, row: int = 0) -> torch.Tensor:
+    """What the row behind one of a draft takes, whose root is row 0: `[hidden]`."""
+    return forwards._tracks[name].room.features.rows([regressed_place(row)])[0]
 
 
 def _published(name: str, form: PredictorForm, num_layers: int) -> str:

@@ -16,14 +16,12 @@ from swiftbatch.worker.drafters.two_level.faster_drafter import MeasuredDrafter
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.inspection import inspect_model
-from swiftbatch.worker.papers.mtp import mtp
-from swiftbatch.worker.papers.mtp.mtp import MTPForwards
-from swiftbatch.worker.papers.mtp.predictor import load_predictor
+from swiftbatch.worker.papers.mtp import track
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.model.formats.examples import EXAMPLES
 from tests.worker.model.formats.twins import make_twins
-from tests.worker.papers.mtp.mtp_parts import CHECKPOINTS, loaded, publish_with_layer
+from tests.worker.papers.mtp.mtp_parts import CHECKPOINTS, fed, forwards_of, loaded, publish_with_layer
 
 TEXT = [(7 * number * number + 3 * number) % 60 for number in range(80)]
 OFTEN = ("DeepSeek R1", "Qwen3.5")
@@ -34,7 +32,7 @@ CASES = [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) f
 def test_the_layer_of_a_checkpoint_gives_what_it_gives_in_torch(name: str, tmp_path: Path) -> None:
     module = publish_with_layer(name, tmp_path)
     target = loaded(tmp_path)
-    forwards = MTPForwards(load_predictor(None, target), target, 4)
+    forwards = forwards_of(target)
     sequence = Sequence("a", TEXT, SamplingParams(max_tokens=9, temperature=0.0), target.vocab_size, target.device)
     forwards.start(sequence, target.new_cache(100))
     hidden = torch.randn(len(TEXT) - 1, target.hidden_size, generator=torch.Generator().manual_seed(1))
@@ -42,8 +40,7 @@ def test_the_layer_of_a_checkpoint_gives_what_it_gives_in_torch(name: str, tmp_p
     [candidates] = forwards.follow([sequence])
     embeddings = target.forwards.embed(torch.tensor(TEXT[1:]))
     expected = module(hidden[None], embeddings[None])[0, -1]
-    found = forwards._tracks["a"].feature
-    assert found is not None
+    found = fed(forwards, "a")
     if CHECKPOINTS[name][1].feeds_normed:
         assert torch.allclose(found, expected, atol=1e-3 * float(expected.abs().max()))
     assert candidates[0][1] == int(target.logits(expected[None]).argmax())
@@ -76,10 +73,11 @@ def test_drafts_of_the_layer_change_no_token(name: str, tmp_path: Path) -> None:
         assert generated(target, "mtp", sampling) == generated(target, "autoregressive", sampling)
 
 
+@pytest.mark.parametrize("name", ["MiMo", "DeepSeek R1"])
 def test_a_full_cache_keeps_the_first_and_the_newest_rows_at_their_positions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    publish_with_layer("MiMo", tmp_path)
+    publish_with_layer(name, tmp_path)
     target = loaded(tmp_path)
     text = (TEXT * 5)[:400]
     sampling = SamplingParams(max_tokens=9, temperature=0.0)
@@ -87,18 +85,18 @@ def test_a_full_cache_keeps_the_first_and_the_newest_rows_at_their_positions(
     def entries() -> torch.Tensor:
         """Keys and values of all rows that are kept."""
         sequence = Sequence("a", text, sampling, target.vocab_size, target.device)
-        forwards = MTPForwards(load_predictor(None, target), target, 4)
+        forwards = forwards_of(target)
         forwards.start(sequence, target.new_cache(500))
         hidden = torch.randn(len(text) - 1, target.hidden_size, generator=torch.Generator().manual_seed(1))
         for start in range(0, len(hidden), 30):
             forwards.take("a", start, hidden[start : start + 30])
             forwards.follow([sequence])
-        track = forwards._tracks["a"]
-        return torch.stack(track.cache.layer(0))[:, :, : track.num_known]
+        own = forwards._tracks["a"]
+        return torch.stack(own.room.cache.layer(0))[:, :, : own.num_known]
 
     everything = entries()
-    for name, number in {"WINDOW": 64, "MOST_AT_ONCE": 64, "NUM_ENTRIES": 192}.items():
-        monkeypatch.setattr(mtp, name, number)
+    for constant, number in {"WINDOW": 64, "MOST_AT_ONCE": 64, "NUM_ENTRIES": 192}.items():
+        monkeypatch.setattr(track, constant, number)
     kept = entries()
     newest = kept.shape[2] - 64
     assert 64 <= newest <= 128
@@ -112,14 +110,12 @@ def test_a_quantized_layer_says_what_the_numbers_say_that_it_stands_for(tmp_path
     said = []
     for folder in make_twins(EXAMPLES["fp8 in blocks of 128"], tmp_path / "twins", config, tensors):
         target = loaded(folder)
-        forwards = MTPForwards(load_predictor(None, target), target, 4)
+        forwards = forwards_of(target)
         sequence = Sequence("a", TEXT, SamplingParams(max_tokens=9, temperature=0.0), target.vocab_size, target.device)
         forwards.start(sequence, target.new_cache(100))
         forwards.take("a", 0, torch.randn(len(TEXT) - 1, 128, generator=torch.Generator().manual_seed(1)))
-        said.append((forwards.follow([sequence]), forwards._tracks["a"].feature))
+        said.append((forwards.follow([sequence]), fed(forwards, "a")))
     assert said[0][0] == said[1][0]
-    assert said[0][1] is not None
-    assert said[1][1] is not None
     assert torch.equal(said[0][1], said[1][1])
 
 
@@ -168,7 +164,7 @@ def test_auto_tries_the_layer_by_turns_and_without_one_it_is_as_it_was(tmp_path:
 
 def test_a_layer_that_is_not_understood_is_named_and_left_alone(tmp_path: Path) -> None:
     publish_with_layer("MiMo", tmp_path)
-    assert inspect_model(str(tmp_path)).predictor == "auto drafts with the first of them on a CPU, where that is faster"
+    assert inspect_model(str(tmp_path)).predictor == "auto drafts with the first of them, where that is faster"
     tensors = load_file(tmp_path / "model.safetensors")
     more = tensors | {"model.mtp_layers.0.mlp.other.weight": torch.zeros(3)}
     save_file(more, tmp_path / "model.safetensors", metadata={"format": "pt"})

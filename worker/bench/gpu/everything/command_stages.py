@@ -18,6 +18,7 @@ from swiftbatch.worker.exactness.gpu_doctor.findings import Finding
 
 KIND_TESTS = "tests/worker/test_gpu_kinds.py"
 ROW_TESTS = "tests/worker/test_gpu_rows.py"
+PREDICTOR_TESTS = "tests/worker/test_gpu_predictors.py"
 GPU_TESTS = tuple(f"tests/worker/{name}.py" for name in ("test_gpu", "caches/test_every_cache", "caches/test_copies"))
 CHAOS = ("chaos", "--jobs", "3", "--tokens", "600", "--kills", "3", "--workers", "1")
 LAST_LINES = 4
@@ -31,6 +32,11 @@ def kinds(trial: Trial) -> Iterator[Try]:
 def rows_of_kinds(trial: Trial) -> Iterator[Try]:
     """2,000 rows of trees of small models of several kinds against plain decoding."""
     yield "rows of kinds", functools.partial(_tests, trial, ROW_TESTS)
+
+
+def predictors(trial: Trial) -> Iterator[Try]:
+    """Small models with layers that predict further tokens: their drafts against a CPU's, tokens against plain ones."""
+    yield "predictors", functools.partial(_tests, trial, PREDICTOR_TESTS)
 
 
 def tests(trial: Trial) -> Iterator[Try]:

@@ -53,6 +53,7 @@ STAGES = (
         *("kinds of models", ".command_stages:kinds", 300),
         ("Latent attention", "Layers with states", "Other kinds of models"),
     ),
+    GPUStage("predictors", ".command_stages:predictors", 180, ("Layers that predict further tokens",)),
     GPUStage("tests", ".command_stages:tests", 300, ("Every engine",)),
     GPUStage("Ray", ".command_stages:ray_run", 240, ("A run over Ray on GPUs",)),
 )
