@@ -172,7 +172,7 @@ class PagedKVCache(ArenaKVCache):
         if path:  # the root's row lies where it stays
             self.reserve(self.length + 2 + max(path))
             self._move(path)
-        self._grow(self.length + 1 + len(path))
+        self.advance(1 + len(path))
 
     def load(self, kv: NDArray[Any]) -> None:
         self.reserve(self.length + kv.shape[1])
