@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from swiftbatch.metrics.worker_counters import EngineCounters
 from swiftbatch.worker.drawing.verification import Walk
 from swiftbatch.worker.engine.slot import Slot
@@ -12,6 +14,7 @@ from swiftbatch.worker.target.tiles import row_ahead
 MOST_STEPS = 32  # in a call: what lies between two calls is little beside them then
 FEW_STEPS = 8  # where a text or a loop may end a sequence: what is drawn behind its end was drawn for nothing
 MOST_SECONDS = 0.1  # of a call: whoever wants something of a worker waits for its end
+FEW_POSITIONS = 1024  # fewer take little time beside all else in a step
 
 
 class PlainRuns:
@@ -22,14 +25,15 @@ class PlainRuns:
         is_fit = target.cache_shape.recurrent is None and not forwards.has_experts and not target.is_offloaded
         self._draw_chains = forwards.draw_chains if is_fit else None
         self._counters = counters
+        self._newest = _Newest()
 
     def most_steps(self, slots: list[Slot]) -> int:
         """The steps that sequences can take at once, the coming one included; 1 where each needs a look."""
-        if self._draw_chains is None or not self._counters.num_steps or any(_needs_a_look(slot) for slot in slots):
+        if self._draw_chains is None or any(_needs_a_look(slot) for slot in slots):
             return 1
+        step_seconds = self._newest.step_seconds(self._counters, len(slots), sum(slot.cache.length for slot in slots))
         most = min(FEW_STEPS, MOST_STEPS) if any(slot.stop_rule.looks_back for slot in slots) else MOST_STEPS
         room = min(slot.sequence.num_remaining_tokens for slot in slots)
-        step_seconds = self._counters.step_seconds["verify"] / self._counters.num_steps
         return max(1, min(most, room, int(MOST_SECONDS / max(step_seconds, MOST_SECONDS / most))))
 
     def walks(self, slots: list[Slot], num_steps: int) -> list[Walk]:
@@ -39,6 +43,28 @@ class PlainRuns:
         ends = [ending_tokens(slot.sequence) for slot in slots]
         drawn = self._draw_chains(rows, [slot.sampler for slot in slots], num_steps, ends)
         return [Walk([], each.token_ids) for each in drawn] if all(each.token_ids for each in drawn) else []
+
+
+class _Newest:
+    """What the newest steps took, and for how much: the mean of all would not tell of jobs that are longer or more."""
+
+    def __init__(self) -> None:
+        self._num_steps, self._seconds = 0, 0.0  # all, when the coming step was last asked about
+        self._num_rows, self._num_positions = 1, FEW_POSITIONS  # of the step that came then
+        self._step_seconds = math.inf  # on average since then
+
+    def step_seconds(self, counters: EngineCounters, num_rows: int, num_positions: int) -> float:
+        """Return the most that a step of so many rows takes by them, which see so many positions together.
+
+        A step's time grows with both at most as they do.
+        """
+        num_steps, seconds = counters.num_steps, counters.step_seconds["verify"]
+        if num_new := num_steps - self._num_steps:
+            growth = max(1.0, num_rows / self._num_rows, num_positions / self._num_positions)
+            self._step_seconds = growth * (seconds - self._seconds) / num_new
+            self._num_steps, self._seconds = num_steps, seconds
+            self._num_rows, self._num_positions = num_rows, max(FEW_POSITIONS, num_positions)
+        return self._step_seconds
 
 
 def _needs_a_look(slot: Slot) -> bool:

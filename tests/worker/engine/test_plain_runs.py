@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.metrics.worker_counters import EngineCounters
 from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
 from swiftbatch.worker.drafters.two_level.auto import auto
 from swiftbatch.worker.drawing.sequence import Sequence
@@ -149,3 +150,35 @@ def test_auto_looks_soon_again_where_a_text_repeats_itself(target: TargetModel) 
     steps = [verification for _ in range(8) for _, verification in engine.step()]
     assert max(each.num_steps for each in steps) <= FEW_STEPS
     assert max(len(each.tree) for each in steps) > 0
+
+
+def test_runs_go_by_what_the_newest_steps_took_however_many_short_ones_came_before(
+    target: TargetModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("swiftbatch.worker.engine.plain_runs.MOST_SECONDS", 0.1)
+    slots, counters = [*begun(target, {"temperature": 1.0})._slots.values()], EngineCounters()
+    runs, sizes = PlainRuns(target, counters), []
+    for num_steps, seconds in ((0, 0.0), (10_000, 0.001), (32, 0.05), (2, 0.2), (1, 0.01), (10, 0.001)):
+        counters.num_steps += num_steps
+        counters.step_seconds["verify"] += num_steps * seconds
+        sizes.append(runs.most_steps(slots))
+    assert sizes == [1, MOST_STEPS, 2, 1, 10, MOST_STEPS]
+
+
+def test_runs_are_shorter_where_more_rows_come_or_longer_texts(
+    target: TargetModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("swiftbatch.worker.engine.plain_runs.MOST_SECONDS", 0.1)
+    monkeypatch.setattr("swiftbatch.worker.engine.plain_runs.FEW_POSITIONS", 20)
+    first, second = begun(target, {"temperature": 1.0})._slots.values()
+    first.cache.advance(20)
+    second.cache.advance(25)
+    counters = EngineCounters()
+    runs, sizes = PlainRuns(target, counters), []
+    for slots in ([first], [first], [first, second], [first, second]):
+        sizes.append(runs.most_steps(slots))
+        counters.num_steps += 1
+        counters.step_seconds["verify"] += 0.005
+    first.cache.advance(90)
+    sizes.append(runs.most_steps([first, second]))
+    assert sizes == [1, 20, 8, 20, 6]
