@@ -22,7 +22,6 @@ from uuid import uuid4
 ASIDE = re.compile(r"\..+\.[0-9a-f]{32}")  # the name of a file that has yet to get its own
 COPY_BYTES = 2**23
 NUM_DELETE_TRIES = NUM_WRITE_TRIES = 5
-CHANGED_MEANWHILE = {errno.ENOENT, errno.ENOTEMPTY}
 NO_FILE = {errno.ENXIO, errno.ELOOP}  # a socket, a link to itself
 NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
 
@@ -133,12 +132,18 @@ class LocalFolder:
             target.unlink()
             return
         # a writer that was believed dead may put one more file in while the folder goes
-        for num_tries_left in reversed(range(NUM_DELETE_TRIES)):
+        num_tries_left = NUM_DELETE_TRIES
+        while num_tries_left:
             try:
                 shutil.rmtree(target)
+            except FileNotFoundError:  # another one deletes as well: each file that is gone brings the end nearer
+                pass
             except OSError as error:
-                if error.errno not in CHANGED_MEANWHILE or num_tries_left == 0:
+                if error.errno != errno.ENOTEMPTY or num_tries_left == 1:
                     raise
+                num_tries_left -= 1
+            else:
+                num_tries_left -= 1
             if not target.exists():
                 return
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import shutil
@@ -187,3 +188,23 @@ def test_a_folder_that_is_a_link_goes_and_what_it_leads_to_stays(tmp_path: Path)
     store.delete_folder("folder")
     assert store.list("") == []
     assert (tmp_path / "kept" / "a").read_bytes() == b"x"
+
+
+def test_a_folder_goes_however_many_of_its_files_another_one_deletes_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"{number:02d}" for number in range(20)]
+    store = Store(str(tmp_path))
+    for name in names:
+        store.write(f"folder/{name}", b"x")
+    rmtree = shutil.rmtree
+
+    def too_late(folder: Path) -> None:
+        if names:
+            (folder / names.pop()).unlink()
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory")
+        rmtree(folder)
+
+    monkeypatch.setattr(shutil, "rmtree", too_late)
+    store.delete_folder("folder")
+    assert store.list("") == []
