@@ -220,5 +220,7 @@ def _linears(
 def _of_heads(linear: AnyLinear, dims: list[int], width: int) -> AnyLinear:
     """Some dimensions of each head, in this order; heads are so wide. Raises ValueError where rows are no heads."""
     rows = [head + dim for head in range(0, linear.weight.shape[0], width) for dim in dims]
+    if not rows:
+        raise ValueError("found 0 rows, expected those of heads")
     bias = None if linear.bias is None else linear.bias[torch.tensor(rows, device=linear.bias.device)]
     return linear_from(of_rows(linear.weight, rows), bias)

@@ -23,7 +23,7 @@ from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.kernels.cuda.scan.scanned_texts import ScannedTexts, ScanScratch
 from swiftbatch.worker.kernels.scan_coding import SCAN_CHUNK
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.target.cuda.cuda_loading import MOST_SCANNED, with_rounds
+from swiftbatch.worker.target.cuda.cuda_loading import MOST_SCANNED, plan_wanted, with_rounds
 from swiftbatch.worker.target.cuda.partial_arena import PartialArena, arena_for
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.kernels.kernel_parts import needs_kernels
@@ -118,6 +118,22 @@ def test_among_many_jobs_those_that_fit_at_their_longest_have_room_for_their_tex
     one = one_slot(SIZES, wide, LONGEST, DraftMemory(scan.part_bytes, scan.slot_bytes))
     tight = dataclasses.replace(wide, free_bytes=wide.free_bytes - one.left_bytes + 3 * one.bytes_per_slot)
     assert with_rounds(NO_DRAFTS, wanted, SIZES, tight).num_scanned == 3
+
+
+def test_texts_to_scan_leave_room_for_the_slots_that_were_asked_for() -> None:
+    wide = GPUMemory(10**9, 5, "flash").with_rows(128)
+    wanted = SlotsWanted(LONGEST, num_slots=5, scanned_best=NUM_BEST)
+    scan = scan_memory(SIZES, 3008, NUM_BEST, wide.num_splits, 128)
+    one = plan_wanted(dataclasses.replace(wanted, num_slots=1), SIZES, wide, 1)
+    least = one.used_bytes + 4 * one.bytes_per_slot
+    found = []
+    for number in range(6):
+        tight = dataclasses.replace(wide, free_bytes=least + number * scan.slot_bytes)
+        plan = plan_wanted(wanted, SIZES, tight)
+        assert plan.used_bytes <= tight.free_bytes
+        found.append(plan.num_drafted)
+    assert found == sorted(found)
+    assert (found[0], found[-1]) == (1, 5)
 
 
 @pytest.mark.parametrize(("attention", "own"), [("triton", 0), ("flash", 1)])

@@ -92,14 +92,20 @@ def load_cuda_forwards(
     return planned_forwards(files, dtype, device, plan, num_splits, eos_token_ids, copies, kernels, kv_dtype)
 
 
-def plan_wanted(wanted: SlotsWanted, sizes: ModelSizes, gpu: GPUMemory) -> MemoryPlan:
-    """Share a GPU out, without an engine that is only tried where that has no room. Raises KVRoomError."""
-    drafts = with_rounds(drafts_of(wanted, sizes, gpu.num_rows), wanted, sizes, gpu)
+def plan_wanted(wanted: SlotsWanted, sizes: ModelSizes, gpu: GPUMemory, most_scanned: int = MOST_SCANNED) -> MemoryPlan:
+    """Share a GPU out, with fewer scanned texts where slots that were asked for leave no room for so many.
+
+    Without an engine that is only tried where that has no room. Raises KVRoomError.
+    """
+    drafts = with_rounds(drafts_of(wanted, sizes, gpu.num_rows), wanted, sizes, gpu, most_scanned)
     try:
         if wanted.host_bytes is not None:
             return plan_offload(sizes, gpu, wanted.longest_job, wanted.host_bytes, wanted.num_slots, drafts)
         return PLANS[gpu.attention](sizes, gpu, wanted.longest_job, wanted.num_slots, drafts)
     except KVRoomError:
+        num_scanned = drafts.num_scanned or 0
+        if wanted.num_slots is not None and num_scanned > 1:
+            return plan_wanted(wanted, sizes, gpu, num_scanned - 1)
         if not wanted.can_lack_engine or wanted.engine is None:
             raise
         return plan_wanted(replace(wanted, engine=None), sizes, gpu)
@@ -228,7 +234,9 @@ def drafts_of(wanted: SlotsWanted, sizes: ModelSizes, num_rows: int = NUM_ROWS) 
     return DraftMemory(part_bytes, slot_bytes, has_engine=wanted.engine is not None)
 
 
-def with_rounds(drafts: DraftMemory, wanted: SlotsWanted, sizes: ModelSizes, gpu: GPUMemory) -> DraftMemory:
+def with_rounds(
+    drafts: DraftMemory, wanted: SlotsWanted, sizes: ModelSizes, gpu: GPUMemory, most_scanned: int = MOST_SCANNED
+) -> DraftMemory:
     """Add what rounds take beside their partial caches: scanned texts."""
     scan = NO_DRAFTS
     if wanted.scanned_best and sizes.is_scannable:
@@ -236,16 +244,19 @@ def with_rounds(drafts: DraftMemory, wanted: SlotsWanted, sizes: ModelSizes, gpu
         scan = scan_memory(sizes, longest, wanted.scanned_best, gpu.num_splits, gpu.num_rows)
     has_rounds = wanted.partial_budget or scan.slot_bytes
     if gpu.num_rows > NUM_ROWS and scan.slot_bytes:
-        scan = _for_few(scan, drafts, wanted, sizes, gpu)
+        scan = _for_few(scan, drafts, wanted, sizes, gpu, most_scanned)
     own_bytes = gpu.scratch_bytes(sizes) if has_rounds and gpu.attention == "flash" else 0  # which adds no biases
     part_bytes = drafts.part_bytes + scan.part_bytes + own_bytes
     return DraftMemory(part_bytes, drafts.slot_bytes + scan.slot_bytes, scan.num_scanned, drafts.has_engine)
 
 
 def _for_few(
-    scan: DraftMemory, drafts: DraftMemory, wanted: SlotsWanted, sizes: ModelSizes, gpu: GPUMemory
+    scan: DraftMemory, drafts: DraftMemory, wanted: SlotsWanted, sizes: ModelSizes, gpu: GPUMemory, most: int
 ) -> DraftMemory:
-    """Return the room to scan texts of as many jobs as fit at their longest: among more, rounds bring nothing."""
+    """Return the room to scan texts of as many jobs as fit at their longest: among more, rounds bring nothing.
+
+    Of `most` jobs at most.
+    """
     beside = DraftMemory(drafts.part_bytes + scan.part_bytes, drafts.slot_bytes + scan.slot_bytes)
-    number = max(1, min(MOST_SCANNED, one_slot(sizes, gpu, wanted.longest_job, beside).num_fitting))
+    number = max(1, min(most, one_slot(sizes, gpu, wanted.longest_job, beside).num_fitting))
     return DraftMemory(scan.part_bytes + number * scan.slot_bytes, 0, number)

@@ -191,3 +191,13 @@ def test_a_layer_whose_parts_have_another_width_is_named_and_left_alone(
     assert not isinstance(create_drafter("auto", target, free_rows), MeasuredDrafter)
     with pytest.raises(ModelError, match="are not used"):
         create_drafter("mtp", target, free_rows)
+
+
+def test_a_matrix_without_rows_is_named(tmp_path: Path) -> None:
+    publish_with_layer("Qwen3.5", tmp_path)
+    empty = {"mtp.layers.0.self_attn.k_proj.weight": torch.empty(0, 64)}
+    save_file(load_file(tmp_path / "model.safetensors") | empty, tmp_path / "model.safetensors", {"format": "pt"})
+    target = loaded(tmp_path)
+    assert not isinstance(create_drafter("auto", target, free_rows), MeasuredDrafter)
+    with pytest.raises(ModelError, match="found 0 rows, expected those of heads"):
+        create_drafter("mtp", target, free_rows)
