@@ -128,6 +128,7 @@ def test_a_layer_says_on_a_gpu_what_it_says_on_a_cpu(name: str, tmp_path: Path) 
     torch.testing.assert_close(features, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", OFTEN)
 def test_drafts_are_the_same_alone_and_in_company(name: str, tmp_path: Path) -> None:
     publish_with_layer(name, tmp_path)
@@ -179,7 +180,7 @@ def generated(target: TargetModel, engine_name: str, sampling: SamplingParams) -
     return [sequence.output_ids.tolist() for sequence in sequences], engine
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("name", OFTEN)
 def test_engines_with_the_layer_give_the_tokens_of_plain_decoding(
