@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 import tracemalloc
 from pathlib import Path
@@ -313,9 +314,11 @@ def test_a_job_that_no_page_lists_leaves_its_numbers_alone_in_memory(
     monkeypatch.setattr("swiftbatch.metrics.report.totals.MAX_BARS", 5)
     run = run_of_many(tmp_path, 200, num_marks=7)
     facts_of(run)  # what is loaded once
+    gc.collect()
     tracemalloc.start()
     try:
         facts = facts_of(run)
+        gc.collect()  # what is there still, and no garbage
         num_bytes, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
