@@ -114,7 +114,7 @@ Graph = dict[str, set[str]]
 
 @pytest.fixture(scope="module")
 def imports_of_all() -> dict[str, Imports]:
-    """What each module of the product imports; rooms hold no code and are left out.
+    """Return the imports of each module of the product; rooms hold no code and are left out.
 
     Of each only this stays: the garbage collector would look through all parsed sources again and again.
     """

@@ -1,4 +1,4 @@
-"""What commands that run jobs do alike: run what is unfinished, and say how the run stands."""
+"""Steps that commands which run jobs share: they run what is unfinished, and say how the run stands."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class Outlook(NamedTuple):
 
 
 class Expectations:
-    """What the jobs that have ended tell of the others. It is kept up to date job by job."""
+    """Lengths that jobs are expected to reach, by those that have ended. They are kept up to date job by job."""
 
     def __init__(self, lengths: Lengths, running: Mapping[str, UnfinishedJob]) -> None:
         """`lengths` are of ended jobs, `running` the jobs that run by their ids, as they come and go."""

@@ -93,7 +93,7 @@ def running_prometheus(folder: Path, driver_port: int) -> Iterator[Prometheus]:
 
 
 def until(condition: Callable[[], Any], what: str) -> Any:
-    """What the condition gives as soon as that is something; a server that does not answer yet is waited for."""
+    """Wait until the condition gives something, and return it; a server that does not answer yet is waited for."""
     deadline = time.monotonic() + DEADLINE_SECONDS
     while time.monotonic() < deadline:
         try:

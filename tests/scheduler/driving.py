@@ -37,7 +37,7 @@ class Driver:
         return self._log.read_text()
 
     def wait_for(self, condition: Callable[[], Any]) -> Any:
-        """What the condition gives as soon as that is something, while the command runs."""
+        """Wait until the condition gives something, while the command runs, and return it."""
         deadline = time.monotonic() + DEADLINE_SECONDS
         while time.monotonic() < deadline and self.process.poll() is None:
             if found := condition():
@@ -62,7 +62,7 @@ class Driver:
 
 
 def wait_until(condition: Callable[[], Any]) -> Any:
-    """What the condition gives as soon as that is something."""
+    """Wait until the condition gives something, and return it."""
     deadline = time.monotonic() + DEADLINE_SECONDS
     while time.monotonic() < deadline:
         if found := condition():

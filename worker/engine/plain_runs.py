@@ -46,7 +46,7 @@ class PlainRuns:
 
 
 class _Newest:
-    """What the newest steps took, and for how much: the mean of all would not tell of jobs that are longer or more."""
+    """The seconds of the newest steps, and their rows and positions: a mean of all steps would miss that jobs grew."""
 
     def __init__(self) -> None:
         self._num_steps, self._seconds = 0, 0.0  # all, when the coming step was last asked about

@@ -1,4 +1,4 @@
-"""Where a text model runs on a device, told from its config, and why it is not faster there. Without torch."""
+"""The path that a text model takes on a device, told from its config, and why it is not faster. Without torch."""
 
 from __future__ import annotations
 

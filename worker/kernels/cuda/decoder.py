@@ -109,11 +109,8 @@ class CudaDecoder:
         self._query_scales = None if growth is None else self._scales_of(growth, num_positions, arena.device)
         self._allocate(arena.device)
         self.attention: Attention = new_attention(attention, shape, self.layout, sizes.scale, arena.device)
-        is_ours = isinstance(self.attention, TritonAttention | LatentAttention)
-        if not is_ours and arena.dtype != sizes.dtype:
-            raise ValueError("found keys and values in 8 bits, which flash-attn does not take; attend with triton")
-        if not is_ours and any(view != SEES_ALL for view in self._views):
-            raise ValueError("found windows, soft caps or sinks, which flash-attn does not take; attend with triton")
+        if not isinstance(self.attention, TritonAttention | LatentAttention):
+            _check_flash(arena.dtype, sizes.dtype, self._views)
 
     def over(self, arena: Tensor, bias: Tensor, texts: ScannedTexts | None = None) -> CudaDecoder:
         """Return it over another arena, with biases. All but the tables is shared: one of the two runs at a time.
@@ -355,6 +352,14 @@ def _layers_of(arena: Tensor, windowed: Tensor | None, in_windows: Sequence[bool
     pools = windowed.expand(-1, -1, arena.shape[2], -1, -1, -1), arena
     places = [(in_window, in_windows[:number].count(in_window)) for number, in_window in enumerate(in_windows)]
     return [pools[0 if in_window else 1][place] for in_window, place in places]
+
+
+def _check_flash(kv_dtype: torch.dtype, dtype: torch.dtype, views: list[AttentionView]) -> None:
+    """Raise ValueError where flash-attn does not take what layers attend to."""
+    if kv_dtype != dtype:
+        raise ValueError("found keys and values in 8 bits, which flash-attn does not take; attend with triton")
+    if any(view != SEES_ALL for view in views):
+        raise ValueError("found windows, soft caps or sinks, which flash-attn does not take; attend with triton")
 
 
 def _check_arena(arena: Tensor, weights: StackedWeights, num_layers: int) -> None:

@@ -85,7 +85,7 @@ class CudaPredictor(CudaDecoder):
 
 
 def added_by(form: NormForm) -> float:
-    """What a norm of a decoder adds to its weights, which those of a predictor have in them."""
+    """Return the number that a decoder's norm adds to its weights; a predictor's weights have it in them."""
     return 1.0 if form == NormForm.ONE_MORE else 0.0
 
 

@@ -171,7 +171,7 @@ def cuda_cache_shape(
 
 
 def _held(sizes: ModelSizes, wanted: SlotsWanted, kernels: CudaKernels) -> HeldPositions | None:
-    """What layers with a window hold; None for all, as where drafts read caches, or these lie in slots."""
+    """The pages of layers with a window; None where they hold all: drafts read caches, or caches lie in slots."""
     in_slots = wanted.host_bytes is not None or PLANS[kernels.attention] is not plan_pages
     if in_slots or wanted.partial_budget or wanted.num_unwritten is None:
         return None

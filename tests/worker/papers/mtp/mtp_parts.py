@@ -66,7 +66,7 @@ def forwards_of(target: TargetModel, num_candidates: int = 4) -> MTPForwards:
 
 
 def fed(forwards: MTPForwards, name: str, row: int = 0) -> torch.Tensor:
-    """What the row behind one of a draft takes, whose root is row 0: `[hidden]`."""
+    """Return the feature `[hidden]` in front of the row behind one of a draft, whose root is row 0."""
     return forwards._tracks[name].room.features.rows([regressed_place(row)])[0]
 
 

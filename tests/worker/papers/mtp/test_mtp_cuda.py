@@ -101,7 +101,7 @@ def begun(
 
 
 def drafted(forwards: MTPForwards, sequences: list[Sequence]) -> dict[str, Said]:
-    """What is said of each sequence behind its end and behind a chain of the best tokens, and what rows give others."""
+    """Return the candidates behind each sequence's end and a chain of the best tokens, and their rows' features."""
     names = [sequence.sequence_id for sequence in sequences]
     found = {name: [candidates] for name, candidates in zip(names, forwards.follow(sequences), strict=True)}
     trees = {name: DraftTree() for name in names}

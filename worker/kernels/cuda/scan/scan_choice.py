@@ -35,7 +35,7 @@ def quarter_of(
 
 @triton.jit
 def levels(codes, dtype: tl.constexpr):
-    """What codes of two bits stand for: 0 far below the mean, 1 near below it, 2 near above, 3 far above."""
+    """The meaning of codes of two bits: 0 far below the mean, 1 near below it, 2 near above, 3 far above."""
     distance = tl.where((codes == 0) | (codes == 3), FAR_LEVEL, NEAR_LEVEL)
     return tl.where(codes < 2, -distance, distance).to(dtype)
 
