@@ -27,7 +27,8 @@ X86_FLAGS = {
     "avx512": AVX512,
     "avx2": AVX2,
 }
-FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-pthread", "-fvisibility=hidden", "-Wall")
+# ziglang's compiler would spend a quarter of its time on what debuggers read
+FLAGS = ("-O3", "-g0", "-std=gnu11", "-fPIC", "-pthread", "-fvisibility=hidden", "-Wall")
 SAME_BITS = ("-ffp-contract=off", "-fno-math-errno")  # a square root is an instruction, and nothing else is rearranged
 
 
@@ -65,8 +66,9 @@ def compile_library(
         flags = (*FLAGS, *SAME_BITS, *variants()[variant], *extra_flags)
         try:
             _run([*compiler, *flags, "-c", everything.name, "-o", "kernels.o"], folder, environment)
-            # without the variant's flags: ziglang would build its runtime anew for each of them
-            link = [*compiler, "-shared", "-pthread", *extra_flags, "-o", path.name, "kernels.o", "-lm"]
+            # Without the variant's flags: ziglang would build its runtime anew for each of them. With -O3: else it
+            # would build a second one, for debugging
+            link = [*compiler, "-shared", "-O3", "-pthread", *extra_flags, "-o", path.name, "kernels.o", "-lm"]
             _run(link, folder, environment)
         except BuildError:
             path.unlink(missing_ok=True)  # rather none than one of an older source
