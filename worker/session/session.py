@@ -148,7 +148,6 @@ class WorkerSession:
             if self._sizes.windows is not None:  # where checkpoints lag, jobs hold more than they are expected to
                 self._make_room()
         if self._running and not (self._must_drain and self._lacks_window_pages()):
-            self._slice.count_step(len(self._running))
             self._step()
         for job in [job for job in self._running.values() if job.sequence.finish_reason is not None]:
             self._end(job)
@@ -310,6 +309,7 @@ class WorkerSession:
         return self.engine.target.num_free_pages + sum(len(job.cache.pages) for job in self._running.values())
 
     def _step(self) -> None:
+        num_jobs, num_before = len(self._running), self.engine.counters.num_steps
         for sequence, verification in self.engine.step():
             job = self._running[sequence.sequence_id]
             job.count(verification)
@@ -317,6 +317,7 @@ class WorkerSession:
                 # once more, now with the seconds until the first new token
                 self._checkpoints.write_resume(job.job_id, job.assignment.attempt, job.resume_record())
             job.has_advanced = True
+        self._slice.count_steps(num_jobs, self.engine.counters.num_steps - num_before)
 
     def _rewind(self, job: RunningJob) -> None:
         """Take the repetitions of the loop back that the job has ended in."""

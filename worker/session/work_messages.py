@@ -88,10 +88,10 @@ class WorkSlice:
     num_job_steps: int = 0  # a step of five jobs counts five
     most_jobs: int = 0  # in a step
 
-    def count_step(self, num_jobs: int) -> None:
-        """Count a step of so many jobs."""
-        self.num_steps += 1
-        self.num_job_steps += num_jobs
+    def count_steps(self, num_jobs: int, num_steps: int) -> None:
+        """Count so many steps, taken at once, of so many jobs."""
+        self.num_steps += num_steps
+        self.num_job_steps += num_steps * num_jobs
         self.most_jobs = max(self.most_jobs, num_jobs)
 
     def has_many_empty(self, num_jobs: int) -> bool:

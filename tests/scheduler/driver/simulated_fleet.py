@@ -97,7 +97,7 @@ class SimulatedWorker:
         while self.jobs and self.seconds_left >= (seconds := self.step.seconds(len(self.jobs))):
             self.seconds_left -= seconds
             found.outgrown += self._make_room(orders.num_pages, tokens)
-            found.count_step(len(self.jobs))
+            found.count_steps(len(self.jobs), 1)
             num_generated += len(self.jobs)
             found.ended += self._advance()
             found.begun += self._refill(orders.num_pages, tokens)

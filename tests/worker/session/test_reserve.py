@@ -6,6 +6,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from swiftbatch.worker.caches.memory.page_counts import Growth, most_pages
 from swiftbatch.worker.session.reserve import CacheRoom, Reserve
 from swiftbatch.worker.session.work_messages import Assignment, Orders
@@ -76,6 +78,17 @@ def test_a_slot_is_taken_by_the_next_job_within_the_slice_and_all_tokens_stay(tm
     assert (report.num_jobs, report.unbegun) == (1.0, ())
     undisturbed = [undisturbed_digest(tmp_path / job.job_id, tiny_model, job) for job in jobs]
     assert [digest(run, job) for job in jobs] == undisturbed
+
+
+def test_the_mean_of_jobs_that_ran_at_a_time_counts_each_of_the_steps_taken_at_once(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    run = make_run(tmp_path / "run")
+    short, long = claimed(run, record("fox", 4)), claimed(run, record("dog", 80))
+    worker = session(run, tiny_model)
+    report = worker.work(Orders((short, long)), 600.0)
+    num_steps = worker.engine.counters.num_steps
+    assert report.num_jobs == pytest.approx((num_steps + 4) / num_steps)
 
 
 def test_a_worker_that_is_ended_hands_its_reserve_back_as_not_begun(tmp_path: Path, tiny_model: Path) -> None:
