@@ -32,8 +32,9 @@ from swiftbatch.worker.model.model_kinds import KERNELS_LACK, SUPPORTED_KINDS
 from swiftbatch.worker.model.text_config import text_view
 from swiftbatch.worker.target.native_forwards import NativeForwards
 from swiftbatch.worker.target.target import TargetModel
-from tests.worker.model.expert_configs import WITH_LATENTS, write_experts
+from tests.worker.model.expert_configs import write_experts
 from tests.worker.model.kind_parts import EACH_KIND, save_tiny, tiny_config, tiny_target
+from tests.worker.model.latent_configs import WITH_LATENTS
 from tests.worker.model.test_nested_models import publish, whole_model
 
 

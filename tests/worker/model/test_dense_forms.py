@@ -29,7 +29,7 @@ from tests.worker.model.kind_promises import (
     save_parts,
 )
 from tests.worker.model.test_dense_loading import saved
-from tests.worker.model.test_published_configs import OTHER_FORMS
+from tests.worker.model.test_other_forms import OTHER_FORMS
 
 pytestmark = [pytest.mark.long, needs_kernels]
 
