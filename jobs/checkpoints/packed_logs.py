@@ -56,7 +56,7 @@ class PackedLog(NamedTuple):
 
     @property
     def files(self) -> dict[str, bytes]:
-        """Its files by name, the log last: when that is there, all are."""
+        """Files by name, the log last: once that is there, all are."""
         return {"claim.json": self.claim, "timeline.json": self.timeline, "tokens.bin": self.log}
 
 
