@@ -26,7 +26,7 @@ class UntouchedJobs:
     def __init__(
         self, index: JobIndex, priorities: NDArray[np.int64], groups: NDArray[np.int32], shared: NDArray[np.int32]
     ) -> None:
-        """For each job of `index`: its priority, and what `SharedPrompt` says of its prompt; `NO_GROUP` for none."""
+        """Take for each job of `index` its priority, and what `SharedPrompt` says of its prompt or `NO_GROUP`."""
         self._index = index
         self._priorities, self._groups, self._shared = priorities, groups, shared
         self._is_out = np.zeros(len(index), bool)
