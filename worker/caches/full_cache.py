@@ -105,7 +105,7 @@ class MixerOfLayer(Protocol):
 
     @property
     def sizes(self) -> MixerSizes:
-        """Its sizes."""
+        """The mixer's sizes."""
 
 
 def states_of(mixers: Iterable[MixerOfLayer | None]) -> RecurrentShape | None:

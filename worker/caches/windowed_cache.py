@@ -37,7 +37,7 @@ class ForgettingCache(FullKVCache):
         return self.length - int(self._share * len(self._lost))
 
     def kv(self, start: int, end: int) -> NDArray[Any]:
-        """As `FullKVCache.kv` has it. Raises ValueError for positions that layers have forgotten."""
+        """Return what `FullKVCache.kv` does. Raises ValueError for positions that layers have forgotten."""
         if max(start, self._lost.start) < min(end, self._lost.stop):
             raise ValueError(f"found positions {start:,} to {end:,}, of which {self._lost} are forgotten")
         return super().kv(start, end)

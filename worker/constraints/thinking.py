@@ -44,7 +44,7 @@ class Markers:
 
     @cached_property
     def fallbacks(self) -> tuple[list[int], list[int]]:
-        """For both markers: behind each number of their tokens, how many still match where the next one is another."""
+        """Return for both markers, by how many tokens match, how many still do where the next one is another."""
         return _fallbacks(self.start), _fallbacks(self.end)
 
 

@@ -103,7 +103,7 @@ class PredictorPart(TrainedPart):
     reads_cache = False
 
     def find(self, model: str, model_path: Path, fingerprint: str, parts_folder: Path | None) -> Path:
-        """As any part; the model's folder where that has no such file, and weights of such a layer."""
+        """Find the file as any part's; without one return the model's folder, if its weights have such a layer."""
         if not ((parts_folder or model_path / PARTS_FOLDER) / self.name).exists():
             try:
                 predictor_in(model_path, read_config(model, model_path))

@@ -117,7 +117,7 @@ class StepCosts:
 
     @functools.cached_property
     def _lines(self) -> list[list[tuple[float, float]]]:
-        """For every number of rows, seconds at each measured length and how they rise behind it, 0 behind the last.
+        """Seconds at each measured length and their rise behind it, 0 behind the last, for every number of rows.
 
         Plain numbers, since plans ask at every step.
         """

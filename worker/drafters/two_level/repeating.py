@@ -29,7 +29,7 @@ MOST_AT_ONCE = 32  # where rest after rest found no repeat
 
 
 class RepeatingDrafter(Drafter):
-    """In a step with repeats, sequences that repeat nothing have trees; all other steps are the other drafter's."""
+    """A drafter of steps with repeats: sequences that repeat nothing have trees. Other steps are `otherwise`'s."""
 
     needs_top_k = True
 

@@ -20,7 +20,7 @@ CENTRED, SHIFTED = tl.constexpr(int(NormForm.CENTRED)), tl.constexpr(int(NormFor
 
 @triton.jit
 def is_padding(rows_ptr, row):
-    """Whether nothing is to be done for a row."""
+    """Tell whether nothing is to be done for a row."""
     return tl.load(rows_ptr + row * 5 + 2) == 0
 
 

@@ -24,7 +24,7 @@ NUM_SPLITS = 8  # that a GPU attends to these entries in: more would take more m
 
 @dataclass
 class Track:
-    """Its room, and how far the layer has come."""
+    """The room of a sequence, and how far the layer has come in it."""
 
     room: Room
     position: int = 0  # of the first hidden state whose row is to come
