@@ -195,7 +195,7 @@ def wide_kernels(dtype: str) -> dict[str, Made]:
 
 
 def scan_kernels(dtype: str, head_dim: int = HEAD_DIM) -> dict[str, Made]:
-    """For texts of 100,000 positions."""
+    """The kernels that scan texts of 100,000 positions."""
     attention = AttentionShape(KV_HEADS, HEADS // KV_HEADS, head_dim, NUM_SPLITS, DTYPES[dtype])
     constants = scan_constants(attention, TextSizes(32, 4, KV_HEADS, head_dim, 97, 256, 16))
     made = {

@@ -44,7 +44,7 @@ DEEPSEEK = Routing(256, 8, Score.SIGMOID, True, 1e-20, 2.5, 8, 4, rounds_logits=
 
 
 def expert_kernels(dtype: str) -> dict[str, Made]:
-    """In the sizes of models that are published, their experts packed and in the dtype."""
+    """The kernels of experts in the sizes of models that are published, their weights packed and in the dtype."""
     plain, number = torch.zeros(1, 2048, dtype=DTYPES[dtype]), DTYPES[dtype]
     found: dict[str, Made] = {
         "experts' router": (router.multiply_router, router.router_constants(2880, 128)),
