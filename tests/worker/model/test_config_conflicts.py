@@ -206,6 +206,6 @@ def test_a_worker_loads_what_inspect_calls_runnable(name: str, tmp_path: Path) -
 
 
 def test_a_model_may_say_null_for_the_layers_that_it_has_no_more_of() -> None:
-    """As `transformers` writes it of Mellum."""
+    """`transformers` writes null there for Mellum."""
     config = WITH_EXPERTS["Mellum 2 12B A2.5B"] | {"num_nextn_predict_layers": None}
     assert what_refuses(config, NOWHERE) is None

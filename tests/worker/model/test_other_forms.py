@@ -77,7 +77,7 @@ def test_dense_decoders_by_other_names_say_in_our_kernels_what_transformers_says
 
 
 def test_a_window_that_hides_nothing_of_the_longest_text_is_none() -> None:
-    """As Ministral 8B is published: so drafts may scan its keys."""
+    """Ministral 8B is published so; drafts may scan its keys without a window."""
     config = OTHER_FORMS["Mistral 7B v0.1"]
     longest = config["max_position_embeddings"]
     assert read_dense(config | {"sliding_window": longest}).windows == (None, None)

@@ -60,7 +60,7 @@ def folder_of(name: str, folder: Path) -> ModelFiles:
 
 
 def logits(weights: DecoderWeights) -> torch.Tensor:
-    """Of a block behind another one, so that rows stand at positions where angles are many turns."""
+    """Return the logits of two blocks, one behind the other: rows stand at positions where angles are many turns."""
     sizes = weights.sizes
     shape = CacheShape(sizes.num_layers, sizes.num_kv_heads, sizes.head_dim, sizes.dtype, CPU)
     cache, decoder, found = FullKVCache(shape, 128), ReferenceDecoder(weights), []
@@ -87,7 +87,7 @@ def test_a_published_config_is_understood_and_gives_the_bits_of_transformers_wei
     ("name", "key"), [("Llama 3.1 8B Instruct", "rope_scaling"), ("Mistral 7B v0.1", "sliding_window")]
 )
 def test_a_stretch_and_a_window_change_logits(name: str, key: str, tmp_path: Path) -> None:
-    """So that tests of logits would see them left away."""
+    """Tests of logits would therefore see them left away."""
     files = folder_of(name, tmp_path)
     published = dense_weights(files, BF16)
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name] | {key: None}))
