@@ -136,7 +136,7 @@ def test_rows_go_where_they_are_cheap() -> None:
 
 
 def test_shares_promise_no_less_than_any_others() -> None:
-    """Over all that three sequences can have: the search looks at few of them."""
+    """All that three sequences can have is tried: the search looks at few of these choices."""
     lengths, acceptance = [64, 2000, 8192], [0.9, 0.8, 0.6]
     tokens = np.array([[1.0 + sum(s**i for i in range(1, n + 1)) for n in NODE_CHOICES] for s in acceptance])
     rows, own = np.array(NODE_CHOICES) + 1, DEAR_ROWS.own_seconds(np.array(NODE_CHOICES) + 1, np.array(lengths))
