@@ -183,7 +183,7 @@ class PackedLogs:
         return found
 
     def entries(self, name: str) -> list[PackedLog] | None:
-        """Find what a file has, None where it has gone; name what is damaged."""
+        """Read the entries of a file, None where it has gone; bytes that are no whole entry are named as damage."""
         if (data := self._store.read(f"{FOLDER}/{name}")) is None:
             return None
         found, num_lost = unpack(data)
