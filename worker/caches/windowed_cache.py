@@ -19,9 +19,9 @@ from swiftbatch.worker.kernels.kernel_sizes import BLOCK
 
 
 class ForgettingCache(FullKVCache):
-    """A `FullKVCache` that forgets what no row of layers with a window sees any more, however it keeps its memory.
+    """A `FullKVCache` that forgets positions that no row of layers with a window sees any more, in any kind of memory.
 
-    What is forgotten is one run of positions: those behind the ones that others copy, up to a window behind the end.
+    Forgotten positions are one run: it begins behind those that others copy, and ends a window before the end.
     """
 
     _window: int  # positions that a row sees at most

@@ -48,7 +48,7 @@ class TrainedPart:
     name: str  # of the file, or of a model's folder
 
     def find(self, model: str, model_path: Path, fingerprint: str, parts_folder: Path | None) -> Path:
-        """Find its file. Raises ModelError, with what to do, where it is missing or was trained for another model."""
+        """Find the part's file. Raises ModelError, with advice, where there is none or it is another model's."""
         path = (parts_folder or model_path / PARTS_FOLDER) / self.name
         if not path.is_file():
             raise ModelError(f"engine {self.engine}: no file {path}; {self._moved(model_path) or self.advice(model)}")
@@ -146,7 +146,7 @@ class EngineEntry:
     tries: str | None = None  # an engine that it drafts with by itself, where the model has what that needs
 
     def factory(self) -> DrafterFactory:
-        """Return its `DrafterFactory`. Imports what that needs, torch among it."""
+        """Return the part's `DrafterFactory`. Imports all that the factory needs, torch among it."""
         return _function(self.place)  # type: ignore[no-any-return]
 
     def memory_of(self, path: Path, files: ModelFiles) -> DraftMemoryOf | None:

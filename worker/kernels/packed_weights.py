@@ -88,7 +88,7 @@ class PackedMatrix:
         return PackedMatrix(self.code, self.codes[chosen], self.scales[chosen], self.dtype, offsets)
 
     def split(self, widths: Sequence[int]) -> list[PackedMatrix]:
-        """Matrices of so many rows each, one behind the other. Raises ValueError where they are not all rows."""
+        """Split the rows into matrices of `widths` rows. Raises ValueError where these are not all rows."""
         if sum(widths) != self.shape[0]:
             raise ValueError(f"found {self.shape[0]} rows, expected {sum(widths)}")
         ends = torch.tensor(widths).cumsum(0).tolist()

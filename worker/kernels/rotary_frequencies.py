@@ -197,7 +197,7 @@ def _longrope(theta: float, head_dim: int, factor: float, original: float, optio
 
 
 def _attention_factor(factor: float, options: Mapping[str, Any]) -> float:
-    """The scaling of YaRN's cosines and sines: as given, or by the factor and what both of its scales make of it."""
+    """Return the factor of YaRN's cosines and sines: as given, or as `factor` and both mscales have it."""
     if (said := options["attention_factor"]) is not None:
         return _positive(said)
 

@@ -40,7 +40,7 @@ class ExpertConfig:
         return is_clear and prefix + fused.down in stored
 
     def parts(self, is_fused: bool) -> Iterator[str]:
-        """The tensors of a layer beside those that dense ones have, and what all rows meet."""
+        """Yield the names of a layer's tensors, but those of a dense layer and of what all rows meet."""
         names = self.names
         for each in (names.router, names.router_bias, names.choice_bias, names.shared_gate):
             if each is not None and (each != names.shared_gate or self.shared_width):

@@ -42,7 +42,7 @@ class JobSizes:
         return sum(pages_of(self._held(job) + self.num_beside, self.page) for job in jobs)
 
     def num_window_pages(self, jobs: Iterable[RunningJob]) -> int:
-        """The same of layers with a window: what a checkpoint that lags keeps there counts, too."""
+        """Count the pages of layers with a window in the same way, with those that a lagging checkpoint keeps there."""
         return 0 if self.windows is None else sum(self._in_windows(job, self.windows.held) for job in jobs)
 
     def _in_windows(self, job: RunningJob, held: HeldPositions) -> int:

@@ -228,7 +228,7 @@ def _least_seconds(target: TargetModel, forwards: Sequence[Callable[[], object]]
 
 
 def _probe_rows(cache: FullKVCache, number: int, vocab_size: int, stride: int = PROBE_STRIDE) -> SequenceRows:
-    """Rows whose tokens lie far apart. So they meet as many experts as rows may: what these cost counts in full."""
+    """Return rows with tokens far apart: they meet as many experts as rows may, whose cost counts in full."""
     token_ids = _probe_tokens(number, vocab_size, stride)
     return tree_rows(cache, token_ids[0], DraftTree.chain(token_ids[1:]))
 

@@ -261,7 +261,7 @@ class AutoDrafter(RestingDrafter):
         return 1 if self._planner.is_new else ROUNDS_PER_PLAN
 
     def _rounds_that_pay(self, requests: list[DraftRequest]) -> RoundsChoice | None:
-        """The best rounds, where they bring more than trees, and what they save is more than taking the texts in."""
+        """Return the best rounds if they bring more than trees, and save more time than taking in the texts costs."""
         lengths = lengths_of(requests)
         if lengths.max() < SHORTEST_SCANNED or len(requests) > self._most_scanned:
             return None  # nothing would be scanned, or not all have room for it

@@ -49,7 +49,7 @@ class Track:
         self.position = max(self.position, features.first)
 
     def next_rows(self, most: int) -> list[DraftRows]:
-        """The next waiting rows; their entries count as known then. What may follow the newest token's is wanted."""
+        """Take the next waiting rows, whose entries then count as known. The newest token's row gives candidates."""
         room, first = self.room, self.position
         room.cache.roll_back(self.num_known)
         self._make_room()
