@@ -1,4 +1,4 @@
-"""Settings that a line leaves open are fixed as it is submitted, once and for all; those without effect are told once."""
+"""Settings that a line leaves open are fixed as it is submitted, once and for all; any without effect are told once."""
 
 from __future__ import annotations
 
