@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from swiftbatch.scheduler.runs.launch import Outcome
 
 SOME_FAILED = 1
-LIMIT_REACHED = 3  # 2 is what a command ends with that can't go on
+LIMIT_REACHED = 3  # 2 is the exit code of a command that can't go on
 
 
 def launch_shown(hold: Hold, num_jobs: int, settings: Settings, display: Display) -> Outcome:

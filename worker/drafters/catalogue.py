@@ -142,8 +142,8 @@ class EngineEntry:
     scanned_best: int = 0  # keys that queries of its drafts read exactly of texts that are scanned
     draft_length: int = 0  # positions of the cache that its draft model has for each sequence
     reads_caches: bool = False  # as its drafters say it
-    memory: str | None = None  # module:function of what it takes of a GPU beside that, by its part and the target
-    tries: str | None = None  # an engine that it drafts with by itself, where the model has what that needs
+    memory: str | None = None  # module:function of its further memory on a GPU, by its part and the target
+    tries: str | None = None  # an engine whose drafts it tries by itself, where the model has the engine's part
 
     def factory(self) -> DrafterFactory:
         """Return the part's `DrafterFactory`. Imports all that the factory needs, torch among it."""

@@ -24,7 +24,7 @@ TABLES: dict[Code, Tensor] = {  # the number that each code stands for
     "uint8": torch.arange(256.0),
     "e4m3": torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float(),
 }
-# What it takes to write each code's number as a whole one times a power of two.
+# Bits of the whole number that, times a power of two, is a code's number.
 SIGNIFICANT_BITS: dict[Code, int] = {"uint4": 4, "e2m1": 2, "iq4_nl": 7, "int8": 7, "uint8": 8, "e4m3": 4}
 CODE_BITS: dict[Code, int] = {code: len(table).bit_length() - 1 for code, table in TABLES.items()}
 

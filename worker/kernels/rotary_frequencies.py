@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 MOST = float(np.finfo(np.float32).max)
-ROPE_NUMBERS = {  # what `rope_parameters` hold beside `rope_type`, for those types whose angles are computed here
+ROPE_NUMBERS = {  # numbers in `rope_parameters` beside `rope_type`, for the types whose angles are computed here
     "default": ("rope_theta",),
     "linear": ("rope_theta", "factor"),
     "llama3": ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),

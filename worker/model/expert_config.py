@@ -26,7 +26,7 @@ class ExpertConfig:
     shared_width: int  # of what all rows meet; 0 for none
     gate_limit: float
     gate_slope: float
-    latent_width: int  # of what experts read; 0 where that is a row
+    latent_width: int  # of the vectors that experts read; 0 where they read rows
 
     @property
     def names(self) -> ExpertNames:

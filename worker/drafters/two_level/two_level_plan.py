@@ -111,7 +111,7 @@ class MeasuredPlanner(Planner):
         except ValueError:
             self._trees.restore(trees)
             raise
-        # what a node takes was measured on this machine and is not learned again
+        # the seconds of a node were measured on this machine and are not learned again
         self._round_tokens, self._round_seconds, self._propose_seconds, _ = means.tolist()
 
 
