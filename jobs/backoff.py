@@ -21,7 +21,7 @@ class Backoff:
     longest: float
 
     def seconds(self, num_failures: int) -> float:
-        """The pause behind so many failures in a row, at least one."""
+        """Return the pause after `num_failures` failures in a row, of which there is at least one."""
         return min(self.longest, self.first * 2.0 ** min(num_failures - 1, MOST_DOUBLINGS))
 
     def at_random(self, state: RetryCallState) -> float:

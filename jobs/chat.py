@@ -15,7 +15,7 @@ Scalar = str | int | float | bool | None
 Utf8 = Annotated[str, Field(min_length=0)]
 """A text that can be written: a plain `str` of pydantic takes halves of characters, too."""
 
-# fields of a message; if one of them holds something, a plain text would leave out what was said
+# fields of a message; a plain text would lose what one of them holds
 TEXTLESS = (
     *("tool_calls", "tool_call_id", "function_call", "audio", "annotations"),
     *("refusal", "reasoning", "reasoning_content"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class UserError(RuntimeError):
-    """Its text is one line for the user: what was wrong, where, what was expected, what to do next."""
+    """An error whose text is one line for the user: what was wrong, where, what was expected, what to do next."""
 
 
 class ModelError(UserError):

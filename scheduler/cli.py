@@ -91,7 +91,7 @@ def _prepare_streams() -> None:
 
 
 def _is_output_error(error: Exception) -> TypeGuard[OSError]:
-    """Whether standard output can't be written to; other files' errors have a name, or are told of where they are."""
+    """Tell whether standard output can't be written to; other files' errors have a name, or are told where they are."""
     return isinstance(error, OSError) and error.filename is None and error.errno in OUTPUT_ERRORS
 
 

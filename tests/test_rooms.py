@@ -134,7 +134,7 @@ def imports(imports_of_all: dict[str, Imports]) -> Graph:
 
 @pytest.fixture(scope="module")
 def known(imports_of_all: dict[str, Imports]) -> Graph:
-    """As `imports`, with what is imported for types alone: who reads a module has to know those as well."""
+    """The modules of `imports` and those for types alone, which a reader of a module has to know as well."""
     return {name: its.found | its.for_types for name, its in imports_of_all.items()}
 
 

@@ -117,7 +117,7 @@ class Inspection(Frozen):
     checkpointed_state_bytes: int  # of these, what a checkpoint holds
     cpu: DevicePath | None
     cuda: DevicePath | None
-    slots: dict[str, dict[int, int]]  # by GPU and positions of a job: those that fit with plain decoding
+    slots: dict[str, dict[int, int]]  # that fit with plain decoding, by GPU and positions of a job
     has_chat_template: bool
     thinking_markers: tuple[str, str] | None
     predictor: str | None  # what is done with its layers that predict further tokens (MTP); None where it has none

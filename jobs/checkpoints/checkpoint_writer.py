@@ -257,7 +257,7 @@ class CheckpointWriter:
             return file
 
     def _most_urgent(self) -> tuple[str, tuple[FileKind, WriteFile]]:
-        """Whose file is to be written, and how; call it while one waits."""
+        """Return the job whose file is to be written next, "" for packed logs, and how; call it while one waits."""
         jobs = self._jobs.values()
         if self._logs is not None and (packed := [job for job in jobs if job.may_be_packed]):
             for each in packed:

@@ -56,7 +56,7 @@ class PackedLog(NamedTuple):
 
     @property
     def files(self) -> dict[str, bytes]:
-        """Its files by name, the log last: when that is there, all are."""
+        """Files by name, the log last: once that is there, all are."""
         return {"claim.json": self.claim, "timeline.json": self.timeline, "tokens.bin": self.log}
 
 
@@ -183,7 +183,7 @@ class PackedLogs:
         return found
 
     def entries(self, name: str) -> list[PackedLog] | None:
-        """Find what a file has, None where it has gone; name what is damaged."""
+        """Read the entries of a file, None where it has gone; bytes that are no whole entry are named as damage."""
         if (data := self._store.read(f"{FOLDER}/{name}")) is None:
             return None
         found, num_lost = unpack(data)

@@ -47,7 +47,7 @@ class JobLine:
     priority: int = 0  # the job with the lower number begins first
     without_effect: tuple[str, ...] = ()  # the fields that were read and change nothing
     format_field: str | None = None  # None: no structure, or one of `structured_outputs`
-    # parameters of jobs by what is laid over `sampling`; lines that say the same share them
+    # parameters of jobs by the fields laid over `sampling`; lines with the same fields share them
     checked: dict[tuple[object, ...], SamplingParams] = field(default_factory=dict, compare=False, repr=False)
 
     @property

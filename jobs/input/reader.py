@@ -105,7 +105,7 @@ class JobReader:
             )
 
     def placed(self, reject: Reject) -> Reject:
-        """A reject whose number counts on over all files, with its file and its number there."""
+        """Return a reject with its file and its line number there; before, its number counts on over all files."""
         if not self.is_for_many:
             return reject
         before, name = self._files[bisect_left(self._files, (reject.line_number, "")) - 1]

@@ -104,7 +104,7 @@ def _refuse_if_it_was_there(store: Store, path: str) -> None:
 
 
 def picked(part: pa.Table, places: NDArray[np.int64]) -> pa.Table:
-    """The rows of a part at ascending places, of which others may be before it or behind it."""
+    """Return the rows of a part at ascending places; places before the part or behind it are left out."""
     first, last = places.searchsorted([0, len(part)])
     return part if last - first == len(part) else part.take(places[first:last])
 

@@ -27,7 +27,7 @@ def priorities_of(store: Store) -> dict[str, int]:
 
 
 def set_priorities(store: Store, custom_ids: Iterable[str], priorities: Mapping[str, int]) -> None:
-    """Give the lines of a submission, `custom_ids`, their priorities, 0 but for some; those of other lines stay."""
+    """Set the priorities of a submission's lines, 0 where `priorities` has none; other lines keep theirs."""
     before = priorities_of(store)
     if not before and not priorities:
         return

@@ -217,7 +217,10 @@ class Run(RunJobs):
         return filter(None, read_lines(self._results.data, places, write, self._results.elsewhere))
 
     def _lines(self, extended: Mapping[str, list[str]]) -> Iterator[tuple[JobRecord, dict[str, Any] | None]]:
-        """Every job in input order with its line; one of the `extended` may have that of one that it has superseded."""
+        """Yield every job in input order with its output line.
+
+        An `extended` job may have the line of a job that it has superseded.
+        """
         records, again = tee(self.records())
         places = self._output_places((record.job_id for record in again), extended)
         return zip(records, self._read_places(places), strict=True)

@@ -152,7 +152,7 @@ class Store:
         return self._try("read", path, lambda: self._folder.read(path))
 
     def read_part(self, path: str, start: int, length: int) -> bytes | None:
-        """So many bytes of a file from a place on, fewer where it ends before; None when there is no file."""
+        """Read `length` bytes of a file from `start` on, fewer where it ends before; None when there is no file."""
         return self._try("read", path, lambda: self._folder.read_part(path, start, length))
 
     @contextmanager

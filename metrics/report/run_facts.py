@@ -128,7 +128,7 @@ def _checkpoints(run: Run, finished: Container[str]) -> dict[str, Logged]:
 
 
 def _with_running(history: list[AttemptRecord], running: AttemptRecord) -> list[AttemptRecord]:
-    """The attempts with one whose timeline is in its worker's file; its own folder may have its beginning."""
+    """Add the running attempt to the history; where that has its beginning, only the timeline is taken over."""
     known = {record.number: record for record in history}
     own = known.get(running.number)
     known[running.number] = running if own is None else own.model_copy(update={"timeline": running.timeline})

@@ -78,7 +78,7 @@ def write_lines(path: Path, lengths: Iterable[int]) -> None:
 def run_stages(
     options: BatchOptions, lengths: Sequence[int], stages: dict[str, Stage], report: Callable[[str], None]
 ) -> dict[str, Figures]:
-    """Measure all stages, one after the other, but those whose figures the JSON file has from a run that was stopped.
+    """Measure all stages, one after the other. Figures that the JSON file has from a run that was stopped are kept.
 
     The file is whole after every stage. Raises BatchError.
     """

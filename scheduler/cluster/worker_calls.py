@@ -107,7 +107,7 @@ def _explain(error: RayError) -> tuple[str, str]:
 
 
 def _explain_cause(cause: Exception) -> tuple[str, str]:
-    """As `_explain`, for an error that a worker raised."""
+    """Explain an error that a worker raised, as `_explain` does."""
     if isinstance(cause, OtherCodeError):
         return OTHER_CODE, str(cause)
     if isinstance(cause, OtherModelError):

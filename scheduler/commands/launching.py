@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from swiftbatch.scheduler.runs.launch import Outcome
 
 SOME_FAILED = 1
-LIMIT_REACHED = 3  # 2 is what a command ends with that can't go on
+LIMIT_REACHED = 3  # 2 is the exit code of a command that can't go on
 
 
 def launch_shown(hold: Hold, num_jobs: int, settings: Settings, display: Display) -> Outcome:
-    """As `launch`, after a word about the run."""
+    """Show that the run is open, then launch it."""
     from swiftbatch.scheduler.display.events import RunOpened
     from swiftbatch.scheduler.runs.launch import launch
 

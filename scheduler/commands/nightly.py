@@ -69,7 +69,7 @@ def nightly(context: click.Context, /, inbox: str, runs_uri: str, if_busy: str, 
     context.exit(code)
 
 
-# what `submit` takes, but for the names of one file and one run
+# the options of `submit`, but for the names of one file and one run
 nightly.params += [option for option in submit.params if option.name not in ("jobs", "run_uri")]
 
 

@@ -58,7 +58,7 @@ class JobGivenUp(Event):
 
 @dataclass(frozen=True)
 class JobCancelled(Event):
-    """Its user has stopped the job."""
+    """The user of the job has stopped it."""
 
     custom_id: str
 

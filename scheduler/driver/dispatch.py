@@ -159,7 +159,7 @@ class Dispatcher:
     def _begin_slice(self, worker: Worker, dealt: Sequence[JobEntry], now: float) -> None:
         """Have a worker go on with its jobs, and with those that are `dealt` to it.
 
-        It writes the results that it has at once where it gets no more jobs: those that wait are others'.
+        The worker writes its results at once where it gets no more jobs: others take those that wait, if any.
         """
         queue, reserve = self._queue, self._refill(worker, now)
         has_reserve = queue.num_reserved_by(worker.id) > 0

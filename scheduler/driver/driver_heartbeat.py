@@ -41,7 +41,7 @@ def liveness(run: Run, progress: Progress | None) -> Liveness:
 
 
 def process_liveness(store: Store, host: str, pid: int, key: ProcessKey | None, updated: float) -> Liveness:
-    """Tell whether a process is at work whose newest sign of life in the store is of `updated` (time since epoch)."""
+    """Tell whether a process is at work; `updated` is the time of its newest sign of life in the store."""
     if is_gone(host, pid, key):
         return "gone"
     limit = STALE_SECONDS if store.is_local else STALE_SECONDS_OBJECT_STORE

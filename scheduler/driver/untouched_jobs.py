@@ -26,7 +26,7 @@ class UntouchedJobs:
     def __init__(
         self, index: JobIndex, priorities: NDArray[np.int64], groups: NDArray[np.int32], shared: NDArray[np.int32]
     ) -> None:
-        """For each job of `index`: its priority, and what `SharedPrompt` says of its prompt; `NO_GROUP` for none."""
+        """Take for each job of `index` its priority, and what `SharedPrompt` says of its prompt or `NO_GROUP`."""
         self._index = index
         self._priorities, self._groups, self._shared = priorities, groups, shared
         self._is_out = np.zeros(len(index), bool)
@@ -106,7 +106,7 @@ class UntouchedJobs:
             self.num_expected_left -= int(self._lengths[row]) - int(self._index.columns["num_prompt_tokens"][row])
 
     def take_all(self, job_ids: Iterable[str]) -> list[UnfinishedJob]:
-        """Take out the jobs of these ids that are still in; what is no id of theirs is passed over."""
+        """Take out those of these jobs that nobody has taken out yet; unknown ids are passed over."""
         rows = [int(row) for row in self._index.rows_of("job_id", job_ids) if not self._is_out[row]]
         jobs = [self._job(row, self._index.entry(row)) for row in rows]
         for row in rows:

@@ -181,7 +181,7 @@ def _kept_log(kept: KeptLogs, record: JobRecord, line: Line) -> TokenLog:
 
 
 def _kept_logprobs(kept: KeptLogs, record: JobRecord, log: TokenLog) -> TokenLogprobs | None:
-    """The log-probabilities of all its tokens, if the job asks for them. Raises NotExtendedError."""
+    """Read the log-probabilities of all tokens of a job, if it asks for them. Raises NotExtendedError."""
     if record.job.sampling.logprobs is None:
         return None
     try:

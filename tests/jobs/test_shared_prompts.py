@@ -1,4 +1,4 @@
-"""Which prompts begin alike is known from keys of their tokens."""
+"""Prompts that begin alike are known from keys of their tokens."""
 
 from __future__ import annotations
 

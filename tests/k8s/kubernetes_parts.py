@@ -55,7 +55,7 @@ def one(objects: list[Object], kind: str, name: str | None = None) -> Object:
 
 
 def ray_containers(objects: list[Object]) -> list[Object]:
-    """Those of the head and of each worker group."""
+    """Return the containers of the head and of each worker group."""
     spec = one(objects, "RayCluster")["spec"]
     groups = [spec["headGroupSpec"], *spec["workerGroupSpecs"]]
     return [group["template"]["spec"]["containers"][0] for group in groups]
@@ -126,7 +126,7 @@ def _ray_schema(kind: str) -> Any:
 
 
 def _strict(schema: Any) -> Any:
-    """As the API server reads it: unknown keys refused, numbers or texts where either may stand, null where said."""
+    """Read a schema as the API server does: no unknown keys, numbers or texts where both may stand, null where said."""
     if isinstance(schema, list):
         return [_strict(item) for item in schema]
     if not isinstance(schema, dict):

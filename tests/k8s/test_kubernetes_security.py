@@ -1,4 +1,4 @@
-"""What a pod may do: no root, no writing but to its volumes, no token, no talk with strangers; and the image for it."""
+"""Pods have no root, no writing but to their volumes, no token, no talk with strangers; and an image for that."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_a_gpu_worker_may_pin_the_caches_that_its_memory_is_said_to_hold(overlay
 
 
 def stages() -> dict[str, str]:
-    """What each stage of the image begins with, in their order."""
+    """Return the images that the stages of ours begin with, in their order."""
     found = re.findall(r"^FROM (\S+) AS (\S+)$", DOCKERFILE, re.MULTILINE)
     assert len(found) == len(re.findall(r"^FROM ", DOCKERFILE, re.MULTILINE))
     return {name: base for base, name in found}

@@ -28,7 +28,7 @@ def panel_expressions() -> dict[str, str]:
 
 
 def variable_queries() -> dict[str, str]:
-    """Where the choices of each variable are found, by board and variable."""
+    """Return the queries that find the choices of each variable, by board and variable."""
     return {
         f"{path.stem}: {variable['name']}": variable["query"]
         for path in BOARDS

@@ -32,7 +32,7 @@ DEADLINE_SECONDS = 240
 
 
 def binary(name: str) -> str:
-    """Where a program of Debian's package `prometheus` is. Without it the test is skipped, in CI it fails."""
+    """Find a program of Debian's package `prometheus`. Without it the test is skipped, in CI it fails."""
     path = shutil.which(name)
     if path is None:
         reason = f"{name} is not there: apt-get install prometheus"

@@ -1,4 +1,4 @@
-"""What the driver says of all its workers: totals that a lost worker takes nothing from, and where they are."""
+"""Totals of all workers in the driver's metrics, from which a lost worker takes nothing, and where they are."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LABELS = Labels(model_name="embedded", drafter="suffix", worker="driver")
 
 
 def counted(num_tokens: int) -> EngineCounters:
-    """What a worker has counted that generated so many tokens."""
+    """Return the counts of a worker that generated so many tokens."""
     counters = EngineCounters(num_generation_tokens=num_tokens, num_steps=2, kv_cache_tokens=99, last_checkpoint=1.0)
     counters.step_seconds["verify"] = 0.25
     counters.count_draft(num_draft_tokens=4, num_accepted_tokens=2)

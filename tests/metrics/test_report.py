@@ -300,7 +300,7 @@ def test_a_job_on_the_page_is_as_much_work_among_many_as_among_few(tmp_path: Pat
 
 
 def test_500_jobs_take_less_than_two_megabytes(tmp_path: Path) -> None:
-    """As a tenth and a fifth of them tell: each further job adds as much."""
+    """Pages of a tenth and a fifth of them tell: each further job adds as much."""
     tenth, fifth = (page_of(run_of_many(tmp_path / str(num_jobs), num_jobs)) for num_jobs in (50, 100))
     assert len(fifth) + 8 * (len(fifth) - len(tenth)) < 2_000_000
     assert [page.count('class="bar ') for page in (tenth, fifth)] == [67, 134]
@@ -309,7 +309,7 @@ def test_500_jobs_take_less_than_two_megabytes(tmp_path: Path) -> None:
 def test_a_job_that_no_page_lists_leaves_its_numbers_alone_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its prompt, its answer and its settings are as long as its user likes, and a run may have a million jobs."""
+    """A job's prompt, answer and settings are as long as its user likes, and a run may have a million jobs."""
     monkeypatch.setattr("swiftbatch.metrics.report.run_facts.MAX_JOBS", 5)
     monkeypatch.setattr("swiftbatch.metrics.report.totals.MAX_BARS", 5)
     run = run_of_many(tmp_path, 200, num_marks=7)

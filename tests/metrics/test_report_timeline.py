@@ -1,4 +1,4 @@
-"""What workers keep for reports: marks of every attempt, few, whatever becomes of it."""
+"""Marks that workers keep for reports: of every attempt, few, whatever becomes of it."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def page(path: str) -> str:
 
 
 def section(text: str, title: str) -> str:
-    """What stands below a heading of the second level, up to the next one."""
+    """Return the text below a heading of the second level, up to the next one."""
     (found,) = re.findall(rf"^## {re.escape(title)}$(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
     return str(found)
 
@@ -64,7 +64,7 @@ def words_of(command: str) -> list[str]:
 
 
 def is_name(words: Sequence[str]) -> bool:
-    """Whether this is just the name of a command, or of a group of them."""
+    """Tell whether words are just the name of a command, or of a group of them."""
     command: click.Command | None = main
     for word in words:
         command = command.commands.get(word) if isinstance(command, click.Group) else None

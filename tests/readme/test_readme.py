@@ -56,7 +56,7 @@ def test_the_first_pages_are_short() -> None:
 
 
 def anchors(text: str) -> set[str]:
-    """What the headings of a page are called in links."""
+    """Return the names of a page's headings in links."""
     headings = re.findall(r"^#+ (.*)$", FENCE.sub("", text), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading).replace(" ", "-").lower() for heading in headings}
 

@@ -31,7 +31,7 @@ def texts() -> list[str]:
 
 
 def says(message: str, texts: list[str]) -> bool:
-    """Whether one text of the code has the message's words, in order; `...` stands for what changes."""
+    """Tell whether one text of the code has the message's words, in order; `...` stands for what changes."""
     pattern = ".*".join(re.escape(part) for part in re.split(r"\s*\.\.\.\s*", message))
     return any(re.search(pattern, text, re.DOTALL) for text in texts)
 

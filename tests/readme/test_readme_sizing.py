@@ -85,7 +85,7 @@ def test_a_position_of_a_segment_takes_its_keys_and_values_and_four_bytes() -> N
 
 
 def requests_of(proxy: FaultProxy, action: Callable[[], object]) -> tuple[int, int]:
-    """How many requests of the two prices an action makes: PUT and its like, GET and its like. DELETE is free."""
+    """Count an action's requests of the two prices: PUT and its like, GET and its like. DELETE is free."""
     proxy.requests.clear()
     action()
     kinds: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""When a limit is reached, and what a run has taken that had several drivers."""
+"""Limits: when one is reached, and what a run has taken that had several drivers."""
 
 from __future__ import annotations
 

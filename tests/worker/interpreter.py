@@ -36,7 +36,7 @@ def patched() -> Any:
 
 
 def call_within_a_launch(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """What the launch has put there is still there."""
+    """Call a function within a launch: what the launch has put into the language is still there."""
     return self.rewrite()(*args, **kwargs)
 
 
@@ -71,7 +71,7 @@ def shape_of(*sizes: int) -> tuple[Any, Any]:
 
 
 def tensor(self: Any, handle: Any, type: Any) -> None:
-    """With constants that all of its shape share."""
+    """Set a tensor up with constants that all of its shape share."""
     self.handle, self.type, self.dtype = handle, type, type.scalar
     self.numel, self.shape = type.constants
 

@@ -134,7 +134,7 @@ class Plain:
         ]
 
     def _thinking(self, params: SamplingParams) -> Thinking | None:
-        """In the settings that have a budget, the prompts leave a thought open."""
+        """Leave a thought open in the prompts of settings that have a budget."""
         assert self._codec.markers is not None
         return None if params.thinking_token_budget is None else Thinking(self._codec.markers, True, "never")
 

@@ -1,4 +1,4 @@
-"""What waits for a CUDA device: the engine runs there, and the probe says what its rows are worth.
+"""Tests that wait for a CUDA device: the engine runs there, and the probe says what its rows are worth.
 
 `TRITON_INTERPRET=0 python -m pytest -m gpu` runs it: other tests have Triton's interpreter, which a process has or not.
 """
@@ -47,7 +47,7 @@ PARAMS = SamplingParams(max_tokens=200, seed=5, min_p=0.1, ignore_eos=True)
 
 
 def wanted(engine_name: str, files: ModelFiles, dtype: str, longest_job: int) -> SlotsWanted:
-    """As a worker asks for it, and for variants as a benchmark does."""
+    """Ask for slots as a worker does, and for variants as a benchmark does."""
     if engine_name in ENGINES:
         return slots_wanted(engine_name, files, dtype, longest_job, None)
     return bench_slots([engine_name], longest_job)

@@ -32,8 +32,9 @@ from swiftbatch.worker.model.model_kinds import KERNELS_LACK, SUPPORTED_KINDS
 from swiftbatch.worker.model.text_config import text_view
 from swiftbatch.worker.target.native_forwards import NativeForwards
 from swiftbatch.worker.target.target import TargetModel
-from tests.worker.model.expert_configs import WITH_LATENTS, write_experts
+from tests.worker.model.expert_configs import write_experts
 from tests.worker.model.kind_parts import EACH_KIND, save_tiny, tiny_config, tiny_target
+from tests.worker.model.latent_configs import WITH_LATENTS
 from tests.worker.model.test_nested_models import publish, whole_model
 
 
@@ -80,7 +81,7 @@ def test_a_nested_model_is_counted_without_its_tower(tmp_path: Path) -> None:
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", EACH_KIND)
 def test_the_path_that_is_told_is_the_one_that_is_taken(kind: str) -> None:
-    """On a CPU whose kernels run here: those of all of a forward, of its attention, or of none."""
+    """The CPU is one whose kernels run here: those of all of a forward, of its attention, or of none."""
     variant = chosen_variant()
     if variant is None:
         pytest.skip("no kernels run here")

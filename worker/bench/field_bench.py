@@ -51,7 +51,7 @@ TOKENS_PER_ROUND = 16  # at least, since the clock and busy moments of other pro
 
 
 def fields(num_tokens: int) -> dict[str, dict[str, Any]]:
-    """Return what lines of so many tokens say beside their prompt, by a name for people; the first says nothing."""
+    """Return the fields of lines with so many tokens, beside their prompt, by a name for people; the first has none."""
     endless: dict[str, dict[str, Any]] = {
         NOTHING: {},
         "repetition_penalty": {"repetition_penalty": 1.2},

@@ -105,7 +105,7 @@ class MixerOfLayer(Protocol):
 
     @property
     def sizes(self) -> MixerSizes:
-        """Its sizes."""
+        """The mixer's sizes."""
 
 
 def states_of(mixers: Iterable[MixerOfLayer | None]) -> RecurrentShape | None:
@@ -282,7 +282,7 @@ class FullKVCache:
 
     @contextlib.contextmanager
     def replayed(self, length: int, num_positions: int = 1) -> Iterator[FullKVCache]:
-        """The cache as it was at `length`, to run its next tokens again; what is committed there keeps its bits."""
+        """Yield the cache as it was at `length`, to run its next tokens again; committed rows get their bits back."""
         again = [rows for _, rows in self._parts(length, length + num_positions)]
         committed = [rows.clone() for rows in again]
         yield self.prefix(length)

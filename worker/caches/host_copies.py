@@ -44,7 +44,7 @@ class CopyLane(Protocol):
         """Let all that is queued from now on wait for the event."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Queue one."""
+        """Queue a copy."""
 
     def mark(self) -> CopyEvent:
         """A point behind all copies queued until now."""

@@ -36,7 +36,7 @@ class StateArena(PagedArena):
     def __init__(
         self, shape: CacheShape, num_slots: int, max_length: int, pool: PoolSize, staging: Staging | None = None
     ) -> None:
-        """`shape` is that of a model with states."""
+        """Make an arena for a `shape` with states."""
         super().__init__(shape, num_slots, max_length, pool, staging)
         sizes = shape.recurrent
         assert sizes is not None

@@ -129,7 +129,7 @@ class WindowedPages(ForgettingCache, PagedKVCache):
         self._arena.pool.give_back(lost)
 
     def _joined(self, rows: torch.Tensor, positions: slice) -> torch.Tensor:
-        """As `PagedKVCache._joined`; rows that are forgotten are zeros."""
+        """Join rows as `PagedKVCache._joined` does; rows that are forgotten are zeros."""
         parts = [
             rows[..., own, :] if own.start >= 0 else torch.zeros_like(rows[..., : own.stop - own.start, :])
             for _, own in self._pieces(positions.start, positions.stop)
@@ -184,7 +184,7 @@ class WindowSlotCache(PagedKVCache):
         super().advance(num_positions)
 
     def kv(self, start: int, end: int) -> NDArray[Any]:
-        """As `FullKVCache.kv` has it. Raises ValueError for positions that layers have forgotten."""
+        """Return what `FullKVCache.kv` does. Raises ValueError for positions that layers have forgotten."""
         windowed, whole = self._windowed.kv(start, end), super().kv(start, end)
         found = np.empty((self.shape.num_layers, self._rows_per_layer, *whole.shape[1:]), dtype=whole.dtype)
         found[list(self._arena.whole_layers)] = whole.reshape(-1, *found.shape[1:])
@@ -192,7 +192,7 @@ class WindowSlotCache(PagedKVCache):
         return found.reshape(-1, *whole.shape[1:])
 
     def load(self, kv: NDArray[Any]) -> None:
-        """As `FullKVCache.load` does it, a page at a time: what is behind windows is forgotten on the way."""
+        """Load as `FullKVCache.load` does, a page at a time: positions behind windows are forgotten on the way."""
         if len(kv) != (num_rows := self.shape.num_layers * self._rows_per_layer):
             raise ValueError(f"found keys and values of {len(kv)} rows, expected {num_rows}")
         by_layer = kv.reshape(self.shape.num_layers, -1, *kv.shape[1:])

@@ -19,9 +19,9 @@ from swiftbatch.worker.kernels.kernel_sizes import BLOCK
 
 
 class ForgettingCache(FullKVCache):
-    """A `FullKVCache` that forgets what no row of layers with a window sees any more, however it keeps its memory.
+    """A `FullKVCache` that forgets positions that no row of layers with a window sees any more, in any kind of memory.
 
-    What is forgotten is one run of positions: those behind the ones that others copy, up to a window behind the end.
+    Forgotten positions are one run: it begins behind those that others copy, and ends a window before the end.
     """
 
     _window: int  # positions that a row sees at most
@@ -37,7 +37,7 @@ class ForgettingCache(FullKVCache):
         return self.length - int(self._share * len(self._lost))
 
     def kv(self, start: int, end: int) -> NDArray[Any]:
-        """As `FullKVCache.kv` has it. Raises ValueError for positions that layers have forgotten."""
+        """Return what `FullKVCache.kv` does. Raises ValueError for positions that layers have forgotten."""
         if max(start, self._lost.start) < min(end, self._lost.stop):
             raise ValueError(f"found positions {start:,} to {end:,}, of which {self._lost} are forgotten")
         return super().kv(start, end)

@@ -28,7 +28,7 @@ CACHED = 256  # grammars
 
 # beyond the library's own: a choice among thousands is one row of items, and time is bounded by fuel all the same
 MAX_ROW_ITEMS, MAX_STEP_ITEMS, STEP_FUEL = 20_000, 500_000, 2_000_000
-TRIED_FUEL, NUM_TRIED = 100_000, 16  # what a grammar may need for a token when it is taken, and tokens it is tried on
+TRIED_FUEL, NUM_TRIED = 100_000, 16  # fuel for a token when a grammar is taken in, and the tokens to try it on
 
 
 class Grammar:

@@ -44,7 +44,7 @@ class Markers:
 
     @cached_property
     def fallbacks(self) -> tuple[list[int], list[int]]:
-        """For both markers: behind each number of their tokens, how many still match where the next one is another."""
+        """Return for both markers, by how many tokens match, how many still do where the next one is another."""
         return _fallbacks(self.start), _fallbacks(self.end)
 
 
@@ -240,7 +240,7 @@ class ThinkingConstraint:
         if thought.is_open:
             is_used_up = self._budget is not None and thought.num_tokens >= self._budget
             return self._markers.end[thought.num_matched] if is_used_up else None
-        # a text that a rule says would not know what to make of half a marker
+        # text under a rule could not go on behind half a marker
         is_half_open = self._text is not None and thought.opened_at is None and thought.num_matched > 0
         return self._markers.start[thought.num_matched] if is_half_open else None
 

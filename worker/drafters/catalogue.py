@@ -48,7 +48,7 @@ class TrainedPart:
     name: str  # of the file, or of a model's folder
 
     def find(self, model: str, model_path: Path, fingerprint: str, parts_folder: Path | None) -> Path:
-        """Find its file. Raises ModelError, with what to do, where it is missing or was trained for another model."""
+        """Find the part's file. Raises ModelError, with advice, where there is none or it is another model's."""
         path = (parts_folder or model_path / PARTS_FOLDER) / self.name
         if not path.is_file():
             raise ModelError(f"engine {self.engine}: no file {path}; {self._moved(model_path) or self.advice(model)}")
@@ -103,7 +103,7 @@ class PredictorPart(TrainedPart):
     reads_cache = False
 
     def find(self, model: str, model_path: Path, fingerprint: str, parts_folder: Path | None) -> Path:
-        """As any part; the model's folder where that has no such file, and weights of such a layer."""
+        """Find the file as any part's; without one return the model's folder, if its weights have such a layer."""
         if not ((parts_folder or model_path / PARTS_FOLDER) / self.name).exists():
             try:
                 predictor_in(model_path, read_config(model, model_path))
@@ -142,11 +142,11 @@ class EngineEntry:
     scanned_best: int = 0  # keys that queries of its drafts read exactly of texts that are scanned
     draft_length: int = 0  # positions of the cache that its draft model has for each sequence
     reads_caches: bool = False  # as its drafters say it
-    memory: str | None = None  # module:function of what it takes of a GPU beside that, by its part and the target
-    tries: str | None = None  # an engine that it drafts with by itself, where the model has what that needs
+    memory: str | None = None  # module:function of its further memory on a GPU, by its part and the target
+    tries: str | None = None  # an engine whose drafts it tries by itself, where the model has the engine's part
 
     def factory(self) -> DrafterFactory:
-        """Return its `DrafterFactory`. Imports what that needs, torch among it."""
+        """Return the part's `DrafterFactory`. Imports all that the factory needs, torch among it."""
         return _function(self.place)  # type: ignore[no-any-return]
 
     def memory_of(self, path: Path, files: ModelFiles) -> DraftMemoryOf | None:

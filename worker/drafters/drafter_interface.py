@@ -118,7 +118,7 @@ class Drafter(Learner, ABC):
 
     @functools.cached_property
     def counters(self) -> DraftCounters:
-        """Its own counts, beside the engine's."""
+        """The drafter's own counts, beside the engine's."""
         return DraftCounters(dict.fromkeys(self.phases, 0.0))
 
     def start(self, sequence: Sequence, cache: FullKVCache) -> None:

@@ -30,7 +30,7 @@ def slots_wanted(engine: str, files: ModelFiles, dtype: str, longest_job: int, p
 
 
 def with_tried(wanted: SlotsWanted, engine: str, files: ModelFiles, parts_folder: Path | None) -> SlotsWanted:
-    """Add what an engine takes that is only tried: nothing where the model has not what it needs."""
+    """Add the memory of an engine that is only tried to the wanted slots; none where its part is missing."""
     entry = engine_entry(engine)
     if entry.part is None:
         return wanted

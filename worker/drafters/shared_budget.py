@@ -192,7 +192,7 @@ class SharedBudget:
         self._of(sequence).observe(num_draft_tokens, path)
 
     def forget(self, sequence: Sequence) -> None:
-        """Forget a sequence that has left; what it was like counts for those to come."""
+        """Forget a sequence that has left; its shares count in the mean for sequences to come."""
         if (share := self._plan.pop(sequence.sequence_id, None)) is not None:
             self._vacant.append(share)
         if left := self._own.pop(sequence.sequence_id, None):

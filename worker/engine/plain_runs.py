@@ -54,9 +54,9 @@ class _Newest:
         self._step_seconds = math.inf  # on average since then
 
     def step_seconds(self, counters: EngineCounters, num_rows: int, num_positions: int) -> float:
-        """Return the most that a step of so many rows takes by them, which see so many positions together.
+        """Return the measured seconds of a step, scaled up to so many rows and to the positions that they see together.
 
-        A step's time grows with both at most as they do.
+        A step's time grows at most in proportion to either.
         """
         num_steps, seconds = counters.num_steps, counters.step_seconds["verify"]
         if num_new := num_steps - self._num_steps:

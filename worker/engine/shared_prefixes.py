@@ -107,7 +107,7 @@ class Sharing:
             yield cache, cache.copyable_end(num_tokens)
 
     def _holds(self, own: _Member, name: str, num_tokens: int) -> bool:
-        """Return whether another sequence has so many first tokens of one in its cache, and keeps them in its turn."""
+        """Return whether another sequence's cache has these first tokens in common with `own`, and will keep them."""
         other = self._members[name].slot
         return min(own.num_alike[name], other.num_shared_tokens, other.cache.length) >= num_tokens
 

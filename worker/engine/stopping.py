@@ -73,7 +73,7 @@ def may_rewind(sequence: Sequence) -> bool:
 
 
 def rewind_distance(sequence: Sequence) -> int:
-    """About as many tokens as a loop has that it may take back; 0 for one that takes none back."""
+    """Return about how many tokens a loop takes back at most; 0 where none are taken back."""
     detection = sequence.sampling.repetition_detection
     if detection is None or not detection.is_on or detection.action != "rewind":
         return 0

@@ -63,7 +63,7 @@ class Agreement:
 def compare(target: TargetModel, num_rows: int = NUM_COMPARED_ROWS, seed: int = 0) -> Agreement:
     """Run a text of `num_rows` random tokens through the target's tiles and through transformers' eager forward.
 
-    With caches of the run's dtype: what 8 bits change is no matter of the forward, and is told beside it.
+    The caches have the run's dtype here: the loss by 8 bits is not the forward's, and is told beside it.
     """
     num_rows = min(num_rows, target.files.max_positions)
     generator = torch.Generator().manual_seed(seed)

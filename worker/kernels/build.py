@@ -102,7 +102,7 @@ def _run(command: list[str], folder: str, environment: dict[str, str]) -> None:
 
 
 def library_path(variant: str) -> Path:
-    """Where a variant lies after the install."""
+    """Return the path of a variant after the install."""
     return LIBRARIES / f"kernels-{variant}.so"
 
 
@@ -114,7 +114,7 @@ def source_digest() -> str:
 
 
 def stale_variants() -> list[str]:
-    """Those whose library is absent, or was made of another source."""
+    """Return the variants whose library is absent, or was made of another source."""
     digest = source_digest()
     paths = {name: library_path(name) for name in variants()}
     return [
@@ -141,7 +141,7 @@ def compile_all(names: Iterable[str] | None = None) -> list[str]:
 
 
 def is_whole(library: Path) -> bool:
-    """Whether a library's file is as it was compiled, whatever its source was."""
+    """Tell whether a library's file is as it was compiled, whatever its source was."""
     return any(_fits_mark(library) for _ in range(2))  # twice: another one may have come between mark and library
 
 

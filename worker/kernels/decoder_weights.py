@@ -240,7 +240,7 @@ def decoder_weights(model: Any) -> DecoderWeights | None:
 
 
 def _windows(model: Any) -> list[int | None] | None:
-    """The window of each layer; None where the config says what a model of this class does not look at."""
+    """Return the window of each layer; None where the config says what this class of models does not look at."""
     config, name = model.config, type(model).__name__
     size: int | None = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None) or []

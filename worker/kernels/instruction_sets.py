@@ -31,7 +31,7 @@ OVERRIDE = "SWIFTBATCH_ISA"
 NO_KERNELS = "torch"  # as a name for what serves without them
 NUMERICS_VERSION = 1  # to be raised with every change that gives other bits
 POINTER, INT, LONG = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
-SIGNATURES: dict[str, tuple[Any, list[Any]]] = {  # what comes back, what goes in
+SIGNATURES: dict[str, tuple[Any, list[Any]]] = {  # the type of the result, the types of the arguments
     "kernels_variant": (ctypes.c_char_p, []),
     "kernels_usable": (INT, []),
     "team_new": (POINTER, [INT]),

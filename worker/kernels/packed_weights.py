@@ -24,7 +24,7 @@ TABLES: dict[Code, Tensor] = {  # the number that each code stands for
     "uint8": torch.arange(256.0),
     "e4m3": torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float(),
 }
-# What it takes to write each code's number as a whole one times a power of two.
+# Bits of the whole number that, times a power of two, is a code's number.
 SIGNIFICANT_BITS: dict[Code, int] = {"uint4": 4, "e2m1": 2, "iq4_nl": 7, "int8": 7, "uint8": 8, "e4m3": 4}
 CODE_BITS: dict[Code, int] = {code: len(table).bit_length() - 1 for code, table in TABLES.items()}
 
@@ -88,7 +88,7 @@ class PackedMatrix:
         return PackedMatrix(self.code, self.codes[chosen], self.scales[chosen], self.dtype, offsets)
 
     def split(self, widths: Sequence[int]) -> list[PackedMatrix]:
-        """Matrices of so many rows each, one behind the other. Raises ValueError where they are not all rows."""
+        """Split the rows into matrices of `widths` rows. Raises ValueError where these are not all rows."""
         if sum(widths) != self.shape[0]:
             raise ValueError(f"found {self.shape[0]} rows, expected {sum(widths)}")
         ends = torch.tensor(widths).cumsum(0).tolist()

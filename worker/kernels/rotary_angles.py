@@ -41,7 +41,7 @@ class QueryScaleTable:
         self._table = torch.zeros(0)
 
     def address(self, last_position: int) -> int:
-        """As `AngleTable.address`."""
+        """Return the address of a table up to this position, as `AngleTable.address` does."""
         if last_position >= len(self._table):
             num_positions = ROWS_AT_ONCE + max(last_position, 2 * len(self._table))
             self._table = query_scales(self._growth, np.arange(num_positions), self._dtype)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 MOST = float(np.finfo(np.float32).max)
-ROPE_NUMBERS = {  # what `rope_parameters` hold beside `rope_type`, for those types whose angles are computed here
+ROPE_NUMBERS = {  # numbers in `rope_parameters` beside `rope_type`, for the types whose angles are computed here
     "default": ("rope_theta",),
     "linear": ("rope_theta", "factor"),
     "llama3": ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
@@ -197,7 +197,7 @@ def _longrope(theta: float, head_dim: int, factor: float, original: float, optio
 
 
 def _attention_factor(factor: float, options: Mapping[str, Any]) -> float:
-    """The scaling of YaRN's cosines and sines: as given, or by the factor and what both of its scales make of it."""
+    """Return the factor of YaRN's cosines and sines: as given, or as `factor` and both mscales have it."""
     if (said := options["attention_factor"]) is not None:
         return _positive(said)
 

@@ -110,7 +110,7 @@ def attention_of(layer: Any) -> Any:
 
 
 def observe_layers(model: Any, name: str, num_positions: int) -> list[LayerNeeds]:
-    """Tell what each layer that attends asks for, in order. Raises a one-line ModelError for what we can't give."""
+    """Tell what each attending layer asks for, in order. Raises a one-line ModelError for what is not supported."""
     observer = _Observer(num_positions, model.device, model.dtype)
     AttentionInterface.register(OBSERVER_NAME, observer.attend)
     AttentionMaskInterface.register(OBSERVER_NAME, observer.mask)

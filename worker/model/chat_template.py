@@ -58,7 +58,7 @@ class ChatTemplate:
         return str(text)
 
     def _shown(self, message: Message) -> dict[str, Any]:
-        """A message as the template takes it; several parts are one text to those that know no parts."""
+        """Return a message as the template takes it: several parts are one text for a template that knows no parts."""
         values = message.as_sent()
         if (texts := values.pop("parts", None)) and self._takes_parts:
             values["content"] = [{"type": "text", "text": text} for text in texts]

@@ -91,7 +91,7 @@ def _layers(config: Config) -> Iterator[str]:
 
 
 def _numbered_layers(config: Config) -> Iterator[str]:
-    """Layers that Kimi Linear numbers by what they are, from 1, where they are not all of them."""
+    """Yield what is wrong where Kimi Linear's lists of layers do not name each number from 1 on once."""
     count, said = config.get("num_hidden_layers"), config.get("linear_attn_config") or {}
     if config.get("model_type") != "kimi_linear" or config.get("layer_types") is not None or count is None:
         return

@@ -32,7 +32,7 @@ def number_of(config: Config, key: str) -> float:
 
 
 def numbers_of(config: Config, key: str, count: int) -> list[float]:
-    """So many numbers, all of them 1 where the config says null. Raises KeyError or ValueError as `number_of` does."""
+    """Read `count` numbers, all 1 where the config says null. Raises KeyError or ValueError as `number_of` does."""
     values = [1.0] * count if config[key] is None else config[key]
     if not isinstance(values, list) or len(values) != count:
         raise ValueError(f"its {key} is {values!r:.80}")

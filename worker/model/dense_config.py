@@ -1,7 +1,7 @@
-"""What our kernels need to know of a dense decoder, read from its config alone, and what keeps them from it.
+"""Read what our kernels need to know of a dense decoder from its config alone, and tell what keeps them from it.
 
-Only a config that says nothing but what is understood here; any other goes through `transformers`. Without torch: the
-driver asks, too.
+A config is taken only if all that it says is understood here; any other goes through `transformers`. Nothing here
+needs torch: the driver asks, too.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ class DenseConfig:
 
     @property
     def head_order(self) -> list[int] | None:
-        """Where the kernels' dimensions of a head stand in the stored one; None where they stand there themselves.
+        """Return the places of the kernels' dimensions of a head in the stored one; None where they are the same.
 
-        They turn pairs half a head apart, so other pairs are brought there. What is not turned stands in pairs, too,
-        whose angle is 0.
+        The kernels turn pairs half a head apart, so other pairs are brought there. What is not turned stands in pairs,
+        too, whose angle is 0.
         """
         if self.latent is not None:
             return None

@@ -118,7 +118,7 @@ class Hashing:
 
 
 def exactly(stream: RawIOBase, size: int) -> bytes:
-    """So many bytes. Raises ValueError where the file ends before."""
+    """Read `size` bytes. Raises ValueError where the file ends before."""
     data = bytearray(size)
     fill(stream, memoryview(data))
     return bytes(data)

@@ -26,7 +26,7 @@ class ExpertConfig:
     shared_width: int  # of what all rows meet; 0 for none
     gate_limit: float
     gate_slope: float
-    latent_width: int  # of what experts read; 0 where that is a row
+    latent_width: int  # of the vectors that experts read; 0 where they read rows
 
     @property
     def names(self) -> ExpertNames:
@@ -40,7 +40,7 @@ class ExpertConfig:
         return is_clear and prefix + fused.down in stored
 
     def parts(self, is_fused: bool) -> Iterator[str]:
-        """The tensors of a layer beside those that dense ones have, and what all rows meet."""
+        """Yield the names of a layer's tensors, but those of a dense layer and of what all rows meet."""
         names = self.names
         for each in (names.router, names.router_bias, names.choice_bias, names.shared_gate):
             if each is not None and (each != names.shared_gate or self.shared_width):

@@ -123,5 +123,5 @@ def _long_angles(said: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]
             raise ValueError(f"its short_mscale and long_mscale are {scale} and {of_long_texts}")
         said = {name: value for name, value in said.items() if not name.endswith("_mscale")}
         said |= {"attention_factor": scale}
-    # what stands beside the angles counts before what stands among them
+    # a value beside the angles counts before the same one among them
     return said | {"rope_type": "longrope", "original_max_position_embeddings": original}

@@ -30,7 +30,7 @@ def in_all_layers(config: dict[str, Any]) -> Windows:
 
 
 def in_all_layers_if_said(config: dict[str, Any]) -> Windows:
-    """As above; there is none where the config does not say it."""
+    """Read `sliding_window`, which is that of all layers; there is none where the config does not say it."""
     return in_all_layers({"sliding_window": None} | config)
 
 
@@ -50,7 +50,7 @@ def by_layer_types(config: dict[str, Any]) -> Windows:
 
 
 def by_layer_types_if_said(config: dict[str, Any]) -> Windows:
-    """As above; without types, all layers from `max_window_layers` on have the window, if there is one."""
+    """Read `layer_types`; without them, all layers from `max_window_layers` on have the window, if there is one."""
     if config.get("layer_types") is not None:
         return by_layer_types(config)
     if config.get("sliding_window") is None:

@@ -34,14 +34,14 @@ def without_windows(config: dict[str, Any], windows: Windows) -> frozenset[int]:
 
 
 def without_windows_but_dense(config: dict[str, Any], windows: Windows) -> frozenset[int]:
-    """As above, among layers with experts; a pattern other than 1 says the same of those without."""
+    """Layers with experts and no window are still; with a pattern other than 1, so are others without a window."""
     with_experts = SparseOr(behind_the_first)({"first_k_dense_replace": 0} | config)
     is_turned = config.get("prefix_dense_sliding_window_pattern", 1) == 1
     return without_windows(config, windows) & (with_experts if is_turned else in_all_layers(config))
 
 
 def without_windows_if_said(config: dict[str, Any], windows: Windows) -> frozenset[int]:
-    """As above, where the config says a window; where it says that there is none, all layers turn."""
+    """Layers without a window are still where the config says a window; where it says that there is none, all turn."""
     return frozenset() if config["sliding_window"] is None else without_windows(config, windows)
 
 

@@ -92,7 +92,7 @@ SUPPORTED_KINDS = (
     "vaultgemma",
 )
 
-KERNELS_LACK = {  # what keeps kinds that run here from our kernels, which then attend at most
+KERNELS_LACK = {  # reasons why kinds that run here have our kernels for their attention at most
     "afmoe": "its attention has gates",
     "gpt_neox": "its norms subtract means, and its layers attend and feed forward side by side",
     "granite_swa": "its layers have sinks, and angles of their own",
@@ -124,7 +124,7 @@ OTHER_LAYERS = {  # in words, beside the name that configs have for them
 MOST_NAMED = 4  # other kinds of layers, in a line
 INDEXED = "attention to keys that an indexer chooses"
 COMPRESSED = f"compressed keys and values, {INDEXED}, and hyper-connections"
-NEEDS = {  # what kinds that users ask for need beside attention to keys and values
+NEEDS = {  # needs beside attention to keys and values, of kinds that users ask for
     "bloom": "position biases (ALiBi)",
     "deepseek_ref": COMPRESSED,
     "deepseek_v32": INDEXED,

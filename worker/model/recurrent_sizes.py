@@ -9,7 +9,7 @@ from typing import Any
 Config = Mapping[str, Any]
 
 ATTENDING = {"attention", "full_attention", "sliding_attention", "chunked_attention", "hybrid", "*"}
-RECURRENT = {"linear_attention", "mamba", "conv", "hybrid", "M"}  # what configs call layers that have a state
+RECURRENT = {"linear_attention", "mamba", "conv", "hybrid", "M"}  # names in configs for layers that have a state
 EXPERTS_ALONE = {"moe", "E"}
 STATELESS = {"mlp", "-"} | EXPERTS_ALONE  # products or experts alone
 ALL_ALIKE = {"falcon_h1": "hybrid", "granitemoehybrid": "mamba"}  # layers of kinds whose config does not name them

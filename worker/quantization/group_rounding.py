@@ -56,7 +56,7 @@ class IntegerRounding:
 
     def parts(self, weight: Tensor) -> dict[str, Tensor]:
         groups, most = weight.unflatten(1, (-1, GROUP)), (1 << self.bits) - 1
-        # As they are stored: what is rounded with them must be what is multiplied by them. The greatest number of a
+        # Scales as they are stored: numbers are rounded with the scales that multiply them. The greatest number of a
         # group keeps its place. Steps that are finer by the one code that is left clip it, which costs more.
         scales = (groups.abs().amax(-1) / (most // 2)).clamp(min=SMALLEST).to(torch.bfloat16)
         codes = ((groups / scales.float()[..., None]).round() + (most + 1) // 2).clamp(0, most)

@@ -42,11 +42,11 @@ class JobSizes:
         return sum(pages_of(self._held(job) + self.num_beside, self.page) for job in jobs)
 
     def num_window_pages(self, jobs: Iterable[RunningJob]) -> int:
-        """The same of layers with a window: what a checkpoint that lags keeps there counts, too."""
+        """Count the pages of layers with a window in the same way, with those that a lagging checkpoint keeps there."""
         return 0 if self.windows is None else sum(self._in_windows(job, self.windows.held) for job in jobs)
 
     def _in_windows(self, job: RunningJob, held: HeldPositions) -> int:
-        """What it is expected to hold, or has and takes for a step; what it holds for others gives way."""
+        """Return the pages that a job is expected to hold, or has and takes for a step; those for others give way."""
         num_tokens, cache = len(job.sequence), job.cache
         end = min(num_tokens + ROOM_BEHIND, cache.length + MOST_READ)
         return max(pages_of(held.of(num_tokens), self.page), cache.num_window_pages_for(end))

@@ -100,7 +100,7 @@ class WorkerSession:
             self.metrics_address, _ = serve(registry_of(EngineCollector(counters, labels)), metrics_port)
 
     def _slots_wanted(self, files: ModelFiles) -> SlotsWanted | None:
-        """A GPU is shared out for the run's longest job; on a CPU caches come one by one."""
+        """Return the slots for the run's longest job on a GPU; None on a CPU, where caches come one by one."""
         longest_job = 0 if resolve_device(self._config.device).type == "cpu" else self._run.longest_job()
         if not longest_job:
             return None

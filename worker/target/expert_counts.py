@@ -108,7 +108,7 @@ class CudaExpertCounts(ExpertCounts):
             self._send()
 
     def newest(self) -> float:
-        """As `ExpertCounts.newest`, by a wait; a mean of the forwards since the last look that had as many rows."""
+        """Wait, and return the mean of the forwards since the last look that had as many rows as the newest one."""
         before = self._known
         self._wait()
         num_layers, num_met = (self._known - before)[self._newest_rows]

@@ -117,7 +117,7 @@ class StepCosts:
 
     @functools.cached_property
     def _lines(self) -> list[list[tuple[float, float]]]:
-        """For every number of rows, seconds at each measured length and how they rise behind it, 0 behind the last.
+        """Seconds at each measured length and their rise behind it, 0 behind the last, for every number of rows.
 
         Plain numbers, since plans ask at every step.
         """
@@ -228,7 +228,7 @@ def _least_seconds(target: TargetModel, forwards: Sequence[Callable[[], object]]
 
 
 def _probe_rows(cache: FullKVCache, number: int, vocab_size: int, stride: int = PROBE_STRIDE) -> SequenceRows:
-    """Rows whose tokens lie far apart. So they meet as many experts as rows may: what these cost counts in full."""
+    """Return rows with tokens far apart: they meet as many experts as rows may, whose cost counts in full."""
     token_ids = _probe_tokens(number, vocab_size, stride)
     return tree_rows(cache, token_ids[0], DraftTree.chain(token_ids[1:]))
 

@@ -69,7 +69,7 @@ class TargetModel:
     """Weights on one device, and what runs over them."""
 
     def __init__(self, forwards: Forwards, files: ModelFiles, kv_offload: str | None = None) -> None:
-        """With `kv_offload`, a folder, caches live outside the device."""
+        """Take a model's forwards; with `kv_offload`, a folder, caches live outside the device."""
         self.files = files
         self.device, self.dtype = forwards.device, forwards.dtype
         self.vocab_size, self.hidden_size = forwards.vocab_size, forwards.hidden_size

@@ -54,9 +54,9 @@ class TransformersForwards:
     def __init__(
         self, model: Any, files: ModelFiles, variant: str | None = None, kv_dtype: KVDtype | None = None
     ) -> None:
-        """Layers attend in the kernels of an instruction set; those with chunks and, for None, all in torch.
+        """Let layers attend in the kernels of an instruction set; those with chunks, and all for None, attend in torch.
 
-        Raises ModelError for a model that asks for what is not known here.
+        Raises ModelError for a model that asks for attention that is not known here.
         """
         layers = observe_layers(model, files.name, min(files.max_positions, LONGEST_TEXT))
         model.set_attn_implementation(ATTENTION_NAME)
@@ -213,6 +213,6 @@ def _mask(rows: PartialRows) -> torch.Tensor:
 
 
 def _narrowest(decoder: torch.nn.Module) -> int:
-    """The columns of the narrowest linear layer, routers included, whose class may be one of its own."""
+    """Return the fewest columns of any linear layer, found by its weights: routers may have a class of their own."""
     weights = (weight for name, weight in decoder.named_parameters() if weight.ndim == 2 and "norm" not in name)
     return min(weight.shape[0] for weight in weights)

@@ -131,7 +131,7 @@ def _target_section(folder: Path, records: list[dict[str, Any]], trained: dict[s
 
 
 def _kind_words(config: dict[str, Any]) -> dict[str, str]:
-    """What a card says of a model's kind, and how it was asked for."""
+    """Return a card's words for a model's kind, and for the option that asks for it."""
     num_nets, num_layers = config["layer_types"].count("linear_attention"), len(config["layer_types"])
     if not num_nets:
         return {"kind": "Qwen3's", "options": "", "nets": ""}

@@ -45,7 +45,7 @@ def all_of(*options: Callable[[Command], Command]) -> Callable[[Command], Comman
 
 
 def _or_all_cores(_context: click.Context, _parameter: click.Parameter, value: int | None) -> int:
-    """As many threads as this process may use cores, where no number is given."""
+    """Return the given number of threads, or one for each core that this process may use."""
     return value or len(os.sched_getaffinity(0))
 
 

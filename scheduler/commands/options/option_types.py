@@ -22,7 +22,7 @@ class GroupedOption(click.Option):
         self.group = group
 
     def get_help_extra(self, ctx: click.Context) -> Any:
-        """As click has it, without the range."""
+        """Return what click tells beside an option's help, without the range."""
         extra = super().get_help_extra(ctx)
         extra.pop("range", None)
         return extra

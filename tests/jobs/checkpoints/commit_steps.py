@@ -47,7 +47,7 @@ class Killer:
         self._num_steps = 0
 
     def start(self) -> None:
-        """From now on: Python tells of every operation on files but `fsync`."""
+        """Record every operation on files from now on: Python tells of all but `fsync`."""
         os.fsync = self.fsync
         sys.addaudithook(self._audit)
 

@@ -1,4 +1,4 @@
-"""What a KV segment promises: it comes back bit for bit and without a copy, or says that it is damaged."""
+"""KV segments come back bit for bit and without a copy, or say that they are damaged."""
 
 from __future__ import annotations
 

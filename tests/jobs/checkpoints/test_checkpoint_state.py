@@ -1,4 +1,4 @@
-"""What the state of a checkpoint promises: what a manifest names comes back bit for bit, or is left out by name."""
+"""The state of a checkpoint: what a manifest names comes back bit for bit, or is left out by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the background writer promises: the newest is written, token logs first, and the engine never waits for it."""
+"""The background writer writes the newest, token logs first, and the engine never waits for it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def store(tmp_path: Path) -> GatedStore:
 
 @pytest.fixture
 def told() -> list[tuple[str, int, float]]:
-    """What `on_written` was called with."""
+    """The arguments of each call of `on_written`."""
     return []
 
 

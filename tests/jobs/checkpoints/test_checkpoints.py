@@ -1,4 +1,4 @@
-"""What checkpoints promise: attempts apart, and never a wrong token, whatever happens to a log."""
+"""Checkpoints keep attempts apart, and never give a wrong token, whatever happens to a log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is kept of log-probabilities: those of the very tokens or none, whatever was rewound, killed or torn."""
+"""Log-probabilities that are kept are those of the very tokens or none, whatever was rewound, killed or torn."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def tokens_of(seed: int, num_tokens: int) -> TokenIds:
 
 
 def logprobs_of(token_ids: TokenIds, num_top: int = NUM_TOP) -> TokenLogprobs:
-    """What follows from all tokens up to each place, as a model's do."""
+    """Return log-probabilities that follow from all tokens up to each place, as a model's do."""
     found = TokenLogprobs.empty(len(token_ids), num_top)
     for end in range(1, len(token_ids) + 1):
         digest = hashlib.sha256(token_ids[:end].tobytes()).digest()

@@ -1,4 +1,4 @@
-"""What a token log promises: its tokens come back, or it says that it is damaged."""
+"""A token log gives its tokens back, or says that it is damaged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user is told about a bad line: the field, what was found, what was expected."""
+"""The message about a bad line names the field, what was found and what was expected."""
 
 from __future__ import annotations
 

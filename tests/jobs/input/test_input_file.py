@@ -1,4 +1,4 @@
-"""What may stand in for a job file: pipes, standard input and compressed files are read, odd things are named."""
+"""Other things than a job file: pipes, standard input and compressed files are read, odd ones are named."""
 
 from __future__ import annotations
 

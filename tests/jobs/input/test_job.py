@@ -1,4 +1,4 @@
-"""What a `Job` promises: it is complete, and its identity is a safe file name."""
+"""A `Job` is complete, and its identity is a safe file name."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_bias_and_stop_tokens_are_the_same_in_whatever_order_they_are_given(tm
 
 
 def test_job_ids_are_those_of_earlier_versions(tmp_path: Path) -> None:
-    """So that a file which is submitted again goes on."""
+    """A file which is submitted again goes on: its jobs have the same ids."""
     jobs, _ = read(tmp_path, GOOD, CHAT)
     assert [job.job_id("model") for job in jobs] == ["good-3ce870ebdfbdbee6", "talk-bfd4f6cd160d8162"]
 

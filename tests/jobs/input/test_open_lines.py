@@ -1,4 +1,4 @@
-"""What a line may leave open or say in several ways: its limit, its prompt, its messages, its template."""
+"""Lines may leave open, or say in several ways, their limit, prompt, messages and template."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `read_jobs` promises: every line is a job or a reject, and a bad one never stops the others."""
+"""`read_jobs` makes a job or a reject of every line, and a bad one never stops the others."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class Strict(BaseModel):
 
 
 class CompletionLogprobs(Strict):
-    """As OpenAI's reference has it for completions."""
+    """The log-probabilities of a completion in OpenAI's reference."""
 
     tokens: list[str]
     token_logprobs: list[float]
@@ -53,7 +53,7 @@ class TokenLogprob(TopLogprob):
 
 
 class ChatLogprobs(Strict):
-    """As OpenAI's reference has it for chats."""
+    """The log-probabilities of a chat in OpenAI's reference."""
 
     content: list[TokenLogprob] | None
     refusal: list[TokenLogprob] | None

@@ -1,4 +1,4 @@
-"""What the output of a line with several choices promises: one line once all have ended, whatever became of each."""
+"""The output of a line with several choices is one line once all have ended, whatever became of each."""
 
 from __future__ import annotations
 

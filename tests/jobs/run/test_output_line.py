@@ -1,4 +1,4 @@
-"""What output lines promise: the form of OpenAI Batch, with usage and metrics."""
+"""Output lines have the form of OpenAI Batch, with usage and metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a `Run` promises: one folder that any process can open, results that stay, clear refusals."""
+"""A `Run` is one folder that any process can open; its results stay, and its refusals are clear."""
 
 from __future__ import annotations
 

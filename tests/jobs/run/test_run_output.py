@@ -1,4 +1,4 @@
-"""What the output of a run promises: every finished and failed job once, in input order."""
+"""The output of a run has every finished and failed job once, in input order."""
 
 from __future__ import annotations
 

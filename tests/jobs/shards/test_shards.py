@@ -1,4 +1,4 @@
-"""What shards promise: each is final, every line that ended is in one of them, and all have the same columns."""
+"""Shards are final, every line that ended is in one of them, and all have the same columns."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class FaultProxy:
             self._light.set()
 
     def go_dark(self, seconds: float) -> None:
-        """As `dark`, from now on and for so long, without waiting for the end."""
+        """Make it dark for so many seconds, as `dark` does, without waiting for the end."""
         self._light.clear()
         threading.Timer(seconds, self._light.set).start()
 
@@ -77,7 +77,7 @@ class FaultProxy:
         self._thread.join()
 
     def fault_for(self, method: str, path: str) -> Fault | None:
-        """What is to become of a request; waits while it is dark."""
+        """Return the fault that a request meets, if any; wait while it is dark."""
         with self._lock:
             self.requests.append(f"{method} {path}")
             fault: Fault | None = self.choose(method, path)

@@ -42,7 +42,7 @@ class S3Server:
         return f"s3://{BUCKET}/{prefix}"
 
     def environment(self, url: str | None = None) -> dict[str, str]:
-        """What a process needs to reach the server, through the proxy at `url` if one is given."""
+        """Return the variables by which a process reaches the server, through the proxy at `url` if one is given."""
         return {
             "AWS_ENDPOINT_URL": url or self.url,
             "AWS_REGION": "us-east-1",

@@ -1,4 +1,4 @@
-"""What a `Store` promises when an S3 server has a bad day: nothing lost, bounded patience, one clear line."""
+"""A `Store` on a bad day of an S3 server loses nothing, has bounded patience and tells it in one clear line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a `Store` promises on a local disk: a file appears whole or not at all, however its writer ended."""
+"""A `Store` on a local disk: a file appears whole or not at all, however its writer ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a `Store` promises on an S3 server: whole files whatever fails, and ways to reach other servers."""
+"""A `Store` on an S3 server: whole files whatever fails, and ways to reach other servers."""
 
 from __future__ import annotations
 

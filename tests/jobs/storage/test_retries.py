@@ -1,4 +1,4 @@
-"""What `Retries` promise: only what may pass is tried again, with growing pauses, and the bound holds."""
+"""`Retries` try again only what may pass, with growing pauses, and keep their bound."""
 
 from __future__ import annotations
 

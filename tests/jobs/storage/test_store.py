@@ -1,4 +1,4 @@
-"""What a `Store` promises on every kind of storage: plain names only, and errors in one clear line."""
+"""A `Store` on every kind of storage has plain names only, and errors in one clear line."""
 
 from __future__ import annotations
 

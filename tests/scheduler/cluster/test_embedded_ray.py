@@ -23,7 +23,7 @@ pytestmark = pytest.mark.ray
 
 @pytest.fixture
 def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where folders are made: short, as the paths of sockets have to be."""
+    """The place where folders are made: short, as the paths of sockets have to be."""
     folder = tempfile.mkdtemp(prefix="er-", dir="/tmp")
     monkeypatch.setenv("RAY_TMPDIR", folder)
     yield Path(folder)

@@ -53,7 +53,7 @@ def jobs_file(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def undisturbed(jobs_file: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the jobs give on one worker without any trouble."""
+    """The outputs of the jobs on one worker without any trouble."""
     run = tmp_path_factory.mktemp("undisturbed") / "run"
     command = swiftbatch("submit", jobs_file, "--run", str(run), "--slots", "3")
     subprocess.run(command, check=True, capture_output=True, timeout=DEADLINE_SECONDS)

@@ -78,7 +78,7 @@ def assert_same(run: Path, undisturbed: dict[str, Any], num_jobs: int = 2) -> No
 
 
 def num_preemptions(driver: Driver, reason: str) -> float:
-    """Of that reason, as the driver's metrics say."""
+    """Return how many preemptions of that reason the driver's metrics count."""
     address = re.search(r"metrics of the driver at (\S+)", driver.output())
     assert address is not None
     with urllib.request.urlopen(address[1], timeout=60) as page:

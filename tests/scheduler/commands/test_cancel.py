@@ -1,4 +1,4 @@
-"""What `cancel` does with a driver and without one."""
+"""The command `cancel`, with a driver and without one."""
 
 from __future__ import annotations
 

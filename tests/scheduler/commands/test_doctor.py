@@ -36,7 +36,7 @@ def check(name: str, passed: bool) -> Check:
 
 @pytest.fixture(params=[True, False])
 def outcome(request: pytest.FixtureRequest, embedded_files: ModelFiles, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether the second of two checks passes, on what is taken for a GPU."""
+    """Let the second of two checks pass or fail, on what is taken for a GPU."""
 
     def checked(parts: Parts, report: Callable[[str], None]) -> FirstRun:
         return run_checks(parts, report, [check("machine", True), check("products", request.param)])

@@ -1,4 +1,4 @@
-"""What commands say and leave behind where a limit is reached before anything has to run."""
+"""Commands where a limit is reached before anything has to run: what they say and leave behind."""
 
 from __future__ import annotations
 

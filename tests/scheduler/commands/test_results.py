@@ -1,4 +1,4 @@
-"""What `results` writes."""
+"""The command `results` and what it writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `status` shows of a run."""
+"""The command `status` and what it shows of a run."""
 
 from __future__ import annotations
 

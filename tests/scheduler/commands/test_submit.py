@@ -1,4 +1,4 @@
-"""What `submit` and `resume` take in and what they refuse, before anything runs."""
+"""The commands `submit` and `resume`: what they take in and what they refuse, before anything runs."""
 
 from __future__ import annotations
 

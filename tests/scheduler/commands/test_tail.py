@@ -1,4 +1,4 @@
-"""What `tail` prints of a job."""
+"""The command `tail` and what it prints of a job."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class Request:
 
 @dataclass
 class Inbox:
-    """What a receiver got, tries that it did not answer well included."""
+    """The requests that a receiver got, those that it did not answer well included."""
 
     url: str = ""
     requests: list[Request] = field(default_factory=list)

@@ -44,18 +44,18 @@ class Terminal:
         print("\n".join(self.lines()))
 
     def close(self) -> None:
-        """As a user does who closes the window."""
+        """Close the window, as a user does."""
         if self._master >= 0:
             os.close(self._master)
             self._master = -1
 
     def resize(self, columns: int, num_lines: int) -> None:
-        """As a user does who drags the window's corner."""
+        """Resize the window, as a user does who drags its corner."""
         self.screen.resize(num_lines, columns)
         fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", num_lines, columns, 0, 0))
 
     def lines(self) -> list[str]:
-        """What stands on the screen, without the blanks at the end of each line."""
+        """Return the lines of the screen, without the blanks at the end of each."""
         return [line.rstrip() for line in self.screen.display]
 
     def wait_for(self, condition: Callable[[str], object]) -> list[str]:

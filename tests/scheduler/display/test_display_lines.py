@@ -1,4 +1,4 @@
-"""What `submit` writes where there is no terminal: plain lines, one line with `--quiet`, objects with `--json`."""
+"""The output of `submit` without a terminal: plain lines, one line with `--quiet`, objects with `--json`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HOSTILE = "the\x1b[2Jsecond\nrun finished; jobs: all"
 
 @dataclass(frozen=True)
 class Written:
-    """What a command wrote."""
+    """The output of a command and how it ended."""
 
     exit_code: int
     stdout: str
@@ -66,7 +66,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def written(tiny_model: Path, folder: Path) -> dict[str, Written]:
-    """Of three submissions: to a pipe, to a program, and a quiet one of what is done by then."""
+    """The output of three submissions: to a pipe, to a program, and a quiet one of what is done by then."""
     model = ["--model", str(tiny_model), "--threads", "1", "--dtype", "float32"]
     command = ["submit", str(folder / "jobs.jsonl"), *model, "--run"]
     found = {"json": without_ray(*command, str(folder / "json"), "--json")}

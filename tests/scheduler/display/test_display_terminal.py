@@ -1,4 +1,4 @@
-"""What `submit` and `status --watch` show on a terminal: real commands on pseudo-terminals, a worker is killed."""
+"""`submit` and `status --watch` on a terminal: real commands on pseudo-terminals, a worker is killed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NUM_LINES = 40
 
 @dataclass(frozen=True)
 class Seen:
-    """What was on the screens of one run."""
+    """The screens of one run, and how its command and its watcher ended."""
 
     run: Path
     narrow: list[str]  # 80 columns, both jobs running

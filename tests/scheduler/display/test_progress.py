@@ -1,4 +1,4 @@
-"""What a user sees while a run goes on: lines and objects, without a run."""
+"""The progress that a user sees while a run goes on: lines and objects, without a run."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def beat(run: Run, **changes: object) -> Progress:
 
 
 def watched(run: Run, acts: list[Callable[[], object]]) -> tuple[Progress, RecordingDisplay]:
-    """What a watcher sees while `acts` happen, one after the other, each after a beat that it was shown."""
+    """Watch a run while `acts` happen, one after the other, each after a beat that was shown."""
     display, remaining = RecordingDisplay(), iter(acts)
     display.on_update = lambda progress: next(remaining, lambda: None)()
     return watch(run, display), display

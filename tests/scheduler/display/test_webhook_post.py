@@ -1,4 +1,4 @@
-"""Which addresses and secrets are taken, and that neither is ever shown."""
+"""Addresses and secrets of webhooks: which are taken, and that neither is ever shown."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class Dispatched:
     status: dict[str, Any] = field(default_factory=dict)
 
     def calls_per_job(self) -> float:
-        """In the quietest stretch of the first half, while at least half of the jobs wait: without a heartbeat."""
+        """Return calls per job in the quietest stretch, without a heartbeat, while at least half of the jobs wait."""
         half = self.course[: len(self.course) // 2]
         return min((end - start) / (m - n) for (n, start), (m, end) in zip(half, half[WINDOW:], strict=False))
 

@@ -135,7 +135,7 @@ def test_a_store_that_fails_for_good_stops_the_loop(store: Store, monkeypatch: p
 
 
 def test_a_job_that_is_tried_again_gets_all_its_attempts_wherever_its_driver_died(store: Store) -> None:
-    """It was killed between the job's error and its next beat."""
+    """The driver was killed between the job's error and its next beat."""
     killed = Attempts(store, 1, {})
     for job_id in ("failed", "other"):
         killed.begin(job_id)

@@ -40,7 +40,7 @@ def test_a_job_is_as_much_work_for_the_driver_among_many_as_among_few(
 
 
 def own_bytes() -> int:
-    """What the lines of swiftbatch itself have allocated and still hold, as traced."""
+    """Return the bytes that lines of swiftbatch itself have allocated and still hold, as traced."""
     gc.collect()
     own = [tracemalloc.Filter(True, f"{ROOT / room}/*") for room in ("jobs", "scheduler", "worker")]
     return sum(trace.size for trace in tracemalloc.take_snapshot().filter_traces(own).traces)

@@ -1,4 +1,4 @@
-"""What the driver's heartbeat says of a run, and what is made of one that has stopped."""
+"""The driver's heartbeat: what it says of a run, and what is made of one that has stopped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which job is taken next, what a lost attempt costs it, and that all totals add up whatever happens."""
+"""The queue: which job is taken next, what a lost attempt costs it, and totals that add up whatever happens."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def test_a_job_that_ended_while_it_waited_is_not_taken() -> None:
 
 
 def test_order_and_totals_hold_over_any_sequence_of_events() -> None:
-    """Against the plain rules, computed anew each time over all jobs."""
+    """The plain rules, computed anew each time over all jobs, say the same."""
     rng = random.Random(5)
     queue = JobQueue(max_attempts=100)
     left = {f"j{i}": entry(f"j{i}", rng.choice([5, 50, 500]), line_number=i) for i in range(60)}
@@ -327,7 +327,7 @@ def test_no_job_that_may_have_to_run_alone_waits_in_a_reserve() -> None:
 
 
 def test_what_is_known_of_a_worker_s_jobs_is_what_a_look_at_each_would_tell() -> None:
-    """It is kept up to date in all that happens to jobs."""
+    """The queue's knowledge is kept up to date in all that happens to jobs."""
     rng, queue, now = random.Random(2), JobQueue(max_attempts=50), 0.0
     for number in range(300):
         queue.add(entry(f"j{number}", rng.randint(20, 900), number))

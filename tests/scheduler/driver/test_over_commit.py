@@ -58,7 +58,7 @@ def test_memory_is_shared_by_long_jobs_at_different_lengths_and_short_ones_besid
 def test_jobs_longer_than_the_horizon_take_turns_and_end_sooner(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As above: while they are short, more than two run, and the youngest waits with its tokens when they are long."""
+    """More than two run while they are short, as above; the youngest waits with its tokens when they are long."""
     monkeypatch.setattr(page_counts, "HORIZON", 160)
     limits = {f"long {number}": 1600 for number in range(10)} | {f"short {number}": 100 for number in range(60)}
     sizes = {"num_workers": 1, "num_pages": 2 * pages_of(1600) + 10, "step": StepModel(base=0.05, per_job=0.0)}

@@ -1,4 +1,4 @@
-"""What a new driver finds in a run folder: what is done, what is left, and how far each job was."""
+"""The state that a new driver finds in a run folder: what is done, what is left, and how far each job was."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a run stops before its end: by its user, with its cluster, with its store. Nothing is lost."""
+"""A run that stops before its end, by its user, with its cluster or with its store, loses nothing."""
 
 from __future__ import annotations
 

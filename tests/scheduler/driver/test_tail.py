@@ -130,7 +130,7 @@ def test_one_giant_job_among_many_ends_a_run_within_a_tenth_of_the_least_time(
 def test_the_longest_job_is_relieved_of_a_short_one_only_where_it_ends_seconds_sooner(
     seconds: float, moved: list[str]
 ) -> None:
-    """Beside each other, each takes twice the seconds for a token."""
+    """Two jobs beside each other take twice the seconds for a token each."""
     queue, worker = JobQueue(5), Worker("w1", None, None)
     for number, (name, num_tokens) in enumerate([("long", 300), ("short", 40)]):
         queue.add(JobEntry(name, name, number, 1, num_tokens))

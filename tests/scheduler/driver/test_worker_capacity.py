@@ -55,7 +55,7 @@ def test_one_job_is_always_taken() -> None:
 
 
 def test_caches_take_no_more_than_was_asked_for_and_no_more_than_there_is() -> None:
-    """At most so many positions, whatever is free."""
+    """Caches have at most so many positions, whatever is free."""
     fleet: Any = SimpleNamespace(num_sharing=lambda node: 1)
     one = worker(100)
     assert [Slots(None, fleet, most).num_pages(one) for most in (None, 50 * PAGE, 1000 * PAGE)] == [100, 50, 100]

@@ -47,7 +47,7 @@ class Submission:
         return any(self.ray_folder.glob("*/session_*/sockets/*"))
 
     def state(self) -> str | None:
-        """What `progress.json` says; None without one."""
+        """Return the state that `progress.json` says; None without one."""
         path = self.run / "progress.json"
         return json.loads(path.read_text())["state"] if path.exists() else None
 
@@ -110,6 +110,6 @@ def submission(folder: Path, model: Path, *options: str) -> Iterator[Submission]
 
 
 def _hear_all() -> None:
-    """Also where the tests run under `nohup` or in the background of a shell."""
+    """Hear all signals, also where the tests run under `nohup` or in the background of a shell."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)

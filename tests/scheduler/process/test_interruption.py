@@ -1,4 +1,4 @@
-"""What signals mean to a process: ask once in good order, then at once; the same told twice is told once."""
+"""Signals to a process: they ask once in good order, then at once; the same told twice is told once."""
 
 from __future__ import annotations
 

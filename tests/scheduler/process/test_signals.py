@@ -75,7 +75,7 @@ def num_tokens(run: Path, pid: int) -> int:
 
 
 def is_in(mask: str, pid: int, number: signal.Signals) -> bool:
-    """Whether a signal is in a process's mask: `SigIgn` of those it ignores, `SigCgt` of those it has a handler for."""
+    """Tell whether a signal is in a process's mask: `SigIgn` of those it ignores, `SigCgt` of those it handles."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     (bits,) = (int(line.split()[1], 16) for line in lines if line.startswith(f"{mask}:"))
     return bool(bits >> (number - 1) & 1)

@@ -1,4 +1,4 @@
-"""What a new run says of itself."""
+"""The settings that a new run says of itself."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ print(with_model(manifest, locate_model("embedded")).device, "torch" in sys.modu
 
 @pytest.mark.skipif(has_cuda(), reason="a machine with a GPU needs torch to tell")
 def test_a_new_run_is_described_without_torch(tmp_path: Path) -> None:
-    """So that `submit` starts seconds sooner."""
+    """`submit` starts seconds sooner without torch."""
     command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert process.stdout == "cpu False\n"

@@ -1,4 +1,4 @@
-"""What is promised of the job files in a folder."""
+"""The promises of the job files in a folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever is killed, and whoever takes the run over meanwhile: shards that are there stay, each job is in one."""
+"""Shards that are there stay, and each job is in one, whatever is killed and whoever takes the run over meanwhile."""
 
 from __future__ import annotations
 

@@ -122,9 +122,9 @@ def submit_killed(path: str, uri: str, patch: pytest.MonkeyPatch) -> None:
 
 
 def killed_submits(uri: str, tmp_path: Path) -> Iterator[tuple[Files, str, set[str]]]:
-    """What kills would have left of a command that makes a run, and of another one that adds a job to it.
+    """Yield what kills would have left of a command that makes a run, and of another one that adds a job to it.
 
-    With each, the file that was submitted, and the jobs that were taken in before.
+    With each come the file that was submitted, and the jobs that were taken in before.
     """
     is_local, files = uri.startswith("/"), Files()
     if is_local:
@@ -216,7 +216,7 @@ def test_a_kill_at_every_moment_of_submit_is_in_no_command_s_way(
 
 
 def sweep(place: str, rounds: list[tuple[str, ...]], step: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """For each round, every `step`-th moment; its commands take turns."""
+    """Check every `step`-th moment for each round; the commands of a round take turns."""
     uri = str(tmp_path) if place == "disk" else str(request.getfixturevalue("s3_uri"))
     moments = list(killed_submits(f"{uri}/run", tmp_path))
     assert len(moments) >= PLACES[place]

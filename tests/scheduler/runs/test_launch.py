@@ -1,4 +1,4 @@
-"""What the options of `submit` and `resume` become, and what a run that had to stop tells its user."""
+"""The options of `submit` and `resume`, what they become, and what a run that had to stop tells its user."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.scheduler.driver.driver_parts import make_run
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """Without jobs: to go on with it ends at once, without Ray."""
+    """A run without jobs: to go on with it ends at once, without Ray."""
     return make_run(tmp_path / "run", {})
 
 
@@ -98,7 +98,7 @@ def test_a_model_that_no_kernels_compute_on_a_gpu_is_told_of_before_workers_star
 
 
 def test_it_is_told_in_the_run(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """With a driver that ends at once: this machine may have no GPU."""
+    """The driver of this test ends at once: this machine may have no GPU."""
     sizes = {"max_position_embeddings": 1024, "vocab_size": 97}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mixtral", **sizes}))
     told = events_of_a_drive(run, monkeypatch, str(tmp_path), Cluster(False, num_gpus=1, watch=None), Settings())

@@ -1,4 +1,4 @@
-"""Which job begins first: what its line says, what a later submission says, and that no job becomes another by it."""
+"""The order in which jobs begin, by their lines and by later submissions; no job becomes another by it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a line leaves open is settled when it is submitted, once and for all; what changes nothing is told once."""
+"""Settings that a line leaves open are fixed as it is submitted, once and for all; any without effect are told once."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ def test_a_budget_of_thinking_needs_markers_which_the_run_keeps(tmp_path: Path, 
 def test_markers_that_were_found_are_kept_and_so_is_that_there_were_none(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What another version would find is of no matter to a run that is there."""
+    """The markers that another version would find are of no matter to a run that is there."""
     thinker = Path(shutil.copytree(tiny_model, tmp_path / "thinker"))
     (thinker / "chat_template.jinja").write_text("<think>{{ messages[0].content }}</think>")
     path = write_jobs(tmp_path / "jobs.jsonl", LIMITED)

@@ -43,7 +43,7 @@ class Browser:
         _asked(f"{self._url}/url", {"url": url})
 
     def run(self, script: str, *args: object) -> Any:
-        """What a script returns that is run in the page."""
+        """Run a script in the page, and return its result."""
         return _asked(f"{self._url}/execute/sync", {"script": script, "args": args})
 
     def cdp(self, command: str, **parameters: object) -> Any:
@@ -51,12 +51,12 @@ class Browser:
         return _asked(f"{self._url}/goog/cdp/execute", {"cmd": command, "params": parameters})
 
     def picture(self, is_whole: bool = False) -> bytes:
-        """What is seen, or the whole page, as PNG."""
+        """Return a picture of what is seen, or of the whole page, as PNG."""
         data = self.cdp("Page.captureScreenshot", format="png", captureBeyondViewport=is_whole)["data"]
         return base64.b64decode(data)
 
     def complaints(self) -> list[str]:
-        """What the console says since it was last asked: broken policies and errors among it."""
+        """Return the console's messages since the last call: broken policies and errors are among them."""
         return [entry["message"] for entry in _asked(f"{self._url}/se/log", {"type": "browser"})]
 
     def close(self) -> None:

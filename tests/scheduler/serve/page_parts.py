@@ -101,14 +101,14 @@ def in_progress(service: Service, names: Sequence[str] = ("done", "going", "lost
 
 
 def write_text(run: Run, job: JobRecord, text: str) -> None:
-    """What a job has written so far."""
+    """Write the text that a job has so far."""
     checkpoints = CheckpointStore.of(run)
     tokens = TextCodec(locate_model("embedded")).encode_prompt(text)
     checkpoints.write_tokens(job.job_id, claim(checkpoints, job.job_id, "w1"), np.array(tokens, dtype=np.uint32))
 
 
 def words_of(page: str) -> str:
-    """What people read."""
+    """Return the words of a page that people read."""
     return " ".join(unescape(re.sub("<[^>]*>", " ", page)).split())
 
 

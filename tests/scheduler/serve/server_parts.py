@@ -99,7 +99,7 @@ def until_half_done(run: Path) -> dict[Path, bytes]:
 
 
 def bodies(lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """What does not tell of the time: texts, why they ended, the hashes of their tokens, and how many there are."""
+    """Return all but the times: texts, why they ended, the hashes of their tokens, and how many there are."""
     assert len(lines) == len({line["custom_id"] for line in lines})
     found = {line["custom_id"]: line["response"]["body"] for line in lines}
     return {

@@ -1,4 +1,4 @@
-"""Who comes in, and as whom: with keys, and without any."""
+"""The gate: who comes in, and as whom, with keys and without any."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def write(path: Path, *lines: str) -> None:
-    """As an editor does: another file takes the name."""
+    """Write a file as an editor does: another file takes the name."""
     new = path.with_suffix(".new")
     new.write_text("\n".join(lines))
     new.rename(path)

@@ -104,7 +104,7 @@ def test_colours_can_be_told_apart() -> None:
 
 
 def contrast(one: str, other: str) -> float:
-    """As the guidelines for accessible pages (WCAG) define it."""
+    """Return the contrast of two colours as the guidelines for accessible pages (WCAG) define it."""
     lighter, darker = sorted((_luminance(one), _luminance(other)), reverse=True)
     return (lighter + 0.05) / (darker + 0.05)
 

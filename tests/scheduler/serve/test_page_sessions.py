@@ -1,4 +1,4 @@
-"""Who comes in at the page, for how long, and whose forms are taken."""
+"""Sessions at the page: who comes in, for how long, and whose forms are taken."""
 
 from __future__ import annotations
 

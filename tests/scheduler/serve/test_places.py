@@ -1,4 +1,4 @@
-"""What clients read names places below the folder of runs, and nothing of where that is."""
+"""Names that clients read are of places below the folder of runs, and tell nothing of where that is."""
 
 from __future__ import annotations
 

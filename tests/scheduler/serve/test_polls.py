@@ -44,14 +44,14 @@ def batch(service: Service, client: TestClient, tiny_model: Path, tmp_path: Path
 
 @pytest.fixture
 def stopped_clock(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """So that nothing that is remembered grows old."""
+    """Stop the clock, so that nothing that is remembered grows old."""
     now = [time.monotonic() + 3600]
     monkeypatch.setattr("swiftbatch.scheduler.serve.batch_status.time.monotonic", lambda: now[0])
     return now
 
 
 def polls_of(client: TestClient, batch: Batch) -> list[object]:
-    """What each way of asking says of the state."""
+    """Return the state of a batch by each way of asking for it."""
     path = f"/v1/batches/{batch.id}"
     listed = {each["id"]: each["status"] for each in client.get("/v1/batches").json()["data"]}
     return [client.get(path).json()["status"], client.get(f"{path}/progress").json()["status"], listed[batch.id]]

@@ -1,4 +1,4 @@
-"""Which batch runs next: the one of who had least lately, then by priority and age."""
+"""The next batch is that of the owner who had least lately; then priority and age decide."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_an_owner_stands_by_all_its_batches_and_a_running_one_weighs_from_its_be
 
 
 def served_tokens(rounds: int, weigh: Callable[[str], int]) -> dict[str, int]:
-    """What owners get of one place when all always have batches waiting, by the tokens of a batch of each."""
+    """Return the tokens that each owner gets of one place when all always have batches waiting, as `weigh` says."""
     had: dict[str, list[Usage]] = {"a": [], "b": [], "c": []}
     now = NOW
     for number in range(rounds):

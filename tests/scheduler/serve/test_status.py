@@ -165,7 +165,7 @@ def test_a_running_batch_is_read_once_a_second(
 
 
 class Driver:
-    """As much of a driver as is asked to cancel."""
+    """A stand-in for a driver, of which only what is asked to cancel is there."""
 
     def __init__(self, has_begun: bool) -> None:
         self.has_begun = has_begun

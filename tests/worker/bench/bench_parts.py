@@ -8,7 +8,7 @@ from rich.console import Console, Group
 
 
 def words(table: Group) -> list[list[str]]:
-    """Those of every line, as on a terminal of 80 columns. None are cut."""
+    """Return the words of every line, as on a terminal of 80 columns. None are cut."""
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(table)
     text = console.export_text()

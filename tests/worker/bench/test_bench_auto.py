@@ -1,4 +1,4 @@
-"""What `auto` loses on a grid: every cell has all engines, the same tokens, and what the best of them is."""
+"""The loss of `auto` on a grid: every cell has all engines, the same tokens, and the best of them."""
 
 from __future__ import annotations
 

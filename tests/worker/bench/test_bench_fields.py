@@ -1,4 +1,4 @@
-"""What every field of a line costs: all are measured in turn, behind the same text, beside one that says nothing."""
+"""The cost of every field of a line: all are measured in turn, behind the same text, beside one that says nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On a GPU benchmarks share it out for what they measure, and so measure the kernels that workers run."""
+"""Benchmarks on a GPU share it out for what they measure, and so measure the kernels that workers run."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_what_is_measured_fits_into_the_slots_that_are_asked_for(
 
 
 class _LoadedError(Exception):
-    """With the slots that were asked for."""
+    """Raised with the slots that were asked for."""
 
 
 @pytest.mark.parametrize(

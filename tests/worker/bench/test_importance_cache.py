@@ -1,4 +1,4 @@
-"""What a cache of the most important positions holds: the newest, the pinned ones and the best of the others."""
+"""A cache of the most important positions holds the newest, the pinned ones and the best of the others."""
 
 from __future__ import annotations
 

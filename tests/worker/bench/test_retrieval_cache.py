@@ -1,4 +1,4 @@
-"""What the partial caches of TriForce hold: retrieved chunks, the newest positions, or heavy hitters."""
+"""The partial caches of TriForce hold retrieved chunks, the newest positions, or heavy hitters."""
 
 from __future__ import annotations
 

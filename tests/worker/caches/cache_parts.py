@@ -95,7 +95,7 @@ class EverythingCache(PartialCache):
 
 
 def everything_of(shape: CacheShape, full: FullKVCache, bias: np.ndarray | None = None) -> EverythingCache:
-    """What a full cache holds, with a bias of its first entries."""
+    """Return a cache of all that a full one holds, with a bias of its first entries."""
     cache = EverythingCache(shape, full.length)
     cache.follow(full, lambda position: torch.empty(0))
     cache.bias = bias

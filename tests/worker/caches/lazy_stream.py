@@ -31,7 +31,7 @@ class LazyStream:
 
     @property
     def num_waiting(self) -> int:
-        """What it was given and has not done."""
+        """The number of calls that it was given and has not done."""
         return len(self._queued) - self._num_done
 
     def submit(self, work: Callable[[], object]) -> None:

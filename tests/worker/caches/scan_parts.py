@@ -57,14 +57,14 @@ class Text:
         return partial_rows(self.entries, 0, LENGTH, DraftTree.chain([0] * (num_rows - 1)))
 
     def attend(self, query: Tensor, num_best: int, variant: str, num_threads: int = 1, first: int = 0) -> Tensor:
-        """Of rows `[num_rows, num_heads, head_dim]`, one for all keys but the rows' own: these are zero."""
+        """Return the attention of rows `[num_rows, num_heads, head_dim]` to all keys; the rows' own are zero."""
         own = torch.zeros(len(query), self.shape.num_kv_heads, self.shape.head_dim, dtype=self.shape.dtype)
         rows = self.rows(len(query), self.scanned(num_best, first))
         team = Team(load_library(variant), num_threads)
         return native_attention(team, [rows], 0, query, own, own, self.shape.head_dim**-0.5)
 
     def expected(self, query: Tensor, first: int = 0) -> Tensor:
-        """Of the same rows to the entries, all keys from `first` on and their own, exactly."""
+        """Return the exact attention of the same rows to the entries, all keys from `first` on and their own."""
         num_rows, num_heads, head_dim = query.shape
         keys, values = (part[:, :LENGTH].double() for part in self.full.layer(0))
         seen = torch.cat([torch.arange(NUM_ENTRIES), torch.arange(first, LENGTH)])
@@ -78,7 +78,7 @@ class Text:
 
 
 def queries(text: Text, num_rows: int = 3, group: int = 2, deviation: float = 2.0) -> Tensor:
-    """Whose scores deviate by about so much."""
+    """Return queries whose scores deviate by about so much."""
     generator = torch.Generator().manual_seed(7)
     size = (num_rows, text.shape.num_kv_heads * group, text.shape.head_dim)
     return (deviation * torch.randn(size, generator=generator)).to(text.shape.dtype)

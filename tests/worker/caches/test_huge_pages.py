@@ -42,7 +42,7 @@ def test_what_a_cache_has_filled_comes_to_lie_in_large_pages_and_keeps_its_bits(
 
 
 def test_a_cache_takes_no_more_memory_than_its_positions() -> None:
-    """In pages of 4 KB, of each layer's and head's keys and values."""
+    """Memory is counted in pages of 4 KB, of each layer's and head's keys and values."""
     kv = np.zeros((64, 2000, 64), np.uint16)
     cache = FullKVCache(CacheShape(8, 4, 64, torch.bfloat16, torch.device("cpu")), 100_000)
     before = num_resident_kib()
@@ -65,7 +65,7 @@ def test_the_memory_of_layers_with_a_window_is_given_back_as_the_text_grows() ->
 
 
 def test_a_cache_leaves_room_for_others_in_the_system_s_table_of_areas() -> None:
-    """It has some 65,000 entries a process; one for every head of every layer would fill it."""
+    """The table has some 65,000 entries a process; one for every head of every layer would fill it."""
 
     def num_areas() -> int:
         return len(Path("/proc/self/maps").read_text().splitlines())

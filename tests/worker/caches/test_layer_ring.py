@@ -86,7 +86,7 @@ def go_back(forwards: RingForwards, pairs: list[Pair], rng: random.Random) -> No
 
 
 def resume(forwards: RingForwards, pairs: list[Pair], rng: random.Random) -> None:
-    """What another one had takes the place of what was there."""
+    """Load what another one had in the place of what was there."""
     for pair in pairs:
         length = rng.randrange(pair.ours.length + 1)
         kv = pair.theirs.kv(length, pair.theirs.length)[:, ::-1].copy()
@@ -107,7 +107,7 @@ def run_again(forwards: RingForwards, pairs: list[Pair], rng: random.Random) -> 
 
 
 def look(forwards: RingForwards, pairs: list[Pair], rng: random.Random) -> None:
-    """At a layer on the device, as late as everything is computed, and at one on the host."""
+    """Look at a layer on the device, as late as everything is computed, and at one on the host."""
     for pair in pairs:
         layer, length = rng.randrange(forwards.shape.num_layers), pair.ours.length
         expected = torch.stack(pair.theirs.layer(layer))[:, :, :length].clone()

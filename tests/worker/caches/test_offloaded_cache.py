@@ -118,7 +118,7 @@ def test_measured_costs_tell_of_a_slow_disk(
 
 
 def resident_bytes(rows: torch.Tensor) -> int:
-    """What the system keeps in memory of a mapped file."""
+    """Return how many bytes of a mapped file the system keeps in memory."""
     num_bytes = rows.numel() * rows.element_size()
     pages = (ctypes.c_ubyte * -(-num_bytes // mmap.PAGESIZE))()
     failed = ctypes.CDLL(None).mincore(ctypes.c_void_p(rows.data_ptr()), ctypes.c_size_t(num_bytes), pages)
@@ -200,7 +200,7 @@ def test_a_cache_that_ended_leaves_no_open_file(tmp_path: Path) -> None:
 
 
 def _num_open_files(folder: Path) -> int:
-    """How many of this process's files lie in a folder; what else it opens meanwhile is not counted."""
+    """Count this process's open files that lie in a folder; what else it opens meanwhile is not counted."""
     return sum(os.path.realpath(file).startswith(f"{folder}/") for file in Path("/proc/self/fd").iterdir())
 
 

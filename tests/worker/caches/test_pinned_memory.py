@@ -15,7 +15,7 @@ SIZE = 100_003
 
 
 class Runtime:
-    """What CUDA is told."""
+    """A stand-in for CUDA's runtime, which notes what it is told."""
 
     def __init__(self) -> None:
         self.registered: dict[int, int] = {}

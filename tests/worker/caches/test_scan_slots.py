@@ -105,7 +105,7 @@ def test_slots_take_what_was_planned_for_them(arena: PartialArena) -> None:
 
 
 def test_among_many_jobs_those_that_fit_at_their_longest_have_room_for_their_texts() -> None:
-    """So that the others have pages: rounds are for few long jobs."""
+    """The others therefore have pages: rounds are for few long jobs."""
     gpu = GPUMemory(10**9, 5)
     wanted = SlotsWanted(LONGEST, scanned_best=NUM_BEST)
     few, many = (with_rounds(NO_DRAFTS, wanted, SIZES, each) for each in (gpu, gpu.with_rows(256)))

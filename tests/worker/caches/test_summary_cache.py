@@ -1,4 +1,4 @@
-"""What a summarised cache holds: important chunks whole, one entry for every other chunk, the newest positions."""
+"""A summarised cache holds important chunks whole, one entry for every other chunk, and the newest positions."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_the_most_important_chunks_are_whole_and_the_others_one_entry_each(full:
 
 
 def test_summaries_weigh_what_the_positions_they_stand_for_weigh(full: FullKVCache) -> None:
-    """Where all positions are alike, attention over the entries is attention over the whole text."""
+    """Attention over the entries is attention over the whole text where all positions are alike."""
     for layer in range(SHAPE.num_layers):
         keys, values = full.layer(layer)
         keys[:] = keys[:, :1].clone()

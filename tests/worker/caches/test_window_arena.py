@@ -130,7 +130,7 @@ def test_a_cache_goes_back_as_far_as_its_rows_see_what_is_there_and_else_to_wher
 
 @pytest.mark.parametrize("end", [230, 300])
 def test_one_that_goes_back_into_a_page_that_another_has_too_gets_its_own(end: int) -> None:
-    """In front of what is forgotten, or to its beginning."""
+    """The way back ends in front of what is forgotten, or at its beginning."""
     arena = arena_of()
     one, other, alone = new_cache(arena), new_cache(arena), FullKVCache(replace(SHAPE, windows=()), LENGTH)
     one.expect_copies(300)

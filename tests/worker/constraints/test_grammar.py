@@ -1,4 +1,4 @@
-"""What a grammar lets come depends on the tokens alone, and what can't be a grammar is refused with the reason."""
+"""Grammars: what one lets come depends on the tokens alone, and what can't be one is refused with the reason."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ SCHEMA = {
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_mask_is_that_of_one_who_only_read_the_tokens(codec: TextCodec, seed: int) -> None:
-    """Also where the library knows what has to come, and how it is to be cut into tokens."""
+    """The masks agree also where the library knows what has to come, and how it is to be cut into tokens."""
     chance, built, token_ids = random.Random(seed), rule(codec, json=SCHEMA), []
     state = GrammarConstraint(built)
     for _ in range(150):
@@ -201,7 +201,7 @@ HARD = (
 def test_what_is_hard_to_follow_takes_little_at_each_token(
     codec: TextCodec, structure: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the library's fuel, which is the same on all machines: a twentieth of what a token may take is enough."""
+    """The library's fuel is the same on all machines: a twentieth of what a token may take is enough."""
     monkeypatch.setattr(Grammar._built, "__defaults__", (TRIED_FUEL,))
     chance, state = random.Random(1), GrammarConstraint(rule(codec, **structure))
     for _ in range(30):

@@ -1,4 +1,4 @@
-"""Where a thought is, against the definition; a budget, and a structure behind it."""
+"""The place of a thought, against the definition; a budget, and a structure behind it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OPENINGS: tuple[Opening, ...] = ("anywhere", "first", "never")
 
 
 def find(output: list[int], marker: tuple[int, ...], start: int) -> int | None:
-    """From the definition: the tokens up to the end of the first marker that lies behind `start`."""
+    """Return, from the definition, the tokens up to the end of the first marker that lies behind `start`."""
     for i in range(start, len(output) - len(marker) + 1):
         if tuple(output[i : i + len(marker)]) == marker:
             return i + len(marker)
@@ -79,7 +79,7 @@ def test_the_last_marker_of_a_prompt_is_found() -> None:
 def test_no_thought_is_longer_than_its_budget_and_nothing_else_is_forced(
     pair: tuple[tuple[int, ...], tuple[int, ...]], budget: int, opening: Opening
 ) -> None:
-    """By random texts: a token is forced where so many are thought, and it goes on with the marker that was begun."""
+    """Texts are random: a token is forced where so many are thought, and it goes on with the marker that was begun."""
     chance, end, num_forced = random.Random(budget), pair[1], 0
     rule = ThinkingRule(Thinking(Markers(*pair), opening == "never", opening), budget)
     for _ in range(40):

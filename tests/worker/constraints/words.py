@@ -18,7 +18,7 @@ VOCAB = END + 1
 
 
 class Pieces:
-    """What the library asks of a tokenizer: these words, and behind them the end."""
+    """A tokenizer with all that the library asks of one: these words, and behind them the end."""
 
     bos_token_id = None
 
@@ -31,7 +31,7 @@ class Pieces:
 
 
 def grammar(words: tuple[str, ...] = WORDS, **structure: Any) -> Grammar:
-    """Over these tokens and the end. Raises ConstraintError, as it does."""
+    """Make a grammar over these tokens and the end. Raises ConstraintError, as `Grammar` does."""
     wrapped = LLTokenizer(TokenizerWrapper(Pieces(words)))
     given = structure_of(structure)
     assert given is not None
@@ -39,7 +39,7 @@ def grammar(words: tuple[str, ...] = WORDS, **structure: Any) -> Grammar:
 
 
 def allowed_behind(texts: set[str], text: str, words: tuple[str, ...] = WORDS) -> list[int]:
-    """From the definition: the tokens behind which one of the texts can still come, and the end where one is there."""
+    """Return the tokens behind which, by definition, one of the texts can still come, and the end where one has."""
     found = [i for i, word in enumerate(words) if any(each.startswith(text + word) for each in texts)]
     return found + [len(words)] * (text in texts)
 

@@ -21,7 +21,7 @@ def free_rows() -> StepCosts:
 
 
 def proposed(drafter: Drafter, sequence: Sequence, max_nodes: int, max_depth: int) -> DraftTree:
-    """What a drafter proposes for a sequence alone."""
+    """Return the tree that a drafter proposes for a sequence alone."""
     [tree] = drafter.propose([DraftRequest(sequence, max_nodes, max_depth)])
     return tree
 

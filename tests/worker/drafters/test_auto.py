@@ -47,7 +47,7 @@ def long_caches_cost() -> StepCosts:
 
 
 def rounds_always_pay() -> StepCosts:
-    """Whatever reads a cache takes so long that a row of it is worth any number of scans."""
+    """Return costs by which reading a cache takes so long that a row of it is worth any number of scans."""
     return StepCosts(
         (64, MOST_ENTRIES, 8192), np.array([[0.001] * 6, [0.001] * 6, [10.0 + 0.001 * n for n in ROW_COUNTS]])
     )
@@ -222,7 +222,7 @@ def test_a_worker_that_has_seen_texts_does_not_unlearn_by_a_resumed_one() -> Non
 
 
 def test_what_a_planner_says_of_itself_another_one_takes() -> None:
-    """After the longest chains that there are: rounds that check trees draw more tokens than were asked for."""
+    """The longest chains that there are have passed: rounds that check trees draw more tokens than were asked for."""
     planner, lengths = RoundsPlanner(long_caches_cost()), np.array([100_000])
     planner.begin(planner.best(lengths, np.ones((1, len(NODE_CHOICES))), 0.0), lengths)
     for _ in range(400):
@@ -300,7 +300,7 @@ def test_sequences_that_come_and_go_put_no_plan_off(target: TargetModel, monkeyp
 def steps_of_plans(
     target: TargetModel, monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...], num_steps: int = 61
 ) -> list[list[int]]:
-    """At which steps of jobs behind each other chains are thought of, where trees are always better."""
+    """Return the steps at which chains are thought of in jobs behind each other, where trees are always better."""
     drafter, step = drafter_with(target, long_caches_cost()), 0
     planned: list[list[int]] = []
     monkeypatch.setattr(drafter, "_rounds_that_pay", lambda requests: planned[-1].append(step))

@@ -1,4 +1,4 @@
-"""What every drafter of the catalogue keeps to, on a small real model."""
+"""The contract that every drafter of the catalogue keeps to, on a small real model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the drafters that need no trained parts promise beyond the contract.
+"""The promises beyond the contract of the drafters that need no trained parts.
 
 They run on a table of logits by last token, drawn from with our sampler.
 """

@@ -1,4 +1,4 @@
-"""How many rounds and nodes a draft gets: by measured costs, the length of the cache and the running acceptance."""
+"""The rounds and nodes that a draft gets: by measured costs, the length of the cache and the running acceptance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What drafting costs beside its rows is measured while steps pass, and both kinds of steps stay known."""
+"""The costs of drafting beside its rows are measured while steps pass, and both kinds of steps stay known."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def run(target: TargetModel, drafter: Drafter, *sequences: Sequence) -> Engine:
 
 @pytest.fixture(autouse=True)
 def small_periods(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a short text is summarised, more than once."""
+    """Shorten periods, so that a short text is summarised more than once."""
     monkeypatch.setattr(summary_cache, "NUM_RECENT", 48)
     monkeypatch.setattr(summary_cache, "PERIOD", 32)
 

@@ -1,4 +1,4 @@
-"""What comes in front of the temperature: each step by hand, and their order."""
+"""The adjustments in front of the temperature: each step by hand, and their order."""
 
 from __future__ import annotations
 

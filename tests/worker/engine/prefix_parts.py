@@ -28,7 +28,7 @@ def sequence(target: TargetModel, name: str, prompt: Items[int], num_tokens: int
 
 
 def new_engine(target: TargetModel, engine_name: str = "autoregressive", room: float = math.inf) -> Engine:
-    """What is kept has so many bytes of `room`."""
+    """Return an engine that keeps so many bytes of prefixes as `room` says."""
     kept = KeptPrefixes(target.cache_shape.bytes_per_position(), lambda: room / MEMORY_SHARE - kept.num_bytes)
     return Engine(target, create_bench_drafter(engine_name, target, free_rows), sharing=Sharing(kept))
 

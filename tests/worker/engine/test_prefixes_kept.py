@@ -1,4 +1,4 @@
-"""What is kept of prompts whose jobs have ended: for others that begin alike, within a limit, in nobody's way."""
+"""The prompts that are kept of jobs that have ended: for others that begin alike, within a limit, in nobody's way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What several sequences begin with is read once, and each has the bits and the tokens that it has alone."""
+"""A beginning that several sequences have is read once, and each has the bits and the tokens that it has alone."""
 
 from __future__ import annotations
 

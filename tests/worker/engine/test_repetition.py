@@ -15,7 +15,7 @@ GUARD = loop_guard("stop") or RepetitionDetection()
 
 
 def ends_in_a_loop(token_ids: list[int], detection: RepetitionDetection) -> bool:
-    """By what vLLM says of its parameters."""
+    """Tell whether a text ends in a loop, by what vLLM says of its parameters."""
     for size in range(max(1, detection.min_pattern_size), detection.max_pattern_size + 1):
         pattern, count = token_ids[-size:], detection.min_count
         if len(token_ids) >= size * count and token_ids[-size * count :] == pattern * count:
@@ -31,7 +31,7 @@ def detections(draw: st.DrawFn) -> RepetitionDetection:
 
 
 def texts() -> st.SearchStrategy[list[int]]:
-    """Of few tokens, and of patterns that come again."""
+    """Return texts of few tokens, and of patterns that come again."""
     patterns = st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=9), st.integers(1, 6))
     return st.lists(patterns, max_size=6).map(lambda parts: [token for part, count in parts for token in part * count])
 
@@ -40,7 +40,7 @@ def texts() -> st.SearchStrategy[list[int]]:
 def test_a_loop_is_found_where_the_plain_definition_has_it(
     detection: RepetitionDetection, text: list[int], num_known: int
 ) -> None:
-    """Also where the first tokens were there before, as after a resume."""
+    """The loop is found also where the first tokens were there before, as after a resume."""
     known = text[:num_known]
     detector = LoopDetector(detection, np.array(known, dtype=np.int64))
     assert detector.is_loop() == ends_in_a_loop(known, detection)

@@ -43,7 +43,7 @@ def prompts(embedded_files: object) -> list[list[int]]:
 
 
 class Plain:
-    """What comes out without rewinds in the engine: of each noise stream a text without an end, cut where it loops."""
+    """Outcomes without rewinds in the engine: of each noise stream a text without an end, cut where it loops."""
 
     def __init__(self, target: TargetModel, prompts: list[list[int]]) -> None:
         self.target, self._prompts = target, prompts
@@ -80,7 +80,7 @@ class Plain:
 
 
 def before_the_repetitions(output: list[int]) -> list[int]:
-    """Of an output that ends in one pattern twice: all up to the pattern's first end, of the shortest such pattern."""
+    """Return an output that ends in one pattern twice up to the pattern's first end, for the shortest such pattern."""
     whole = next(n for n in range(1, len(output)) if output[-n:] == output[-2 * n : -n])
     loop = output[-2 * whole :]
     size = next(n for n in range(1, whole + 1) if loop[n:] == loop[:-n])
@@ -96,7 +96,7 @@ def plain(target: TargetModel, prompts: list[list[int]]) -> Plain:
 
 
 def run(target: TargetModel, engine_name: str, sequences: list[Sequence]) -> list[Outcome]:
-    """Of sequences in one batch, to their ends."""
+    """Run sequences in one batch to their ends."""
     engine = Engine(target, create_bench_drafter(engine_name, target, free_rows))
     for sequence in sequences:
         engine.start(sequence)
@@ -157,7 +157,7 @@ def test_a_sequence_that_is_resumed_around_its_rewinds_goes_on_with_the_same_tok
 
 
 def test_the_seeds_of_rewinds_are_those_of_earlier_versions() -> None:
-    """So that a run that is resumed goes on."""
+    """Runs that are resumed therefore go on with the same noise."""
     assert rewind_seed(17, 0) == 17
     assert [rewind_seed(17, number) for number in (1, 2)] == [3_760_532_842_106_531_160, 3_662_169_767_891_922_967]
 

@@ -30,7 +30,7 @@ def rule(params: SamplingParams, output: str = "", eos: frozenset[int] = frozens
 
 
 def text_after(params: SamplingParams, output: str, eos: frozenset[int] = frozenset()) -> str:
-    """Of a sequence that ended there."""
+    """Return the text of a sequence that ended there."""
     sequence = Sequence("s", [5], params, 200)
     sequence.eos_token_ids = eos
     sequence.extend([ord(c) for c in output])

@@ -63,7 +63,7 @@ def test_the_probe_finds_linear_layers_whose_rows_depend_on_the_row_count(
 def test_the_probe_finds_rows_of_a_target_whose_logits_hold_until_its_next_forward(
     embedded_targets: dict[str, TargetModel],
 ) -> None:
-    """As on a GPU. What differs here are roots with nodes below them, whose row the next forward overwrites."""
+    """The logits hold as on a GPU. Roots with nodes below them differ here: the next forward overwrites their row."""
     target = TargetModel(copy.copy(embedded_targets["bfloat16"].forwards), embedded_targets["bfloat16"].files)
     run, kept = target.forwards.run, torch.zeros(64, target.vocab_size)
 

@@ -322,7 +322,7 @@ def random_tree(numbers: random.Random, num_nodes: int, length: int, vocab: int)
 
 
 def tree_of_few_tokens(chance: random.Random, most_nodes: int, vocab: int) -> DraftTree:
-    """So that draws are often among them; siblings differ."""
+    """Make a tree of few tokens, so that draws are often among them; siblings differ."""
     tree = DraftTree()
     for _ in range(chance.randrange(most_nodes)):
         parent, token_id = chance.randrange(ROOT, len(tree)), chance.randrange(vocab)

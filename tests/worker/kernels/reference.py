@@ -46,7 +46,7 @@ class ReferenceDecoder:
         layers: range | None = None,
         state: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """As `NativeDecoder.forward`."""
+        """Compute what `NativeDecoder.forward` computes."""
         layers = range(self.sizes.num_layers) if layers is None else layers
         device = self._weights.embedding.device
         rows = torch.tensor([token_id for group in groups for token_id in group.token_ids], device=device)
@@ -160,7 +160,7 @@ def reference_attention(
     view: AttentionView = SEES_ALL,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """As `native_attention`, with numbers of `dtype` from scores to sums."""
+    """Compute what `native_attention` computes, with numbers of `dtype` from scores to sums."""
     output = torch.empty_like(query)
     ends = list(itertools.accumulate(len(group) for group in groups))
     for group, end in zip(groups, ends, strict=True):

@@ -158,7 +158,7 @@ def test_the_end_of_a_text_attends_as_in_the_whole_to_the_bit(num_before: int, l
 
 @pytest.mark.parametrize("is_compiled", [True, False])
 def test_gradients_stop_at_what_is_before(is_compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the later positions are the whole text's, where nothing else of it has a gradient."""
+    """The gradients of the later positions are the whole text's, where nothing else of it has a gradient."""
     if not is_compiled:
         monkeypatch.setenv(OVERRIDE, NO_KERNELS)
     heads, num_before = random_heads(2, 4, 2, 192 + 100), 192

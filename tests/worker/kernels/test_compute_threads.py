@@ -1,4 +1,4 @@
-"""What a team's calls read is freed once nobody may look at it: behind a later call, or with the team."""
+"""Memory that a team's calls read is freed once nobody may look at it: behind a later call, or with the team."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the kernels say is what `transformers` says: as near to float64 as torch itself, for every kind of model."""
+"""The kernels say what `transformers` says: as near to float64 as torch itself, for every kind of model."""
 
 from __future__ import annotations
 

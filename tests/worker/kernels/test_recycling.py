@@ -149,7 +149,7 @@ def test_the_ends_of_a_large_vocabulary_are_drafted_from() -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_pairs_that_share_a_row_take_it_over(variant: str) -> None:
-    """Also within one call, where the last one has it."""
+    """Pairs may come within one call, where the last one has the row."""
     recyclers = [(tables := RecyclingTables(LARGE_VOCAB), make(tables)) for make in (python, native(variant))]
     pairs = recyclers[0][0].pairs
     keys = [key for key in range(200_000) if pairs._index(key) == pairs._index(5)][:4]

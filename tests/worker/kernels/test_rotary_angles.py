@@ -80,7 +80,7 @@ def of_transformers(parameters: dict[str, Any], head_dim: int) -> NDArray[np.flo
 
 @pytest.mark.parametrize("stretch", STRETCHES)
 def test_llama3_frequencies_are_those_of_transformers(stretch: str) -> None:
-    """To one unit in the last place, by which powers of processors differ."""
+    """The difference is one unit in the last place at most, by which powers of processors differ."""
     ours, theirs = rotary_of(*STRETCHES[stretch]).frequencies, of_transformers(*STRETCHES[stretch])
     assert ours.dtype == theirs.dtype == np.float32
     assert np.abs(ours.view(np.int32) - theirs.view(np.int32)).max() <= 1

@@ -1,4 +1,4 @@
-"""What would read or write beyond a buffer is a ValueError, never a crash."""
+"""Calls that would read or write beyond a buffer raise ValueError, and never crash."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which kernels are built, chosen and loaded, and what is said where it goes wrong."""
+"""The variants of the kernels: which are built, chosen and loaded, and what is said where it goes wrong."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_a_library_that_is_not_as_it_was_compiled_is_refused(size: int, tmp_path
 
 @needs_kernels
 def test_a_library_of_another_source_is_refused(tmp_path: Path) -> None:
-    """Its functions take other arguments: a checkout that was brought up to date without `make` ended every worker."""
+    """The older functions take other arguments: a checkout brought up to date without `make` ended every worker."""
     path = build.library_path(VARIANTS[0])
     shutil.copy(path, tmp_path)
     older = f"{'0' * 64} {path.with_suffix('.sha256').read_text().split()[1]}"
@@ -173,7 +173,7 @@ def test_without_a_compiler_the_build_says_where_one_comes_from(monkeypatch: pyt
 
 
 def test_instructions_that_the_system_denies_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As AMX in a sandbox: the next set serves, where a worker could not start before."""
+    """AMX is denied in a sandbox, say: the next set serves, where a worker could not start before."""
     monkeypatch.delenv(OVERRIDE, raising=False)
     [fastest, *others] = runnable_variants()
     monkeypatch.setattr("swiftbatch.worker.kernels.instruction_sets.ASKING", (fastest,))

@@ -160,7 +160,7 @@ def test_all_instruction_sets_without_products_of_bf16_give_the_same_bits(dtype:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_blocks_that_no_row_sees_are_never_read(variant: str) -> None:
-    """So a cache may forget them."""
+    """A cache may therefore forget them."""
     for shape in SHAPES:
         cache, inputs, view = random_cache(shape, 2304), random_inputs(shape, 30), view_of(shape, 100)
         want = attend([chain(cache, [0] * 30)], inputs, view, variant)

@@ -164,7 +164,7 @@ def tiny_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> 
 def tiny_target(
     kind: str, dtype: torch.dtype = torch.float32, window: int = 100, variant: str | None = None
 ) -> TargetModel:
-    """With `variant` heads are wide, and plain layers attend in its kernels."""
+    """Make a small target; with `variant` heads are wide, and plain layers attend in its kernels."""
     model = tiny_model(tiny_config(kind, window, variant is not None), dtype)
     files = ModelFiles(kind, Path(kind), Digests({}, {}), NUM_POSITIONS, VOCAB_SIZE)
     return TargetModel(TransformersForwards(model, files, variant), files)
@@ -196,7 +196,7 @@ def native_target(kind: str, folder: Path, dtype: str = "float32") -> TargetMode
 
 
 def asks_for(target: TargetModel) -> str:
-    """What a kind's attention needs beside keys and values, in words."""
+    """Return the words for what a kind's attention needs beside keys and values."""
     words = sorted(
         {"full": "", "window": "sliding window", "chunk": "chunks"}[span.kind] for span in target.transformers.spans
     )

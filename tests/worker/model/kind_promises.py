@@ -17,9 +17,9 @@ from swiftbatch.worker.papers.griffin.model import GriffinConfig, GriffinModel
 from swiftbatch.worker.papers.tokenswift.heads import save_heads
 from swiftbatch.worker.target.native_forwards import NativeForwards
 from swiftbatch.worker.target.target import TargetModel
+from tests.worker.model.dense_configs import PUBLISHED
 from tests.worker.model.test_dense_loading import saved
 from tests.worker.model.test_kinds_engines import decode
-from tests.worker.model.test_published_configs import PUBLISHED
 
 ENGINES = ("auto", "griffin", "token-recycling", "triforce")
 NUM_PROMPT_TOKENS, NUM_TOKENS, NUM_RECOVERED = 50, 28, 15

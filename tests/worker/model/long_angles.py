@@ -11,7 +11,7 @@ MOST_POSITIONS = 4096
 
 
 def _factors(seed: int, most: float, number: int) -> list[float]:
-    """They grow from dimension to dimension, as the published ones do."""
+    """Return factors that grow from dimension to dimension, as the published ones do."""
     numbers = random.Random(seed)
     return sorted(round(numbers.uniform(1.0, most), 3) for _ in range(number))
 

@@ -1,4 +1,4 @@
-"""What a chat template is given: parts where it goes over them, names and variables where it reads them."""
+"""The input of a chat template: parts where it goes over them, names and variables where it reads them."""
 
 from __future__ import annotations
 

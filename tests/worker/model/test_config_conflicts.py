@@ -23,11 +23,11 @@ from swiftbatch.worker.model.model_files import locate_model, what_refuses
 from swiftbatch.worker.model.model_kinds import SUPPORTED_KINDS
 from swiftbatch.worker.model.text_config import text_view
 from swiftbatch.worker.target.target import TargetModel
+from tests.worker.model.dense_configs import PUBLISHED as DENSE
 from tests.worker.model.expert_configs import WITH_EXPERTS
 from tests.worker.model.kind_parts import tiny_config, tiny_model
 from tests.worker.model.test_hybrid_configs import PUBLISHED as HYBRID
-from tests.worker.model.test_published_configs import OTHER_FORMS
-from tests.worker.model.test_published_configs import PUBLISHED as DENSE
+from tests.worker.model.test_other_forms import OTHER_FORMS
 
 PUBLISHED: dict[str, dict[str, Any]] = DENSE | OTHER_FORMS | WITH_EXPERTS | HYBRID
 ODD: tuple[Any, ...] = (-1, 0, 0.5, 1e30, math.nan, "x", None, [], True)
@@ -206,6 +206,6 @@ def test_a_worker_loads_what_inspect_calls_runnable(name: str, tmp_path: Path) -
 
 
 def test_a_model_may_say_null_for_the_layers_that_it_has_no_more_of() -> None:
-    """As `transformers` writes it of Mellum."""
+    """`transformers` writes null there for Mellum."""
     config = WITH_EXPERTS["Mellum 2 12B A2.5B"] | {"num_nextn_predict_layers": None}
     assert what_refuses(config, NOWHERE) is None

@@ -29,7 +29,7 @@ from tests.worker.model.kind_promises import (
     save_parts,
 )
 from tests.worker.model.test_dense_loading import saved
-from tests.worker.model.test_published_configs import OTHER_FORMS
+from tests.worker.model.test_other_forms import OTHER_FORMS
 
 pytestmark = [pytest.mark.long, needs_kernels]
 
@@ -80,7 +80,7 @@ def test_logits_and_greedy_texts_are_those_of_transformers(kind: str, folders: d
 def test_what_is_computed_number_by_number_is_rounded_to_bf16_where_transformers_rounds(
     kind: str, folders: dict[str, Path]
 ) -> None:
-    """Not in products and rotations, whose roundings between are left away."""
+    """Products and rotations are left out: their roundings between are left away."""
     files = locate_model(str(folders[kind]))
     weights, theirs = dense_weights(files, torch.bfloat16), load_causal_lm(files, torch.bfloat16).model
     assert weights is not None

@@ -176,7 +176,7 @@ def test_of_shards_only_those_count_that_the_index_names(llama: Path, tmp_path: 
 
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """At every tensor that is read, the bytes of those read before that somebody still holds."""
+    """The bytes of tensors read before that somebody still holds, at every tensor that is read."""
     notes: list[int] = []
     alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
     empty = torch.empty
@@ -194,7 +194,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_for_another_device_the_host_holds_one_tensor_beside_the_one_that_is_read(
     dtype: torch.dtype, llama: Path, held: list[int]
 ) -> None:
-    """On the device `meta`, which holds no bytes."""
+    """The other device is `meta`, which holds no bytes."""
     weights = dense_weights(files_in(llama), dtype, torch.device("meta"))
     assert weights is not None
     kept = [tensor for tensor in tensors_of(weights).values() if tensor is not None]
@@ -215,7 +215,7 @@ def test_on_the_cpu_the_tensors_that_were_read_are_those_that_are_kept(llama: Pa
 
 @pytest.mark.long
 def test_a_worker_with_the_embedded_model_needs_no_models_of_transformers() -> None:
-    """So that it starts seconds sooner."""
+    """A worker therefore starts seconds sooner."""
     program = (
         "import sys; from swiftbatch.worker.model.model_files import locate_model\n"
         "from swiftbatch.worker.target.target import TargetModel; import swiftbatch.worker.session.session\n"
@@ -228,7 +228,7 @@ def test_a_worker_with_the_embedded_model_needs_no_models_of_transformers() -> N
 
 @pytest.mark.parametrize("kind", ["llama", "gemma", "olmo"])
 def test_a_head_that_is_the_tied_embedding_once_more_changes_nothing(kind: str, tmp_path: Path) -> None:
-    """As Qwen3 0.6B is published: in the kernels' own reader and through transformers."""
+    """Qwen3 0.6B is published so; the kernels' own reader and transformers both take it."""
     config = config_of("llama") if kind == "llama" else AutoConfig.for_model(kind, **SIZES, tie_word_embeddings=True)
     files = saved(tmp_path, config)
     tensors = load_file(tmp_path / "model.safetensors")

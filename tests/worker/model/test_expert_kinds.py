@@ -21,7 +21,7 @@ from swiftbatch.worker.target.step_costs import measure_step_costs
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.tiles import tree_rows
 from tests.worker.kernels.kernel_parts import needs_kernels
-from tests.worker.model.expert_configs import WITH_EXPERTS, WITH_LATENTS, write_experts
+from tests.worker.model.expert_configs import WITH_EXPERTS, write_experts
 from tests.worker.model.kind_promises import (
     check_a_disk_changes_no_text,
     check_engines_give_plain_tokens_beside_a_resumed_job,
@@ -29,6 +29,7 @@ from tests.worker.model.kind_promises import (
     loaded,
     save_parts,
 )
+from tests.worker.model.latent_configs import WITH_LATENTS
 
 pytestmark = [pytest.mark.long, needs_kernels]
 

@@ -15,9 +15,10 @@ from transformers import AutoConfig
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.target.target import TargetModel
-from tests.worker.model.expert_configs import WITH_LATENTS, write_experts
+from tests.worker.model.expert_configs import write_experts
 from tests.worker.model.formats.twins import logits_of
 from tests.worker.model.kind_parts import tiny_model
+from tests.worker.model.latent_configs import WITH_LATENTS
 from tests.worker.model.test_hybrid_configs import PUBLISHED, TEXT, publish
 
 UNFIT = "its config.json and its weights do not belong together"

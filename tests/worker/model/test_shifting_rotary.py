@@ -79,7 +79,7 @@ def test_hunyuan_as_published_says_what_transformers_says(others: dict[str, Any]
 
 
 def test_the_alpha_of_hunyuan_changes_its_logits() -> None:
-    """So that the test above would see it left away."""
+    """The test above would therefore see it left away."""
     logits = []
     for alpha in (1000.0, 1.0):
         scaling = HUNYUAN["rope_scaling"] | {"alpha": alpha}

@@ -1,4 +1,4 @@
-"""Where a model's thoughts begin and end: its markers, and what its chat template leaves open."""
+"""The place of a model's thoughts: its markers, and what its chat template leaves open."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def test_the_tokenizer_is_the_one_that_transformers_chooses(embedded_files: Mode
 
 
 def test_the_text_of_the_embedded_model_needs_no_torch() -> None:
-    """So that the driver, `tail` and `status` start seconds sooner."""
+    """The driver, `tail` and `status` therefore start seconds sooner."""
     program = (
         "import sys; from swiftbatch.worker.model.model_files import locate_model\n"
         "from swiftbatch.worker.model.tokenizer import TextCodec\n"

@@ -39,7 +39,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def train(data: Path, output: Path) -> list[str]:
-    """What is reported."""
+    """Train all, and return what is reported."""
     said: list[str] = []
     train_all(data, output, TARGET, said.append, TEXTS, DRAFT, GRIFFIN)
     return said

@@ -210,7 +210,7 @@ class RefusingSession(CountingSession):
 
 
 class OtherModelSession(CountingSession):
-    """Only the first worker finds the model that the run was made with."""
+    """A session of which only the first worker finds the model that the run was made with."""
 
     def __init__(self, config: EngineConfig, run_uri: str, worker_id: str, metrics_port: int | None = None) -> None:
         if worker_id != "w1":

@@ -77,7 +77,7 @@ def test_a_stop_string_ends_a_job_with_its_last_byte_also_behind_a_kill(tmp_path
 
 
 def test_a_thought_is_cut_from_the_text_of_all(tmp_path: Path, model: Path) -> None:
-    """Also where the marker's neighbours are characters that are not whole, or spaces."""
+    """The marker's neighbours may be characters that are not whole, or spaces."""
     markers = ("<s>", "</s>")
     codec = TextCodec(locate_model(str(model)), markers)
     assert codec.markers is not None

@@ -159,7 +159,7 @@ def in_turn(worker: WorkerSession, run: Any, jobs: list[JobRecord], num_shared: 
 
 
 def test_jobs_copy_the_states_of_a_shared_prompt_that_ends_anywhere(tmp_path: Path, model: Path) -> None:
-    """At once, one reads and the others copy; later, from what was kept."""
+    """Two jobs come at once: one reads and the other copies; later ones copy what was kept."""
     prompts = [BOOK + ending for ending in ("", "a fox", "the dog", "quick")]
     jobs = [record(f"j{number}", 4, prompt=prompt) for number, prompt in enumerate(prompts)]
     run = make_run(tmp_path / "run")

@@ -1,4 +1,4 @@
-"""When the results of a worker are written, and that nothing of a job goes before."""
+"""The results of a worker: when they are written, and that nothing of a job goes before."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def test_a_job_with_latent_vectors_in_its_cache_goes_on_with_the_same_tokens(
 def test_a_cache_that_was_computed_with_other_numerics_is_computed_again(
     run: Run, tiny_model: Path, undisturbed: str, is_alike: bool
 ) -> None:
-    """Its bits are others; where a model's heads are stored in another order, so is what they mean."""
+    """The cache's bits are others; where a model's heads are stored in another order, so is what they mean."""
     job, worker = record("fox"), session(run, tiny_model, checkpoint="state")
     numerics = worker.numerics if is_alike else "cpu, another machine"
     worker.numerics = numerics
@@ -193,7 +193,7 @@ def test_counts_masks_and_bias_are_the_same_in_another_worker(
 def test_a_loop_is_found_at_the_same_token_after_a_resume(
     run: Run, wholes: dict[str, dict[str, Any]], tiny_model: Path, engine: str, num_tokens: int
 ) -> None:
-    """With `num_tokens` 1000 all is logged but the result."""
+    """All but the result is logged with `num_tokens` 1000."""
     job, whole = record("fox", drawn=LOOPING), wholes["looping"]
     length = whole["usage"]["completion_tokens"]
     assert (whole["choices"][0]["finish_reason"], 100 < length < NUM_TOKENS) == ("repetition", True)

@@ -195,7 +195,7 @@ def test_nothing_of_a_state_behind_a_lost_rewind_is_used(
     moments: list[Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its log is gone: segments alone do not say which noise comes next."""
+    """The log is gone: segments alone do not say which noise comes next."""
     wait_for_files(monkeypatch)
     run = make_run(tmp_path / "run")
     to_the_end(session(run, tiny_model, **OFTEN | {"checkpoint_tokens": 3}), claimed(run, JOB))

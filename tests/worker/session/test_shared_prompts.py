@@ -40,7 +40,7 @@ def num_prompt_tokens(worker: WorkerSession, job: JobRecord) -> int:
 
 
 def assigned(run: Run, worker: WorkerSession, job: JobRecord) -> Assignment:
-    """As a driver does that knows of others with the prompt."""
+    """Assign a job as a driver does that knows of others with the prompt."""
     shared = num_prompt_tokens(worker, job) // 64 * 64
     return replace(claimed(run, job), num_shared_tokens=shared)
 

@@ -60,7 +60,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, model: Path) -> str:
-    """Its caches have forgotten nothing."""
+    """The digest of the job where caches have forgotten nothing."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(WindowedKVCache, "_forget", lambda _: None)
         return undisturbed_digest(tmp_path_factory.mktemp("undisturbed") / "run", model, JOB)
@@ -162,7 +162,7 @@ def test_a_loop_that_began_before_a_kill_is_taken_back_without_another_look_at_t
 
 @pytest.mark.parametrize("checkpoint", ["state", "tokens"])
 def test_jobs_copy_a_shared_prompt_that_the_first_has_long_passed(tmp_path: Path, model: Path, checkpoint: str) -> None:
-    """At once, one reads and the other copies; later, from what was kept."""
+    """Two jobs come at once: one reads and the other copies; a later one copies what was kept."""
     prompts = [4 * BOOK + ending for ending in ("", "a fox", "the dog")]
     jobs = [record(f"j{number}", 400, prompt=prompt) for number, prompt in enumerate(prompts)]
     run = make_run(tmp_path / "run")
@@ -176,7 +176,7 @@ def test_jobs_copy_a_shared_prompt_that_the_first_has_long_passed(tmp_path: Path
 
 
 def test_segments_of_a_job_that_is_kept_have_all_positions(tmp_path: Path, model: Path) -> None:
-    """Any of them may be the last that a longer job can load."""
+    """Any segment may be the last that a longer job can load."""
     for number, changes in enumerate(({"checkpoint": "state"}, {"checkpoint": "tokens"})):
         run = make_run(tmp_path / f"run-{number}")
         to_the_end(session(run, model, keep_state=True, checkpoint_tokens=64, **changes), claimed(run, JOB))

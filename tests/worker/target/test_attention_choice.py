@@ -79,7 +79,7 @@ def test_kernels_and_torch_say_nearly_the_same_of_the_same_weights() -> None:
 
 
 def test_the_numerics_name_what_attends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So a job that moves between both is no longer called exact."""
+    """A job that moves between both is therefore no longer called exact."""
     in_torch = attention_kernel("cpu", torch.bfloat16)
     for kind, attends in (
         ("olmo", "{} attention"),

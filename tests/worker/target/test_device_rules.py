@@ -1,4 +1,4 @@
-"""What holds on devices that this machine may not have: rows, kernels, timings and names follow from the device."""
+"""Rules for devices that this machine may not have: rows, kernels, timings and names follow from the device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ VERSION_FILE = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu J
 
 @pytest.fixture(scope="module")
 def tiny(tiny_model: Path) -> dict[str, TargetModel]:
-    """As `transformers` runs it."""
+    """The tiny model as `transformers` runs it, by dtype."""
     files, cpu = locate_model(str(tiny_model)), torch.device("cpu")
     return {name: TargetModel(load_transformers(files, dtype, cpu), files) for name, dtype in DTYPES.items()}
 
@@ -151,7 +151,7 @@ def test_the_driver_s_version_is_read_where_the_kernel_tells_it(tmp_path: Path) 
 
 
 def test_costs_are_measured_at_the_longest_length_too(tiny: dict[str, TargetModel]) -> None:
-    """Behind one length alone attention would seem to cost nothing, however long the text becomes."""
+    """Attention would seem to cost nothing behind one length alone, however long the text becomes."""
     target = tiny["float32"]
     longest = (target.files.max_positions - TILE_ROWS) // BLOCK * BLOCK
     assert BLOCK < longest < PROBE_LENGTHS[1]

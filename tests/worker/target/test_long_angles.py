@@ -29,10 +29,10 @@ from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.tiles import tree_rows
 from tests.worker.caches.cache_parts import everything_of
 from tests.worker.engine.prefix_parts import decode, new_engine, rows_of, sequence
+from tests.worker.model.dense_configs import PUBLISHED
 from tests.worker.model.expert_configs import WITH_EXPERTS
 from tests.worker.model.folders import saved_as
 from tests.worker.model.long_angles import LONG_ANGLES, MOST_POSITIONS, PHI4_MINI, SHORT_LENGTH, text
-from tests.worker.model.test_published_configs import PUBLISHED
 
 SHORT_JOB, LONG_JOB = SHORT_LENGTH, SHORT_LENGTH + 1
 ROUNDING = 3e-4  # of the greatest logit, in float32

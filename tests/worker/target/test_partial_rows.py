@@ -152,7 +152,7 @@ def test_a_bias_of_the_logarithm_of_three_weighs_as_three_equal_entries(forwards
 def test_neither_other_rows_nor_what_was_left_behind_the_entries_change_a_bit(
     loaded: dict[tuple[str, str], Forwards], dtype: str, num_entries: int
 ) -> None:
-    """So a resumed job, whose cache was made anew, has the same drafts."""
+    """A resumed job, whose cache was made anew, therefore has the same drafts."""
     forwards = loaded["native", dtype]
     alone, among = (rows_of(forwards, num_entries, 20, 5, is_biased=True) for _ in range(2))
     among.cache._buffer[..., num_entries:, :].normal_()

@@ -171,7 +171,7 @@ def test_a_cache_that_may_return_goes_on_from_states_that_it_has_kept(target: Ta
 
 @pytest.mark.parametrize(("length", "expected"), [(300, 128), (260, 192), (150, 128)])
 def test_a_copy_goes_on_as_a_cache_that_has_read_the_same(target: TargetModel, length: int, expected: int) -> None:
-    """From what was kept in time, or from a boundary that is not far."""
+    """The copy goes on from what was kept in time, or from a boundary that is not far."""
     source, ours, plain = target.new_cache(900), *caches(target)
     source.expect_copies(140)
     read(target, source, length)

@@ -127,14 +127,14 @@ ACCEPTANCE = [(0.98, 0.05, 0.05, 0.05), (0.9, 0.8, 0.6, 0.3), (0.7, 0.7, 0.7, 0.
 def test_shares_promise_no_less_than_any_others(
     costs: StepCosts, acceptance: tuple[float, ...], lengths: tuple[int, ...]
 ) -> None:
-    """Over all that four sequences can have: the search looks at few of them."""
+    """All that four sequences can have is tried: the search looks at few of these choices."""
     tokens = np.array([[1.0 + sum(s**i for i in range(1, n + 1)) for n in NODE_CHOICES] for s in acceptance])
     own = costs.own_seconds(NUM_ROWS, np.array(lengths))
     all_chosen = np.array(list(itertools.product(range(len(NODE_CHOICES)), repeat=4)))
     every = np.arange(4)
 
     def rates(chosen: np.ndarray) -> np.ndarray:
-        """Of `chosen [num_choices, 4]`."""
+        """Return the tokens per second of `chosen [num_choices, 4]`."""
         shared = np.array([0.0, *(costs.shared_seconds(rows) for rows in range(1, 129))])
         seconds = shared[NUM_ROWS[chosen].sum(axis=1)] + own[every, chosen].sum(axis=1)
         result: np.ndarray = tokens[every, chosen].sum(axis=1) / seconds
@@ -199,7 +199,7 @@ def settled_choice(costs: StepCosts, counts: ExpertCounts, accepted: float, shar
 def test_drafts_are_never_chosen_where_the_experts_of_real_steps_make_them_lose(
     accepted: float, share: float, probed: float
 ) -> None:
-    """Whatever probes met: with half as many experts they make drafts look too good."""
+    """Probes may have met any number: with half as many experts they make drafts look too good."""
     counts = ExpertCounts()
     chosen = settled_choice(routed_costs(counts, probed), counts, accepted, share)
     plain, best = (max(true_rate(nodes, accepted, share) for nodes in all_nodes) for all_nodes in ((0,), NODE_CHOICES))

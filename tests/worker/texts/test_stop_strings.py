@@ -44,7 +44,7 @@ def params_of(stop: tuple[str, ...], min_tokens: int = 0, is_kept: bool = False)
 
 
 def num_up_to_stop(kind: Kind, params: SamplingParams, token_ids: list[int]) -> int | None:
-    """From the definition: after how many tokens a stop string is there that ends behind those of `min_tokens`."""
+    """Return, by definition, after how many tokens a stop string is there that ends behind those of `min_tokens`."""
     num_before = len(kind.settled(token_ids[: params.min_tokens]))
     for end in range(params.min_tokens + 1, len(token_ids) + 1):
         text = kind.settled(token_ids[:end])

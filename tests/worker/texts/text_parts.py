@@ -55,11 +55,11 @@ class Kind:
         return self.raw(self.names(token_ids))
 
     def text(self, token_ids: list[int]) -> str:
-        """By definition."""
+        """Return the text by definition."""
         return self.raw_of(token_ids).decode(errors="replace")
 
     def settled(self, token_ids: list[int]) -> str:
-        """By definition: as far as no byte to come can change it."""
+        """Return, by definition, the text as far as no byte to come can change it."""
         text, parts = self.text(token_ids), segments(self.raw_of(token_ids))
         return text[:-1] if parts and is_begun(parts[-1]) else text
 

@@ -26,14 +26,14 @@ def small_hybrid_config(beginning_of_text_id: int, end_of_text_id: int) -> Qwen3
 
 
 def train_small_targets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is trained as the embedded model is one of these."""
+    """Train small models in place of the embedded one and its like."""
     monkeypatch.setattr(target_training, "VOCAB_SIZE", 300)
     monkeypatch.setitem(target_training.CONFIGS, defaults.TARGET_KIND, small_config)
     monkeypatch.setitem(target_training.CONFIGS, "qwen3_5_text", small_hybrid_config)
 
 
 def score_short_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is trained so is scored on little."""
+    """Score on short texts whatever is trained."""
     monkeypatch.setattr(evaluate, "STRETCH", 500)
     monkeypatch.setattr(evaluate, "POSITION_RANGES", ((0, 100), (100, 500)))
     for name, value in SHORT_CONTEXT.items():

@@ -43,7 +43,7 @@ while folder := sys.stdin.readline().rstrip():
 
 @contextmanager
 def another_process() -> Iterator[subprocess.Popen[str]]:
-    """It holds the folder that its input names, to the next line."""
+    """Start a process that holds the folder that its input names, up to the next line."""
     command = [sys.executable, "-c", HOLDS]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         yield process

@@ -140,13 +140,13 @@ NOTHING = np.zeros(NODE_CHOICES[-1])
 
 
 def way_before(gpu: GPU, run: JobMix) -> Way:
-    """As before there were pages: slots of the longest job, 32 at most, and 64 rows."""
+    """Return the way of the time before pages: slots of the longest job, 32 at most, and 64 rows."""
     plan = plan_memory(SIZES, gpu.memory(NUM_ROWS), max(run.lengths))
     return Way(NUM_ROWS, plan.num_slots, None, NOTHING, MEASURED_HOST)
 
 
 def way_now(gpu: GPU, run: JobMix, acceptance: np.ndarray, host: HostTime) -> Way:
-    """As a worker plans for a new run."""
+    """Return the way in which a worker plans for a new run."""
     load = RunLoad(len(run.lengths), sum(run.lengths) / len(run.lengths) / 2, bool(acceptance.any()))
     most = most_rows(gpu.capability, SIZES.item_size, is_packed=False)
     num_rows = rows_that_pay(SIZES, gpu.memory(NUM_ROWS), load, most)

@@ -74,7 +74,7 @@ class GPUFigures:
 
 
 def _fitting(parts: Parts, options: GPUBenchOptions) -> dict[int, list[int]]:
-    """For every number of slots the lengths that have room. Raises BenchError where two caches have none."""
+    """Return, for each number of slots, the lengths that have room. Raises BenchError where two caches have none."""
     sizes = read_sizes(parts.files, options.dtype)
     assert sizes is not None
     kernels = parts.kernels

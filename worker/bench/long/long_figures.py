@@ -120,7 +120,7 @@ def per_step(first: dict[str, float], last: dict[str, float], num_steps: int) ->
 
 
 def render(result: LongResult) -> Group:
-    """Since the start, in each window, per step, and in words."""
+    """Render the figures since the start, in each window and per step, and a summary in words."""
     return Group(_since_start(result), _in_windows(result), _per_step(result), _summary(result))
 
 

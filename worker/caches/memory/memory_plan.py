@@ -45,7 +45,7 @@ def slot_capacity(max_length: int) -> int:
     return -(-(max_length + MAX_TREE_NODES) // CAPACITY_BLOCK) * CAPACITY_BLOCK
 
 
-# Rows of tiles that those of a slot, in two blocks at most, may leave empty, by query heads a KV head.
+# Rows of tiles that a slot's rows, in two blocks at most, may leave empty, by query heads a KV head.
 PADDED_ROWS: dict[AttentionName, Callable[[int], int]] = {
     "triton": lambda heads_per_kv: 0,
     "flash": lambda heads_per_kv: 2 * (NUM_ROWS // heads_per_kv - 1),

@@ -83,9 +83,9 @@ def _divided(plan: MemoryPlan, windows: WindowPages) -> MemoryPlan:
 
 
 def _slots_that_pay(pool: MemoryPlan, most: int) -> int:
-    """As many as gain, `most` of them, if what drafts keep for each leaves most of the memory to pages.
+    """Return how many slots gain, `most` of them if what drafts keep for each leaves most of the memory to pages.
 
-    Or as many as leave the pages of all jobs that would fit at their longest.
+    Else as many as take `DRAFT_SHARE` of the memory, or as leave the pages of all jobs that would fit at their longest.
     """
     if not pool.bytes_per_slot:
         return most

@@ -48,7 +48,7 @@ FIRST_PLAN = 4  # steps to the second one for new sequences: of these nothing is
 NEXT_PLAN = 64  # steps to the first one for sequences behind others like them that had trees
 WORTH_A_PLAN = 4 * NEXT_PLAN  # tokens: what is sooner done gains less by rounds than a plan takes
 CHUNKS_AT_ONCE = 128  # of all texts of a step that are taken in
-ALWAYS_BETTER = 1.1  # times the other way's rate: what is no better than that is not changed for
+ALWAYS_BETTER = 1.1  # times the other way's rate: a smaller gain is no reason to change
 
 
 def auto(target: TargetModel, costs: Costs, parts_folder: Path | None) -> Drafter:
@@ -261,7 +261,7 @@ class AutoDrafter(RestingDrafter):
         return 1 if self._planner.is_new else ROUNDS_PER_PLAN
 
     def _rounds_that_pay(self, requests: list[DraftRequest]) -> RoundsChoice | None:
-        """The best rounds, where they bring more than trees, and what they save is more than taking the texts in."""
+        """Return the best rounds if they bring more than trees, and save more time than taking in the texts costs."""
         lengths = lengths_of(requests)
         if lengths.max() < SHORTEST_SCANNED or len(requests) > self._most_scanned:
             return None  # nothing would be scanned, or not all have room for it

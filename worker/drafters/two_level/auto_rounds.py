@@ -22,7 +22,7 @@ ROUND_NODES = (0, 1, 3)  # numbers of nodes of a tree that a round checks: some 
 LEARNING_RATE = 0.03
 PRIOR_ROUNDS = 4  # that the prior counts for: the first chain of a place where rounds do not pay is the last one
 STEPS_TO_KNOW = 4  # with rounds, before they are planned for several at once
-MOST_SLOWNESS = 3.0  # of one chain beside those before: what the machine does for a moment tells nothing of the next
+MOST_SLOWNESS = 3.0  # of one chain beside earlier ones: a slow moment of the machine tells nothing of the next
 SLOWEST = 100.0  # that is ever kept: a state with more is refused as damaged
 FORGETTING = 0.03  # with every plan that is not for rounds, so that they are tried again
 PRIOR_TRIALS = 20.0  # tokens that agreement is taken from at first
@@ -172,8 +172,8 @@ class RoundsPlanner(Planner):
         is_number = found.dtype == np.float64 and found.shape == (3,)
         if not is_number or not ((found >= 0) & (found <= MOST_COUNTED)).all() or found[1] > found[2] or found[2] < 1:
             raise ValueError(f"plan of rounds: found {found}, expected a factor and two numbers of tokens")
-        if self._num_rounds == 0:  # what other texts showed here counts more than what this one showed elsewhere
-            _, self._alike, self._compared = found.tolist()  # how slow another machine was says nothing of this one
+        if self._num_rounds == 0:  # other texts' rounds on this machine tell more than this text's elsewhere
+            _, self._alike, self._compared = found.tolist()  # another machine's slowness says nothing of this one's
 
     def _tokens(self, chain_length: int) -> float:
         """The number of tokens that a step with such a chain brings, the bonus token included."""

@@ -102,7 +102,7 @@ class MeasuredDrafter(Drafter):
         self.predicting.stop(sequence)
 
     def state(self, sequence: Sequence) -> dict[str, np.ndarray]:
-        """Return what `otherwise` keeps. Which way is faster is another matter on another machine, and soon seen."""
+        """Return what `otherwise` keeps. The faster way is left out: another machine soon finds its own."""
         return self.otherwise.state(sequence)
 
     def restore(self, sequence: Sequence, state: dict[str, np.ndarray]) -> None:

@@ -29,7 +29,7 @@ MOST_AT_ONCE = 32  # where rest after rest found no repeat
 
 
 class RepeatingDrafter(Drafter):
-    """In a step with repeats, sequences that repeat nothing have trees; all other steps are the other drafter's."""
+    """A drafter of steps with repeats: sequences that repeat nothing have trees. Other steps are `otherwise`'s."""
 
     needs_top_k = True
 
@@ -57,7 +57,7 @@ class RepeatingDrafter(Drafter):
         self._resting: list[Sequence] = []  # that draft nothing in the coming steps
         self._num_rests = 0  # such steps to come
         self._begun: float | None = None  # when the newest step began, where it rests and its end is not known yet
-        self._rested_at: list[float] = []  # when those began that nobody was told of yet
+        self._rested_at: list[float] = []  # the starts of steps that nobody was told of yet
         self._num_passed: list[int] = []  # how many passed at once from then on
         self._rests_at_once = RESTS_AT_ONCE
         budget.allow_drafts(turns is None or turns.has_drafts)

@@ -180,7 +180,7 @@ class TwoLevelDrafter(Drafter):
             chain.rounds.append(Round(len(tree), walk.path, seconds))
 
     def _close(self, chains: list[Chain]) -> list[DraftTree]:
-        """The chains, and below them what the proposer has to say."""
+        """Return the chains as trees, each with the proposer's tree below it."""
         started = seconds_now()
         with timed(self.counters.seconds, "propose"):
             below = self._proposer.propose(chains, [(self._num_below(chain), chain.depth_left) for chain in chains])

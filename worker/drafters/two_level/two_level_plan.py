@@ -46,7 +46,7 @@ class MeasuredPlanner(Planner):
     max_nodes = TILE_ROWS - 1
 
     def __init__(self, costs: StepCosts, budget: int, node_seconds: float = 0.0) -> None:
-        """`budget` entries in a partial cache; proposing takes `node_seconds` for every node, and what is measured."""
+        """Plan for `budget` entries in a partial cache; a node takes `node_seconds` beside what is measured."""
         super().__init__()
         self._budget = budget
         self._node_seconds = node_seconds
@@ -111,7 +111,7 @@ class MeasuredPlanner(Planner):
         except ValueError:
             self._trees.restore(trees)
             raise
-        # what a node takes was measured on this machine and is not learned again
+        # the seconds of a node were measured on this machine and are not learned again
         self._round_tokens, self._round_seconds, self._propose_seconds, _ = means.tolist()
 
 

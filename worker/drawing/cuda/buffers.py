@@ -43,7 +43,7 @@ class SlotBuffers:
     output: torch.Tensor  # [num_slots, vocab] int32: of all committed tokens behind the prompt
     bias: torch.Tensor  # [num_slots, vocab] float32: added to the logits
     masked: torch.Tensor  # [num_rows, NUM_MASKED] int32: tokens that can't come at a row, as many as the row says
-    allowed: torch.Tensor  # [num_rows, num_mask_words] int32: what alone may come at a row that is restricted
+    allowed: torch.Tensor  # [num_rows, num_mask_words] int32: the only tokens that may come at a restricted row
 
     @classmethod
     def empty(cls, num_slots: int, num_rows: int, vocab_size: int, device: torch.device) -> SlotBuffers:

@@ -193,7 +193,7 @@ class CudaDrawing:
 
 
 def _joined(parts: Many[np.ndarray]) -> np.ndarray:
-    """Rows of several tables as one; those of a single one, as most often, without a copy."""
+    """Join rows of several tables; rows of a single one, the usual case, are not copied."""
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 

@@ -161,7 +161,7 @@ def eta_place(
 def first_listed(
     rows_ptr, row, scores_ptr, scores, n, count, vocab, best, BLOCK: tl.constexpr, MOST: tl.constexpr
 ):  # fmt: skip
-    """The place in the list from which on a row is kept, through all filters in their order; -1 where it is below."""
+    """Return the first place in the list that a row keeps, through all filters in their order; -1 for one below it."""
     start, has_more = MOST - count, count < vocab
     top_k, rest, eta = whole(rows_ptr, row, TOP_K), real(rows_ptr, row, REST), real(rows_ptr, row, ETA)
     is_known = count > 0

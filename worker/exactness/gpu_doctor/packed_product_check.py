@@ -51,7 +51,7 @@ def _own_matrices(parts: Parts) -> Iterator[tuple[str, list[PackedMatrix]]]:
 
 
 def _random_matrices(parts: Parts) -> Iterator[tuple[str, list[PackedMatrix]]]:
-    """For every depth of the model, and one form after the other."""
+    """Yield random matrices for every depth of the model, one form after the other."""
     shapes = [linears[0].weight.shape for linears in weight_shapes(parts.weights).values()]
     widest = {depth: columns for columns, depth in sorted(shapes)}
     for depth, columns in widest.items():

@@ -197,7 +197,7 @@ class CudaDecoder:
         return query_scales(growth, np.arange(num_positions), self.sizes.dtype).to(device)
 
     def _add_norm(self, delta: Tensor | None, behind: Tensor | None, front: Tensor | None, normed: Tensor) -> Tensor:
-        """Add what a part of a layer gave, with the norm behind it. Return what the next product reads."""
+        """Add the output of a part of a layer, with the norm behind that part. Return the input of the next product."""
         sizes = self.sizes
         if delta is None and front is None:
             return self._state
@@ -346,7 +346,7 @@ def _of_width(buffer: Tensor, width: int) -> Tensor:
 
 
 def _layers_of(arena: Tensor, windowed: Tensor | None, in_windows: Sequence[bool]) -> list[Tensor]:
-    """The rows of each attending layer; a pool's are one slot, that of windows likewise."""
+    """Return the rows of each attending layer. All rows of a pool are one slot, of the windows' pool as well."""
     if windowed is None:
         return [arena[number % len(arena)] for number in range(len(in_windows))]
     pools = windowed.expand(-1, -1, arena.shape[2], -1, -1, -1), arena

@@ -12,7 +12,7 @@ from swiftbatch.worker.kernels.cuda.packed_linear import e4m3, signed_byte
 from swiftbatch.worker.kernels.cuda.rounding import in_one_place, narrowed
 from swiftbatch.worker.kernels.kv_codes import LARGEST
 
-ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2^23: what is added to it is rounded to a whole number, in its low bits
+ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2^23: a number added to it is rounded to a whole one, in the low bits
 MOST_INT8, MOST_E4M3 = (tl.constexpr(each) for each in LARGEST.values())
 MOST_FLOAT = tl.constexpr(3.4e38)
 SIZE_BITS = tl.constexpr(0x7FFFFFFF)

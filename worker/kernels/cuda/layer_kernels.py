@@ -20,7 +20,7 @@ CENTRED, SHIFTED = tl.constexpr(int(NormForm.CENTRED)), tl.constexpr(int(NormFor
 
 @triton.jit
 def is_padding(rows_ptr, row):
-    """Whether nothing is to be done for a row."""
+    """Tell whether nothing is to be done for a row."""
     return tl.load(rows_ptr + row * 5 + 2) == 0
 
 
@@ -184,7 +184,7 @@ def normed(
 
 @triton.jit
 def packed_head(packed_ptr, row, index, kv_head, NUM_KV_HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr):
-    """The place of heads among those of all groups: the heads of a KV head are rows of it, as flash-attn takes them."""
+    """Return the place of heads among those of all groups, as flash-attn takes them: heads of a KV head as its rows."""
     return (tl.load(packed_ptr + row) * HEADS_PER_KV + index) * NUM_KV_HEADS + kv_head
 
 

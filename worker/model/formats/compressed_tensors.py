@@ -42,7 +42,7 @@ OF_WEIGHTS = (
 )
 PACKED, BYTES, FLOATS = "pack-quantized", "int-quantized", "float-quantized"
 NAIVE, NVFP4, MXFP4, MIXED = "naive-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mixed-precision"
-PATTERN = "re:"  # what a target that is one begins with
+PATTERN = "re:"  # the beginning of a target that is a pattern
 CLASSES = ("Linear", "Embedding", "MoE")  # targets that are no names
 
 

@@ -132,9 +132,9 @@ def form_of(code: str, bits: int, depth: int, group: int | None, has_offsets: bo
 
 
 def form_of_integers(bits: int, depth: int, group: int | None, scales: str, is_centred: bool) -> PackedKind | None:
-    """That of integers with zeros, which are all in the middle if they are `centred`.
+    """Return the kind of integers with zeros, which are all in the middle if `is_centred`.
 
-    None where the numbers alone tell: scales of float32 may be too long for exact products.
+    None where only the numbers can tell whether products are exact: scales of float32 may be too long for that.
     """
     if bits == 8 and is_centred:
         return form_of("int8", 8, depth, group)

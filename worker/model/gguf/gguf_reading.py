@@ -101,7 +101,7 @@ def _weight(tensor: TensorHead, data: Tensor, shape: tuple[int, ...], dtype: tor
 
 
 def _numbers(weight: Weight) -> Tensor:
-    """In float32, whatever it is stored as."""
+    """Return a weight's numbers in float32, whatever it is stored as."""
     return (weight.dequantized() if isinstance(weight, PackedMatrix) else weight).float()
 
 

@@ -69,7 +69,7 @@ class GriffinDrafter(Drafter):
     phases = ("follow", "grow")
 
     def __init__(self, forwards: DraftForwards, planner: PricePlanner | None, options: GriffinOptions) -> None:
-        """Without `planner` trees are as large as their limits (the paper's setting)."""
+        """Draft trees that `planner` plans; without one they are as large as their limits (the paper's setting)."""
         self._forwards = forwards
         self._planner = planner
         self._options = options

@@ -80,10 +80,7 @@ class GrowingTree:
                 self._candidates.parents.append(parent)
 
     def best(self, max_nodes: int) -> tuple[DraftTree, float]:
-        """The candidates with the best paths, as a tree: those that pay, at most `max_nodes`.
-
-        Also how many of them will be accepted, by their probabilities.
-        """
+        """Return the best candidates that pay, as a tree of at most `max_nodes`, and how many are likely accepted."""
         order = sorted(range(len(self._scores)), key=lambda node: -self._scores[node])[:max_nodes]
         paid = [node for node in order if self._prices.pays_row(math.exp(self._scores[node]))]
         kept = {node: number for number, node in enumerate(paid)}

@@ -67,7 +67,7 @@ class MTPForwards:
                 self._run([track], NUM_SINKS)
 
     def follow(self, sequences: list[Sequence]) -> list[Candidates]:
-        """Take in what was committed; returns what may follow each sequence's newest token, nothing where not known."""
+        """Take in committed tokens; return candidates behind each sequence's newest token, none where unknown."""
         tracks = [self._tracks[sequence.sequence_id] for sequence in sequences]
         while waiting := [track for track in tracks if track.num_waiting]:
             self._run(waiting)

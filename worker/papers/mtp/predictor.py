@@ -84,7 +84,7 @@ class PredictorModule(nn.Module):
         self.join.weight.data.copy_(both / 2)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Its weights by the names of a file of weights: those of its layer as the kind is published."""
+        """Return weights by the names of a file of weights: those of the layer as the kind is published."""
         model = AutoModelForCausalLM.from_config(deepcopy(self._config), dtype=torch.float32)
         decoder_of(model).layers[0].load_state_dict(self.decoder.layers[0].state_dict())
         with TemporaryDirectory() as folder:
@@ -147,7 +147,7 @@ def load_predictor(parts_folder: Path | None, target: TargetModel) -> PredictorW
 
 
 def _read(predictor: Predictor, files: list[Path], dtype: torch.dtype) -> dict[str, Weight]:
-    """Its tensors by their names in the model of one layer. Raises FormatError for parts that are damaged."""
+    """Read tensors by their names in the model of one layer. Raises FormatError for parts that are damaged."""
     assembly, weights = Assembly(predictor.layout, dtype), dict[str, Weight]()
     for path in files:
         with safe_open(path, framework="pt") as file:

@@ -55,6 +55,6 @@ def _stacked_numbers(layer: ModelSizes) -> int:
 
 
 def _join_bytes(predictor: Predictor, layer: ModelSizes) -> int:
-    """Count what the layer's own parts take beyond their packed form: they are multiplied as plain numbers."""
+    """Count the bytes that the layer's own parts take as plain numbers, beyond their packed form."""
     own = [head.num_numbers for name, head in predictor.layout.heads.items() if name.startswith(OWN)]
     return sum(own) * layer.item_size if layer.packed else 0

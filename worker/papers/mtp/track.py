@@ -24,7 +24,7 @@ NUM_SPLITS = 8  # that a GPU attends to these entries in: more would take more m
 
 @dataclass
 class Track:
-    """Its room, and how far the layer has come."""
+    """The room of a sequence, and how far the layer has come in it."""
 
     room: Room
     position: int = 0  # of the first hidden state whose row is to come
@@ -49,7 +49,7 @@ class Track:
         self.position = max(self.position, features.first)
 
     def next_rows(self, most: int) -> list[DraftRows]:
-        """The next waiting rows; their entries count as known then. What may follow the newest token's is wanted."""
+        """Take the next waiting rows, whose entries then count as known. The newest token's row gives candidates."""
         room, first = self.room, self.position
         room.cache.roll_back(self.num_known)
         self._make_room()

@@ -148,7 +148,7 @@ class TokenSwiftProposer(Proposer):
         return confidences
 
     def _changes(self, chain: Chain, followers: dict[tuple[int, ...], dict[int, int]]) -> dict[int, float]:
-        """Compute what penalties and bias add to each follower at a typical logit; none where they change nothing."""
+        """Compute how much penalties and bias change each follower at a typical logit; empty where there are none."""
         sampling, context = chain.sequence.sampling, chain.sampler.context().on_cpu()
         if context.is_plain:
             return {}

@@ -79,7 +79,7 @@ def _of_length_one(heads: Tensor) -> Tensor:
 def delta_rule(
     queries: Tensor, keys: Tensor, values: Tensor, decays: Tensor, betas: Tensor, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """What queries find, as `values [batch, length, num_heads, value_dim]`, and the state behind all positions.
+    """Return what queries find, as `values [batch, length, num_heads, value_dim]`, and the state behind all positions.
 
     `queries` and `keys` are `[batch, length, num_key_heads, key_dim]`, the logarithms of `decays` and `betas`
     `[batch, length, num_heads]`, the state `[batch, num_heads, key_dim, value_dim]`; all float32.

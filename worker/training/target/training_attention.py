@@ -16,7 +16,7 @@ from transformers.masking_utils import sdpa_mask
 from swiftbatch.worker.kernels.causal_attention import causal_attention, is_fast
 
 ATTENTION_NAME = "swiftbatch_training"
-UNKNOWN = ("softcap", "s_aux", "position_bias", "cache")  # what a layer may ask for that `causal_attention` has not
+UNKNOWN = ("softcap", "s_aux", "position_bias", "cache")  # options of layers that `causal_attention` has not
 
 
 class EarlierSegments:

@@ -1,4 +1,4 @@
-"""What a driver costs is measured with its own parts, and all jobs come out of it."""
+"""The costs of a driver are measured with its own parts, and all jobs come out of it."""
 
 from __future__ import annotations
 

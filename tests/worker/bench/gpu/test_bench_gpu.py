@@ -76,7 +76,7 @@ def test_all_of_it_comes_out_as_tables_and_json_stage_by_stage(
     file, found = tmp_path / "gpu.json", dict[str, dict[str, object]]()
 
     def look(line: str) -> None:
-        """At what the file holds; of two positions, when the second one's turn has come."""
+        """Look at what the file holds; of two positions, when the second one's turn has come."""
         found[line.split()[0].strip(",")] = json.loads(file.read_text()) if file.exists() else {}
 
     changes = {"text": text, "json_path": file, "lengths": (3, 4), "draft_model": tmp_path}

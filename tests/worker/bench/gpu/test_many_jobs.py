@@ -42,7 +42,7 @@ def test_many_short_jobs_come_to_three_quarters_of_what_needs_no_exactness_and_b
 
 
 def test_one_long_job_makes_many_short_ones_no_slower() -> None:
-    """While some wait: at its end it is alone."""
+    """The speeds are those while some jobs wait: at its end the long one is alone."""
     before, now = (
         Simulation(H100, MIXED, way).speeds()[0]
         for way in (way_before(H100, MIXED), way_now(H100, MIXED, NOTHING, PROMISED_HOST))

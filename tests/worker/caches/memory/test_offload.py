@@ -1,4 +1,4 @@
-"""With --kv-offload a run has the slots that both the host's memory and two layers on the GPU have room for."""
+"""A run with --kv-offload has the slots that both the host's memory and two layers on the GPU have room for."""
 
 from __future__ import annotations
 

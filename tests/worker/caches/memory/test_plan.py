@@ -49,7 +49,7 @@ BUDGET = 2048  # of the summary cache
 def parameters(
     layers: int, hidden: int, heads: int, kv_heads: int, intermediate: int, vocab: int, has_bias: bool
 ) -> int:
-    """Of an untied decoder with heads of 128, by hand."""
+    """Count the parameters of an untied decoder with heads of 128, by hand."""
     query, key = heads * 128, kv_heads * 128
     attention = 2 * query * hidden + 2 * key * hidden + (query + 2 * key if has_bias else 0)
     return layers * (attention + 3 * hidden * intermediate + 2 * hidden) + hidden + 2 * vocab * hidden

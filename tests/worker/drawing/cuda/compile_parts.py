@@ -30,7 +30,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Resources:
-    """What a program takes: registers of a thread, and bytes."""
+    """The resources that a program takes: registers of a thread, and bytes."""
 
     registers: int
     stack: int  # what is spilled lies there
@@ -53,7 +53,7 @@ def compiled(launch: Launch, capability: int) -> Any:
 
 
 def resources(launch: Launch, capability: int) -> Resources:
-    """What a compiled kernel takes, read from its machine code."""
+    """Return the resources that a compiled kernel takes, read from its machine code."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write((binary := compiled(launch, capability)).asm["cubin"])
         file.flush()

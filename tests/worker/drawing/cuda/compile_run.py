@@ -54,7 +54,7 @@ WIDE = {"arena_ptr": INTS, "source_ptr": INTS, "out_ptr": INTS}  # of float32
 
 
 def every_launch() -> list[Launch]:
-    """As draw.py, candidates.py, counts.py, move_rows.py and row_means.py launch them, with heads of 128."""
+    """Return the launches of draw.py, candidates.py, counts.py, move_rows.py and row_means.py, with heads of 128."""
     block, top = {"BLOCK": buffers.BLOCK}, {"TOP": TOP_K}
     ranked = {"TOP": 16}  # candidates of a draft model's row
     width = {"WIDTH": 128}  # a head's, and that of 128,256 tokens in blocks

@@ -1,4 +1,4 @@
-"""What both have in common: the device's infinities are numpy's warnings, its sums are of whole numbers."""
+"""The rules of a device for all tests here: its infinities are numpy's warnings, its sums are of whole numbers."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def sequence_of(
     num_output: int = 0,
     bad_word_ids: tuple[tuple[int, ...], ...] = (),
 ) -> Sequence:
-    """Of the tokens the last `num_output` are no prompt's."""
+    """Return a sequence of these tokens, the last `num_output` of which are no prompt's."""
     num_prompt = max(1, len(token_ids) - num_output)
     params = params.model_copy(update={"max_tokens": 1 + num_output})
     sequence = Sequence("s", token_ids[:num_prompt], params, vocab_size, bad_word_ids=bad_word_ids)

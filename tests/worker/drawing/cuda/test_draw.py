@@ -60,7 +60,7 @@ def test_rows_without_filters_draw_the_same_in_three_launches() -> None:
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("window", [1, 2, 5, 64, 1024])
 def test_each_row_of_a_tree_is_penalised_for_its_own_path(window: int) -> None:
-    """Of few tokens, so that they come, leave and come again; penalties are strong, so that each of them shows."""
+    """Tokens are few, so that they come, leave and come again; penalties are strong, so that each of them shows."""
     chance = random.Random(window)
     branches: list[Branch | None] = []
     for length in (1, 4, 70):
@@ -76,7 +76,7 @@ def test_each_row_of_a_tree_is_penalised_for_its_own_path(window: int) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_each_row_of_a_tree_counts_its_own_path_and_ends_no_bad_word_of_it(temperature: float) -> None:
-    """Of few tokens, with rows on both sides of the least number of tokens."""
+    """Tokens are few, and rows lie on both sides of the least number of tokens."""
     chance, branches = random.Random(7), []
     words = ((5,), *((first, chance.randrange(12)) for first in range(12)))
     for num_output in (0, 3, 40):

@@ -19,7 +19,7 @@ def branch_of(params: SamplingParams, logits: torch.Tensor) -> Branch:
 
 
 def assert_kept(branches: list[Branch]) -> None:
-    """Behind its cut a row has what the sampler keeps; min-p is applied once more there, as the draw does."""
+    """Check that a row keeps behind its cut what the sampler keeps; min-p is applied there again, as the draw does."""
     buffers = step_of([*branches, None])
     drawing = FilteredDraw(buffers)
     drawing.launch()
@@ -94,5 +94,5 @@ def test_of_rows_longer_than_a_block() -> None:
 
 
 def test_of_the_largest_vocabulary_whose_tokens_are_all_alike() -> None:
-    """Its weights, all of them 1, add up below 2^63; more tokens than Gemma 3's 262,208."""
+    """The row's weights, all of them 1, add up below 2^63; it has more tokens than Gemma 3's 262,208."""
     assert_kept([branch_of(plain(top_p=0.5), torch.zeros(MAX_VOCAB))])

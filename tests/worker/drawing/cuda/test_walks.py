@@ -33,7 +33,7 @@ def random_tree(numbers: random.Random, num_tries: int) -> DraftTree:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_a_walk_along_drawn_tokens_is_that_of_the_reference(seed: int) -> None:
-    """Also where nothing could be drawn from a row, which is -1 in place of its token."""
+    """The walks agree also where nothing could be drawn from a row, which is -1 in place of its token."""
     numbers = random.Random(seed)
     tree = random_tree(numbers, numbers.randrange(30))
     drawn = [numbers.randrange(-(seed % 4 == 0), VOCAB) for _ in range(len(tree) + 1)]

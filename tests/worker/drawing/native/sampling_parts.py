@@ -56,7 +56,7 @@ def any_words(chance: random.Random, params: SamplingParams, vocab_size: int) ->
 
 
 def any_mask(chance: random.Random, vocab_size: int) -> np.ndarray:
-    """Of few tokens or of many; never of none."""
+    """Return a mask of few tokens or of many; never of none."""
     size = chance.choice([1, 2, max(1, vocab_size // 2), vocab_size])
     return mask_of(tuple(chance.sample(range(vocab_size), size)), vocab_size)
 
@@ -92,7 +92,7 @@ def any_row(chance: random.Random, vocab_size: int) -> torch.Tensor:
 
 
 def any_counts(chance: random.Random, vocab_size: int) -> np.ndarray:
-    """How often each token lies in a window, `[vocab] int32`."""
+    """Return how often each token lies in a window, `[vocab] int32`."""
     return np.array(chance.choices([0, 0, 1, 3], k=vocab_size), dtype=np.int32)
 
 

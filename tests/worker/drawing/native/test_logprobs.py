@@ -32,7 +32,7 @@ def asking(vocab_size: int, num_top: int = NUM_TOP, **params: object) -> Sequenc
 
 
 def of_row(row: torch.Tensor, token_id: int, mode: LogprobsMode = RAW, **params: object) -> TokenLogprobs:
-    """Those of one token drawn from one row."""
+    """Return the log-probabilities of one token drawn from one row."""
     sequence, drawing = asking(len(row), **params), NativeDrawing()
     return drawing.logprobs(drawing.sampler(sequence), DraftTree(), row[None], Walk([], [token_id]), mode)
 
@@ -54,7 +54,7 @@ def test_raw_ones_are_those_of_float64_with_the_same_bits_everywhere(vocab_size:
 
 
 def same(one: TokenLogprobs, other: TokenLogprobs) -> bool:
-    """To the bit."""
+    """Tell whether both are the same to the bit."""
     return all(
         getattr(one, name).tobytes() == getattr(other, name).tobytes()
         for name in ("logprobs", "top_ids", "top_logprobs")

@@ -52,7 +52,7 @@ def reference_walk(sequence: Sequence, tree: DraftTree, logits: torch.Tensor, ma
 
 
 def any_masks(chance: random.Random, tree: DraftTree) -> np.ndarray | None:
-    """For every row of a tree, or for none."""
+    """Return masks for every row of a tree, or None."""
     return np.stack([any_mask(chance, VOCAB) for _ in range(len(tree) + 1)]) if chance.random() < 0.7 else None
 
 

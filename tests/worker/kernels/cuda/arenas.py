@@ -40,7 +40,7 @@ class Arena:
         return TableLayout(len(self.caches), CAPACITY, attention.rows_per_group, CAPACITY, shape.vocab)
 
     def table(self, sequences: Sequence[Placed], pages: PageTable | None = None) -> CudaRowTable[Tensor]:
-        """Of the rows; entries of tails that are not real lead to NaN."""
+        """Return the table of the rows; entries of tails that are not real lead to NaN."""
         layout, own = self.layout, [[0]] * len(sequences)
         if pages is not None:
             layout = replace(layout, page=pages.page)

@@ -1,4 +1,4 @@
-"""What flash-attn 2.8.3 says of `flash_attn_with_kvcache`, on a CPU: its layouts, its splits, and what it refuses."""
+"""A stand-in on a CPU for flash-attn 2.8.3's `flash_attn_with_kvcache`: its layouts, its splits, its refusals."""
 
 from __future__ import annotations
 

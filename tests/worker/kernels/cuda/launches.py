@@ -1,4 +1,4 @@
-"""What a forward launches and what else it asks of torch, seen from outside."""
+"""Launches of a forward and what else it asks of torch, seen from outside."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Launches(TorchDispatchMode):
 
 
 def launched(patches: pytest.MonkeyPatch, forward: Callable[[], None]) -> list[str]:
-    """What a call launched."""
+    """Return the names of what a call launched."""
     with Launches(patches) as launches:
         forward()
     return launches.names

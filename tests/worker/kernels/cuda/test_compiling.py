@@ -13,19 +13,17 @@ from typing import Any
 import pytest
 
 from tests import ROOT
-from tests.worker.kernels.cuda.compiling import (
-    DTYPES,
+from tests.worker.kernels.cuda.kernel_constants import (
     OTHER_WIDTHS,
     coded_kernels,
-    expert_kernels,
     kernels,
     kernels_besides_attention,
     latent_kernels,
-    packed_kernels,
     scan_kernels,
     state_kernels,
     wide_kernels,
 )
+from tests.worker.kernels.cuda.product_constants import DTYPES, expert_kernels, packed_kernels
 
 pytestmark = pytest.mark.long
 

@@ -50,7 +50,7 @@ def weights_of(shape: ExpertShape, dtype: torch.dtype, hidden: int = HIDDEN) -> 
 
 
 def kernels_of(weights: ExpertWeights, dtype: torch.dtype, hidden: int = HIDDEN) -> CudaExperts:
-    """Whatever lay in their buffers before is gone."""
+    """Make experts whose buffers hold nothing of what lay in them before."""
     made = CudaExperts(
         [stacked_experts(weights, CPU)], hidden, dtype, Activation.SILU, CPU, WeightKernel(triton_linear)
     )

@@ -100,7 +100,7 @@ def test_a_row_has_the_bits_of_plain_decoding_in_any_company_and_order() -> None
 
 
 def test_a_prefix_and_a_tail_are_weighed_by_natural_lse() -> None:
-    """As large as each other, and far from the numbers where base 2 would do as well."""
+    """Both weigh as much as each other, and are far from the numbers where base 2 would do as well."""
     arena, sequences = written(SMALL, (128,), (1,), seed=3)
     arena.buffer[1, 0] *= 12
     query = queries(arena, 1)

@@ -50,7 +50,7 @@ def test_a_product_has_the_bits_of_the_dequantized_matrix_s(
 @pytest.mark.parametrize("code", CODES)
 @pytest.mark.parametrize("dtype", [BF16, FLOAT32], ids=str)
 def test_every_code_becomes_the_number_of_its_table(code: Code, dtype: torch.dtype) -> None:
-    """With rows that pick one number each; scales that leave 24 significant bits to be rounded away."""
+    """Rows pick one number each; scales leave 24 significant bits to be rounded away."""
     num_codes = len(TABLES[code])
     matrix = random_packed(code, 24, num_codes, num_codes, dtype=dtype)
     codes = torch.arange(num_codes, dtype=torch.uint8)

@@ -158,7 +158,7 @@ def random_layout(numbers: random.Random) -> tuple[TableLayout, tuple[list[list[
 @needs_kernels
 @pytest.mark.parametrize("seed", range(12))
 def test_a_table_that_c_fills_is_that_of_numpy(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where nodes of a tree lie in a page behind that of their block."""
+    """The tables agree also where nodes of a tree lie in a page behind that of their block."""
     numbers = random.Random(seed)
     arena = random_arena(Shape(group=4), [numbers.randrange(BLOCK, 700) for _ in range(3)])
     layout, pages = random_layout(numbers)

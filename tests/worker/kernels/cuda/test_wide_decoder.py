@@ -83,7 +83,7 @@ def test_a_row_has_the_bits_in_company_that_it_has_alone(kind: str, num_rows: in
 
 
 def test_a_wide_forward_computes_what_a_narrow_one_does() -> None:
-    """But for rounding: prefixes are cut into other splits."""
+    """Rounding alone differs: prefixes are cut into other splits."""
     arena, placed = company(SHAPES["float32"], 64)
     other = arena.copy()
     narrow, wide = run(decoder_of(arena, 64), placed), run(decoder_of(other, 128), placed)

@@ -49,7 +49,7 @@ def test_experts_of_gpt_oss_are_those_that_transformers_makes_of_them(tmp_path: 
 
 
 def test_experts_in_one_tensor_have_the_blocks_of_each(tmp_path: Path) -> None:
-    """As newer versions of transformers write a tensor of all experts, with scales beside it."""
+    """Newer versions of transformers write a tensor of all experts so, with scales beside it."""
     config, tensors = saved("glm4_moe", tmp_path / "plain")
     numbers, packed, dense = torch.Generator().manual_seed(5), dict(tensors), dict(tensors)
     found = sorted({name.rpartition(".experts.")[0] for name in tensors if ".experts." in name})

@@ -17,9 +17,10 @@ from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.target.native_forwards import NativeForwards
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.kernels.kernel_parts import needs_kernels
-from tests.worker.model.expert_configs import WITH_EXPERTS, WITH_LATENTS
+from tests.worker.model.expert_configs import WITH_EXPERTS
 from tests.worker.model.formats.examples import EXAMPLES, Example, fp8
 from tests.worker.model.formats.twins import load, logits_of, make_twins, write_mxfp4, written
+from tests.worker.model.latent_configs import WITH_LATENTS
 from tests.worker.model.test_dense_loading import saved
 
 pytestmark = [pytest.mark.long, needs_kernels]

@@ -53,7 +53,7 @@ def by_token(candidates: Candidates) -> torch.Tensor:
 
 
 def guess(logits: torch.Tensor) -> torch.Tensor:
-    """What a row's candidates are to say of guessed logits `[vocab]` where nothing is drawn."""
+    """Return the log-probabilities that candidates of guessed logits `[vocab]` are to have where nothing is drawn."""
     return torch.log_softmax(logits / SPREAD, dim=-1)
 
 

@@ -46,7 +46,7 @@ def target_model(tiny_model: Path) -> TargetModel:
 
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest) -> Way:
-    """How the draft model's rows are run."""
+    """The way in which the draft model's rows are run."""
     return WAYS[request.param]
 
 
@@ -56,7 +56,7 @@ def new_drafter(way: Way, target: TargetModel, options: GriffinOptions = GRIFFIN
 
 
 def regressed(forwards: GriffinForwards, row: int) -> torch.Tensor:
-    """What was kept of a row of the tree of sequence "a"."""
+    """Return the state that was kept of a row of the tree of sequence "a"."""
     return forwards._contexts["a"].room.features.rows([regressed_place(row)])[0]
 
 

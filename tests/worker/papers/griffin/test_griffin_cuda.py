@@ -89,7 +89,7 @@ def nan_rows(model: GriffinModel, target: TargetModel) -> CudaRows:
 
 
 def bytes_held(something: object, known: set[int]) -> int:
-    """By tensors on the device that an object leads to; what lies on the host is not counted."""
+    """Count the bytes of tensors on the device that an object leads to; what lies on the host is not counted."""
     if id(something) in known or isinstance(something, FunctionType):
         return 0
     known.add(id(something))
@@ -105,7 +105,7 @@ def bytes_held(something: object, known: set[int]) -> int:
 
 
 def guessed_logits(rows: TiledRows, part: DraftRows, target: TargetModel) -> torch.Tensor:
-    """What torch guesses behind the rows of a tree, `[num_rows, vocab]`."""
+    """Return the logits that torch guesses behind the rows of a tree, `[num_rows, vocab]`."""
     [tile] = pack_tiles([part.rows], pad_rows=True)
     return target.logits(rows._tile(tile, features_of([part]))[0])[: len(part)]
 

@@ -1,4 +1,4 @@
-"""What GRIFFIN's training learns from, its windows, passes and losses, and how its accuracy is measured."""
+"""GRIFFIN's training: what it learns from, its windows, passes and losses, and how its accuracy is measured."""
 
 from __future__ import annotations
 

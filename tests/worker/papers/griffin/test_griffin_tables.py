@@ -1,4 +1,4 @@
-"""What GRIFFIN's tables compare, and what their figures count."""
+"""GRIFFIN's tables: what they compare, and what their figures count."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def grow(
 
 
 def drawn_path(params: SamplingParams, length: int) -> list[int]:
-    """What a target with these very logits draws."""
+    """Draw a path as a target with these very logits does."""
     sequence = Sequence("a", [1], params, VOCAB)
     sampler, path = TokenSampler(sequence, VOCAB), [1]
     for _ in range(length):

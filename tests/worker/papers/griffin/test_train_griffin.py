@@ -56,7 +56,7 @@ def tiny_target(tiny_model: Path) -> TargetModel:
 def train(
     model: Path, books: Path, output: Path, recipe: GriffinRecipe = FAST, features: Path | None = None
 ) -> list[str]:
-    """What a training reports."""
+    """Train, and return what the training reports."""
     said: list[str] = []
     train_griffin(str(model), books, output, recipe, said.append, features)
     return said

@@ -16,11 +16,11 @@ from swiftbatch.worker.papers.mtp.mtp import MTPForwards, rows_of
 from swiftbatch.worker.papers.mtp.predictor import PredictorModule, load_predictor
 from swiftbatch.worker.target.native_forwards import NativeForwards
 from swiftbatch.worker.target.target import TargetModel
+from tests.worker.model.dense_configs import PUBLISHED as DENSE
 from tests.worker.model.expert_configs import WITH_EXPERTS as EXPERTS
-from tests.worker.model.expert_configs import WITH_LATENTS
+from tests.worker.model.latent_configs import WITH_LATENTS
 from tests.worker.model.test_hybrid_configs import PUBLISHED as HYBRIDS
 from tests.worker.model.test_hybrid_configs import publish
-from tests.worker.model.test_published_configs import PUBLISHED as DENSE
 
 OF_LAYERS, OF_MIMO, OF_DEEPSEEK = FORMS
 CHECKPOINTS: dict[str, tuple[dict[str, Any], PredictorForm]] = {

@@ -34,7 +34,7 @@ def num_bytes(table: NgramTable) -> int:
 
 
 def brute_force(tokens: list[int], size: int, first_token: int) -> Ranked:
-    """What followed `first_token`: sorted by falling count, then by the falling place of the last time."""
+    """Rank what followed `first_token` by falling count, then by the falling place of the last time."""
     ngrams = [tuple(tokens[start : start + size]) for start in range(len(tokens) - size + 1)]
     counts = Counter(ngrams)
     last = {ngram: start for start, ngram in enumerate(ngrams)}

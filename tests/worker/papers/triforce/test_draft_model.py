@@ -50,7 +50,7 @@ def chain_of(sequence: Sequence) -> Chain:
 
 
 def plain_chain(model: TargetModel, sequence: Sequence, length: int) -> list[int]:
-    """What the draft model says behind its window, computed from nothing at every token."""
+    """Return the tokens that the draft model draws behind its window, computed from nothing at every token."""
     sampler, token_ids = TokenSampler(sequence, VOCAB), sequence.token_ids.copy()
     for _ in range(length):
         window = window_of(token_ids, len(sequence))

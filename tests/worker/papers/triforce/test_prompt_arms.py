@@ -105,7 +105,7 @@ def run(arms: PromptArms, drafter: Drafter, expected_ids: tuple[int, ...] = ()) 
 
 
 def plain_ids(read: list[ReadPrompt], target: TargetModel) -> list[np.ndarray]:
-    """What the engine says alone, without a pause and with a cache of its own, `[num_generated]` of each sequence."""
+    """Return each sequence's tokens from the engine alone, without a pause and with a cache of its own."""
     found = []
     for number, prompt in enumerate(read):
         sampling = SamplingParams(

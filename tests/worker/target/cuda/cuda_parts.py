@@ -127,7 +127,7 @@ def offloaded_target(
     attention: AttentionName = "triton",
     kv_dtype: KVDtype | None = None,
 ) -> TargetModel:
-    """As `cuda_target`, with caches outside the device, whose copies come as late as they may."""
+    """Make a `cuda_target` with caches outside the device, whose copies come as late as they may."""
     weights = dense_weights(files, dtype)
     assert weights is not None
     streams = Streams(HostStream(), LazyStream(), LazyStream())

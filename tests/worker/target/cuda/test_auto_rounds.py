@@ -47,7 +47,7 @@ PENALISED = {"temperature": 0.9, "repetition_penalty": 1.2, "penalty_window": 20
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that short texts are scanned."""
+    """Shorten chunks, so that short texts are scanned."""
     for module in (coding, scan_slots, scan_cache, texts_module):
         monkeypatch.setattr(module, "SCAN_CHUNK", CHUNK)
     monkeypatch.setattr(scan_cache, "NUM_RECENT", NUM_RECENT)
@@ -69,7 +69,7 @@ def files(one_layer_model: Path) -> ModelFiles:
 
 
 def rounds_always_pay() -> StepCosts:
-    """Whatever reads a cache takes so long that a row of it is worth any number of scans."""
+    """Return costs by which reading a cache takes so long that a row of it is worth any number of scans."""
     rows = 0.001 * np.array(ROW_COUNTS)
     return StepCosts((16, 32, 1000), np.array([0 * rows + 0.001, 0 * rows + 0.001, 10.0 + rows]), 64)
 
@@ -143,7 +143,7 @@ def test_rounds_rest_while_more_jobs_run_than_have_room_for_their_texts(
 def test_a_round_says_nearly_what_the_target_says(
     files: ModelFiles, make: MakeTarget, num_best: int, away: float
 ) -> None:
-    """Of every layer by its own keys: without those that are scanned it says something else."""
+    """Every layer reads its own scanned keys: without them a round says something else."""
     target = make(files, torch.float32, 1, LONGEST, linear="cublas")
     new_entries = target.forwards.room_for(ScanKVCache, num_best)
     sequence = sequences(target)[0]

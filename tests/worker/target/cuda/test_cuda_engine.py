@@ -155,7 +155,7 @@ def test_costs_are_timed_over_a_whole_slot(files: ModelFiles, monkeypatch: pytes
 
 @pytest.mark.parametrize("engine_name", list(ENGINES))
 def test_drafts_are_planned_for_beside_the_slots(files: ModelFiles, engine_name: str) -> None:
-    """What an engine's drafter holds for a sequence is no more than what the plan of a GPU leaves for it."""
+    """The room that an engine's drafter holds for a sequence is no more than what the plan of a GPU leaves for it."""
     target, sizes = TargetModel.load(files, "float32", "cpu"), read_sizes(files, "float32")
     assert sizes is not None
     planned = drafts_of(SlotsWanted(3000, ENGINES[engine_name].partial_budget), sizes).slot_bytes
@@ -216,7 +216,7 @@ def buffers_of(thing: object) -> list[torch.Tensor]:
 def test_every_engine_gives_the_reference_s_tokens_for_200_tokens(
     embedded_files: ModelFiles, monkeypatch: pytest.MonkeyPatch, engine_name: str
 ) -> None:
-    """With small trees: each row takes the interpreter a quarter of a second."""
+    """Trees are small: each row takes the interpreter a quarter of a second."""
     monkeypatch.setattr("swiftbatch.worker.engine.engine.MAX_TREE_NODES", 3)
     reference = TargetModel.load(embedded_files, "float32", "cpu")
     expected = generated(reference, "autoregressive", 200, LONG[:1])
@@ -225,7 +225,7 @@ def test_every_engine_gives_the_reference_s_tokens_for_200_tokens(
 
 
 def dear_rows() -> StepCosts:
-    """As the interpreter has them."""
+    """Return the costs of rows in the interpreter."""
     return StepCosts((64, 8192), np.array([[1 + num_rows / 4 for num_rows in ROW_COUNTS]] * 2))
 
 
@@ -240,7 +240,7 @@ def test_a_model_is_checked_in_the_arena_s_only_slot(files: ModelFiles) -> None:
 def test_costs_are_measured_in_a_slot_however_short_before_jobs_take_all(
     files: ModelFiles, longest_job: int, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the fewest rows and the most, once."""
+    """Costs are measured once, of the fewest rows and the most."""
     monkeypatch.setattr(step_costs, "ROW_COUNTS", (ROW_COUNTS[0], ROW_COUNTS[-1]))
     monkeypatch.setattr(step_costs, "PROBE_REPEATS", 1)
     monkeypatch.setattr(step_costs, "FEWEST_REPEATS", 1)

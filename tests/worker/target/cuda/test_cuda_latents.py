@@ -22,10 +22,11 @@ from swiftbatch.worker.target.cuda.cuda_loading import load_cuda_forwards
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.caches.memory.test_packed_sizes import loaded_bytes
 from tests.worker.drafters.drafter_parts import free_rows
-from tests.worker.model.expert_configs import WITH_LATENTS, write_experts
+from tests.worker.model.expert_configs import write_experts
 from tests.worker.model.formats.examples import fp8
 from tests.worker.model.formats.test_native_experts import stored
 from tests.worker.model.formats.twins import make_twins
+from tests.worker.model.latent_configs import WITH_LATENTS
 from tests.worker.session.recurrent_parts import save_recurrent_model
 from tests.worker.target.cuda.cuda_parts import (
     check_drafts_beside_a_resumed_job,

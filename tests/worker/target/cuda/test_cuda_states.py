@@ -103,7 +103,7 @@ def test_choices_are_those_of_transformers(name: str, num_rows: int, tmp_path: P
     [("Qwen3.5", 1), *(pytest.param(name, 12, marks=SLOW) for name in ON_A_GPU)],
 )
 def test_rows_of_trees_beside_others_have_the_bits_of_plain_decoding(name: str, num_steps: int, tmp_path: Path) -> None:
-    """In front of a boundary and behind it, where a path other than the first was accepted."""
+    """Rows lie in front of a boundary and behind it, where a path other than the first was accepted."""
     target = made(name, tmp_path)
     ours, plain, others = caches(target, 3)
     read(target, ours, BLOCK - 4)

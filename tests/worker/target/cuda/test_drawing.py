@@ -1,4 +1,4 @@
-"""What a GPU's drawing keeps of sequences between steps."""
+"""The state that a GPU's drawing keeps of sequences between steps."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_forks_of_one_sequence_that_draw_together_all_know_its_newest_tokens() -
 
 
 def test_where_nothing_can_be_drawn_a_walk_says_so() -> None:
-    """As drawings elsewhere do: a draft model's NaN is theirs to pass over."""
+    """Drawings elsewhere say so, too: a draft model's NaN is theirs to pass over."""
     drawing = CudaDrawing(20, torch.device("cpu"), CheckedGraph)
     sampler = drawing.sampler(Sequence("a", [1, 2, 3], PENALISED, 20))
     [walk] = drawing.walks([sampler], [DraftTree()], [torch.full((1, 20), float("nan"))])
@@ -66,7 +66,7 @@ def test_whoever_draws_a_sequence_shares_its_counts_until_nobody_does() -> None:
 
 
 def test_each_row_of_a_tree_is_drawn_from_what_may_come_there() -> None:
-    """In one step with a sequence that anything may come in, and steps after it."""
+    """A sequence that anything may come in shares the step, and steps follow it."""
     drawing, chance = CudaDrawing(40, torch.device("cpu"), CheckedGraph), random.Random(3)
     params = SamplingParams(max_tokens=60, seed=5, frequency_penalty=0.5, ignore_eos=True)
     sequences = [Sequence(name, [1, 2, 3], params, 40) for name in "ab"]

@@ -30,7 +30,7 @@ def files(one_layer_model: Path) -> Iterator[ModelFiles]:
 
 @pytest.fixture(scope="module")
 def together(files: ModelFiles) -> list[list[int]]:
-    """What jobs generate that share their steps, drafted."""
+    """The drafted tokens of jobs that share their steps."""
     with np.errstate(all="ignore"):
         return generated(flash_target(files), "token-recycling", 2, PROMPTS)
 

@@ -1,4 +1,4 @@
-"""Which models come onto a GPU with kernels of ours."""
+"""Models that come onto a GPU with kernels of ours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""With caches outside the device a GPU gives the bits that it gives with caches on it."""
+"""A GPU with caches outside the device gives the bits that it gives with caches on it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What was once wrong on GPUs and could come back: rows that meet other kernels, sums in an order of the moment.
+"""Defects that were once on GPUs and could come back: rows that meet other kernels, sums in an order of the moment.
 
-What else was: timings and names of devices are in `tests/worker/target/test_device_rules.py`, lengths of timed steps in
-`test_cuda_engine.py`.
+Tests of others lie elsewhere: timings and names of devices in `tests/worker/target/test_device_rules.py`, lengths of
+timed steps in `test_cuda_engine.py`.
 """
 
 from __future__ import annotations

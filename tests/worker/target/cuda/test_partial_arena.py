@@ -28,7 +28,7 @@ EXACT = ("dynamic", "static", "full", "streaming", "h2o", "topk")
 
 @pytest.fixture(autouse=True)
 def small_periods(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a short text is summarised, more than once."""
+    """Shorten periods, so that a short text is summarised more than once."""
     monkeypatch.setattr(summary_cache, "NUM_RECENT", 48)
     monkeypatch.setattr(summary_cache, "PERIOD", 32)
     monkeypatch.setattr(retrieval_cache, "STRIDE", 24)
@@ -93,7 +93,7 @@ def test_a_cache_of_its_own_is_copied_from_as_well() -> None:
 
 
 def launches_of(num_layers: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[str]]:
-    """What a build launches, and what it takes to follow a few positions later."""
+    """Return the launches of a build, and those that follow a few positions later."""
     shape = CacheShape(num_layers, 2, 24, torch.float32, CPU)
     full, noise = full_cache(shape), torch.randn(num_layers, 2, 2, 24)
     cache = PARTIAL_CACHES["summary"](shape, BUDGET, text(), arena_of("summary", shape).new_entries)

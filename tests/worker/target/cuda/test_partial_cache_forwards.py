@@ -52,7 +52,7 @@ def everything(shape: CacheShape, budget: int, sequence: Sequence, new_entries: 
 
 
 def room_in(target: TargetModel) -> NewEntries:
-    """In slots that are full of NaN."""
+    """Return room in slots that are full of NaN."""
     room = target.forwards.room_for(everything, LONGEST)
     arena = room.__self__  # type: ignore[attr-defined]
     arena.buffer.fill_(float("nan"))
@@ -71,7 +71,7 @@ def filled(cache: PartialCache, num_entries: int, seed: int, is_biased: bool) ->
 
 
 def caches_of(shape: CacheShape, room: NewEntries | None, is_biased: bool = True) -> list[PartialCache]:
-    """Of three sequences; the second has no biases."""
+    """Make the caches of three sequences; the second has no biases."""
     made = []
     for seed, num_entries in enumerate(NUM_ENTRIES):
         cache = EverythingCache(shape, LONGEST) if room is None else EverythingCache(shape, LONGEST, room)

@@ -222,7 +222,7 @@ def test_nan_behind_a_prompt_s_tokens_ends_that_job_alone(on_gpu: TargetModel) -
 
 
 def test_a_replay_rides_too(on_gpu: TargetModel, forwarded: Forwarded) -> None:
-    """What a resume brings back is longer than its prompt, and its cache may hold a part of it."""
+    """The text that a resume brings back is longer than its prompt, and its cache may hold a part of it."""
     fields = ("bb", 20, 4, 1)
     tokens, kv = alone(on_gpu, fields)
     forwarded.clear()

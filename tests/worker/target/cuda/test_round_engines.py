@@ -43,7 +43,7 @@ PENALISED = {
 
 @pytest.fixture(autouse=True)
 def small_periods(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that short texts are summarised, and once more on the way, and windows begin anew."""
+    """Shorten periods, so that short texts are summarised, and once more on the way, and windows begin anew."""
     monkeypatch.setattr(summary_cache, "CHUNK_SIZE", 8)
     monkeypatch.setattr(summary_cache, "NUM_RECENT", 8)
     monkeypatch.setattr(summary_cache, "PERIOD", 8)

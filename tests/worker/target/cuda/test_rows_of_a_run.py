@@ -62,7 +62,7 @@ def wide_rows(target: TargetModel) -> StepCosts:
 
 @pytest.mark.parametrize("num_rows", [128, pytest.param(256, marks=pytest.mark.slow)])
 def test_more_jobs_than_a_narrow_run_takes_have_plain_decoding_s_tokens(files: ModelFiles, num_rows: int) -> None:
-    """In one forward and one draw a step; and the numerics name the rows."""
+    """A step is one forward and one draw, and the numerics name the rows."""
     target = cuda_target(files, torch.bfloat16, NUM_JOBS, 40, num_rows=num_rows)
     replayed = noted_replays(target)
     together = tokens(target, "token-recycling", range(NUM_JOBS))

@@ -53,7 +53,7 @@ def test_it_is_refused_with_the_numbers_and_its_neighbour_finishes(
 def test_a_lack_of_free_slots_is_another_matter(
     tmp_path: Path, one_layer_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That passes: such an attempt has failed, and the next one may find a slot."""
+    """A lack of slots passes: such an attempt has failed, and the next one may find a slot."""
     monkeypatch.setattr(TargetModel, "load", lambda files, *_: cuda_target(files, torch.float32, 1, 40))
     run = make_run(tmp_path)
     first, second = record("fox", 9), record("dog", 9)

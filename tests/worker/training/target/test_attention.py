@@ -34,7 +34,7 @@ def token_ids() -> Tensor:
 
 
 def gradients(model: PreTrainedModel, name: str) -> Tensor:
-    """Of a step as the training loop makes it: all side by side."""
+    """Return the gradients of a step as the training loop makes it: all side by side."""
     model.set_attn_implementation(name)
     model.zero_grad()
     ids = token_ids()

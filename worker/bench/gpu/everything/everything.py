@@ -146,7 +146,7 @@ class StageProcess:
             self._process.stdin.flush()  # it stays open: the process ends with this one
 
     def wait(self, seconds: float) -> int | None:
-        """Its exit code; None where it had to be killed."""
+        """Return the process's exit code; None where it had to be killed."""
         try:
             return self._process.wait(seconds)
         except subprocess.TimeoutExpired:

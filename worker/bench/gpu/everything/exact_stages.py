@@ -71,7 +71,7 @@ def untried(why: str) -> Finding:
 
 
 def _checks(parts: Parts, *names: str) -> Iterator[Try]:
-    """Some checks of `doctor`, one after the other; unlike there, all of them."""
+    """Yield the checks of `doctor` with these names; unlike there, one that fails ends nothing."""
     for check in CHECKS:
         if check.name in names:
             yield check.name, functools.partial(check.run, parts)

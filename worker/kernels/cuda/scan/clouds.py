@@ -89,7 +89,7 @@ def normal(x):
 
 @triton.jit
 def rest_of_cloud(mean, deviation, limit, num_keys):
-    """Of the keys whose scores are below a limit: LSE of their weights, base 2, and how much of its gain they have."""
+    """Return the LSE, base 2, of a cloud's keys with scores below a limit, and how much of its gain is theirs."""
     log_share, density = normal((limit - mean) / deviation - deviation)
     height = mean + 0.5 * deviation * deviation + log_share + tl.log(num_keys)
     return height * LOG2_E, 1.0 - density / deviation

@@ -55,7 +55,7 @@ class StackedMixer:
 
 
 def stacked_mixer(mixer: MixerWeights, device: torch.device, stack: Stack) -> StackedMixer:
-    """Copies of what is stacked. Raises ValueError for what does not fit."""
+    """Copy a mixer's weights to a device, stacked. Raises ValueError for numbers of another shape than sizes say."""
     sizes, linears = mixer.sizes, mixer.linears
     for role, numbers, shape in mixer_float_shapes(mixer):
         if numbers is not None and tuple(numbers.shape) != shape:

@@ -137,7 +137,7 @@ def _train(options: GriffinAblationOptions, files: ModelFiles, recipe: GriffinRe
 def _read(
     options: GriffinAblationOptions, target: TargetModel, prompt: Prompt, number: int, report: Report
 ) -> PromptArms:
-    """Read one prompt; what is said behind each draws with another seed."""
+    """Read one prompt; each prompt's arms draw with a seed of their own."""
     num_plain = num_plain_tokens(options.num_tokens, options.prefill)
     report(
         f"reading prompt {number + 1} of {options.num_prompts}: {options.prefill:,} tokens; each arm generates "

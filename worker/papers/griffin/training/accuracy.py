@@ -59,10 +59,10 @@ def _rounded(rates: torch.Tensor) -> list[float]:
 
 @torch.no_grad()
 def same_tokens(target: TargetModel, model: GriffinModel, text: TextFeatures, seed: int) -> torch.Tensor:
-    """For each way of drawing, forward and row of a text: whether it is the target's token, and whether a draft whose
-    tokens all are the target's reaches it.
+    """Compare each row of a text with the target, for each way of drawing and each forward.
 
-    `[2 ways, 2, num_forwards, num_rows] bool`; rows behind the prompt that have drafts of all forwards.
+    `[2 ways, 2, num_forwards, num_rows] bool`: whether its token is the target's, and whether a draft whose tokens all
+    are the target's reaches it; rows behind the prompt that have drafts of all forwards.
     """
     noise = GumbelNoise(seed, target.vocab_size, target.device)
     first, parts = 0, []

@@ -33,7 +33,7 @@ LEVELS = torch.tensor([-1.890625, -0.56640625, 0.56640625, 1.890625], dtype=torc
 
 @dataclass(frozen=True)
 class Rows:
-    """Of one sequence: chunks of its text, entries beside them, rows of its chain."""
+    """The sizes of one sequence: chunks of its text, entries beside them, rows of its chain."""
 
     num_chunks: int
     num_entries: int
@@ -114,14 +114,14 @@ class Texts:
         return partial_rows(self.partial[slot], 0, self.caches[slot].length, DraftTree.chain([0] * (num_rows - 1)))
 
     def queries(self, deviation: float = 2.0) -> Tensor:
-        """Whose scores deviate by about so much; NaN in padding rows."""
+        """Return queries whose scores deviate by about so much; NaN in padding rows."""
         size = (NUM_ROWS, self.num_kv_heads * self.group, self.shape.head_dim)
         query = deviation * torch.randn(size, generator=torch.Generator().manual_seed(7))
         query[sum(rows.num_rows for rows in self.sequences) :] = NAN
         return query.to(self.shape.dtype)
 
     def scan(self) -> Scan:
-        """With scratch full of NaN."""
+        """Return a scan with scratch full of NaN."""
         num_heads = self.num_kv_heads * self.group
         scratch = ScanScratch.empty(self.texts.sizes, num_heads, NUM_SPLITS, CPU)
         for tensor in scratch.tensors():
@@ -141,7 +141,7 @@ class Texts:
         return mixed[:num_rows]
 
     def scores(self, query: Tensor, slot: int, head: int) -> Tensor:
-        """Of queries `[num_rows, head_dim]`, from the codes, float64 `[num_rows, num_keys]`."""
+        """Return the scores of queries `[num_rows, head_dim]` from the codes, float64 `[num_rows, num_keys]`."""
         texts, kv_head, head_dim = self.texts, head // self.group, self.shape.head_dim
         num_chunks = self.sequences[slot].num_chunks
         codes = texts.codes[0, slot, kv_head].view(-1, head_dim // 4, BLOCK)[: num_chunks * SCAN_CHUNK // BLOCK]

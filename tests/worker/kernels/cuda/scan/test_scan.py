@@ -158,7 +158,7 @@ def test_where_texts_are_long_some_blocks_say_where_the_best_begin() -> None:
 def test_it_comes_to_nearly_the_same_as_the_compiled_kernels(
     head_dim: int, dtype: torch.dtype, num_best: int, apart: float
 ) -> None:
-    """Where some keys are read, thresholds lie a little apart: scores have eight bits there."""
+    """Thresholds lie a little apart where some keys are read: scores have eight bits there."""
     texts, scan, query, found = attended(head_dim, dtype, num_best=num_best)
     for slot in (0, 2):
         cache, rows = texts.caches[slot], texts.rows_of(slot)

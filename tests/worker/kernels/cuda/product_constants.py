@@ -1,0 +1,120 @@
+"""The constants of kernels for packed matrices and for experts, in the sizes of published models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from swiftbatch.worker.kernels.cuda import (
+    expert_products,
+    packed_linear,
+    router,
+)
+from swiftbatch.worker.kernels.cuda.stacked_experts import StackedExperts
+from swiftbatch.worker.kernels.decoder_weights import linear_from
+from swiftbatch.worker.kernels.layer_forms import Activation, Routing, Score
+from swiftbatch.worker.kernels.packed_weights import CODE_BITS, TABLES, Code, PackedMatrix, Weight
+
+HIDDEN = 4096  # of Llama 3.1 8B
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+Made = tuple[Any, dict[str, Any]]  # a kernel and its constants, options among them
+
+
+def without(constants: dict[str, int], has: str, *pointers: str) -> dict[str, Any]:
+    """A kernel that does without an operand."""
+    return constants | {has: False} | dict.fromkeys(pointers)
+
+
+def packed_kernels() -> dict[str, Made]:
+    """Products with every code; groups of 16, 32, 128 and all of a depth, of which one is not whole blocks; offsets."""
+    found = {f"packed {code}": packed_product(code, 128) for code in TABLES}
+    return found | {
+        "packed e2m1 in blocks of 16": packed_product("e2m1", 16),
+        "packed int8 over the depth": packed_product("int8", HIDDEN),
+        "packed uint4 with offsets": packed_product("uint4", 32, has_offsets=True),
+        "packed e4m3 of another depth": packed_product("e4m3", 32, depth=HIDDEN + 32),
+    }
+
+
+QWEN3 = Routing(128, 8, Score.SOFTMAX)  # 30B A3B
+GPT_OSS = Routing(128, 4, Score.SOFTMAX_OF_CHOSEN, is_normalised=False)  # 120B
+MIXED = Routing(16, 2, Score.SPARSE_MIXER, is_normalised=False, jitter=0.01)
+DEEPSEEK = Routing(256, 8, Score.SIGMOID, True, 1e-20, 2.5, 8, 4, rounds_logits=False, rounds_weights=False)
+
+
+def expert_kernels(dtype: str) -> dict[str, Made]:
+    """The kernels of experts in the sizes of models that are published, their weights packed and in the dtype."""
+    plain, number = torch.zeros(1, 2048, dtype=DTYPES[dtype]), DTYPES[dtype]
+    found: dict[str, Made] = {
+        "experts' router": (router.multiply_router, router.router_constants(2880, 128)),
+        "choice of Qwen3": chosen_by(QWEN3, 2048, number, False, False, False),
+        "choice of Qwen2, with a share": chosen_by(Routing(60, 4, Score.SOFTMAX), 2048, number, False, False, True),
+        "choice of gpt-oss": chosen_by(GPT_OSS, 2880, number, True, False, False),
+        "choice of Phi-3.5": chosen_by(MIXED, 4096, number, False, False, False),
+        "choice of DeepSeek": chosen_by(DEEPSEEK, 7168, number, False, True, False),
+        "sort of choices": (router.sort_choices, router.sort_constants(QWEN3)),
+        "sort of choices among 512 experts": (
+            router.sort_choices,
+            router.sort_constants(Routing(512, 10, Score.SOFTMAX)),
+        ),
+        "experts' gates and ups": expert_product(QWEN3, plain, is_gated=True),
+        "experts' ups alone": expert_product(QWEN3, plain, is_gated=True, has_gates=False),
+        "experts' downs": expert_product(QWEN3, plain, is_gated=False),
+        "sum of choices": (expert_products.sum_choices, summed(False)),
+        "sum of choices with a share": (expert_products.sum_choices, summed(True)),
+    }
+    return found | (packed_experts() if number == torch.bfloat16 else {})
+
+
+def packed_experts() -> dict[str, Made]:
+    """FP8 in blocks of 128, MXFP4 of gpt-oss with its limit, NVFP4, and int4 with offsets."""
+    return {
+        "FP8 experts": expert_product(QWEN3, packed_zeros("e4m3", 2048, 128), is_gated=True),
+        "MXFP4 experts": expert_product(GPT_OSS, packed_zeros("e2m1", 2880, 32), is_gated=True, limit=7.0),
+        "NVFP4 experts": expert_product(QWEN3, packed_zeros("e2m1", 2048, 16), is_gated=False),
+        "int4 experts": expert_product(QWEN3, packed_zeros("uint4", 2048, 128, has_offsets=True), is_gated=False),
+    }
+
+
+def chosen_by(
+    routing: Routing, hidden: int, dtype: torch.dtype, has_bias: bool, has_choice_bias: bool, has_share: bool
+) -> Made:
+    constants = router.choice_constants(routing, hidden, dtype, has_bias, has_choice_bias, has_share)
+    constants |= {} if has_bias else {"router_bias_ptr": None}
+    return router.choose_row, constants | ({} if has_choice_bias else {"choice_bias_ptr": None})
+
+
+def expert_product(
+    routing: Routing, weight: Weight, *, is_gated: bool, limit: float = 0.0, has_gates: bool = True
+) -> Made:
+    linear_of_all = linear_from(weight, torch.zeros(1) if limit else None)
+    gates = StackedExperts(
+        routing, torch.zeros(1, 1), linear_of_all, linear_of_all, None, None, limit, 1.702, has_gates
+    )
+    constants = expert_products.tile_constants(routing, linear_of_all, gates if is_gated else None, Activation.SILU)
+    unused = ["bias_ptr"] * (not limit)
+    if isinstance(weight, PackedMatrix):
+        unused += ["weight_ptr", *["offsets_ptr"] * (weight.offsets is None)]
+    else:
+        unused += ["codes_ptr", "scales_ptr", "offsets_ptr"]
+    return expert_products.multiply_tile, constants | dict.fromkeys(unused)
+
+
+def summed(has_share: bool) -> dict[str, Any]:
+    constants = {"HIDDEN": 2048, "NUM_CHOSEN": 8, "COLUMNS": expert_products.SUMMED_COLUMNS}
+    return constants | {"HAS_SHARED": has_share, "HAS_SHARE": has_share}
+
+
+def packed_zeros(code: Code, depth: int, group: int, *, has_offsets: bool = False) -> PackedMatrix:
+    codes = torch.zeros(1, depth * CODE_BITS[code] // 8, dtype=torch.uint8)
+    scales = torch.zeros(1, depth // group)
+    return PackedMatrix(code, codes, scales, torch.bfloat16, scales if has_offsets else None)
+
+
+def packed_product(code: Code, group: int, *, has_offsets: bool = False, depth: int = HIDDEN) -> Made:
+    matrix = packed_zeros(code, depth, group, has_offsets=has_offsets)
+    constants = without(packed_linear.packed_constants(matrix, False), "HAS_BIAS", "bias_ptr")
+    if not has_offsets:
+        constants = without(constants, "HAS_OFFSETS", "offsets_ptr")
+    return packed_linear.multiply_packed_columns, constants
