@@ -203,6 +203,9 @@ def test_the_embedded_ray_has_no_process_that_nobody_asks(cluster: Cluster) -> N
     started = set(ray._private.worker._global_node.all_processes)
     assert {"gcs_server", "raylet"} <= started
     assert not started & {"monitor", "log_monitor", "dashboard"}
+    [raylet] = (info.process for info in ray._private.worker._global_node.all_processes["raylet"])
+    children = Path(f"/proc/{raylet.pid}/task/{raylet.pid}/children").read_text().split()
+    assert not [pid for pid in children if b"Agent" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 @pytest.mark.slow
