@@ -17,9 +17,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from swiftbatch.scheduler.process import signals
+
+if TYPE_CHECKING:
+    from ray.job_config import JobConfig
 
 PREFIX = "swiftbatch-ray-"
 REMOVE_SECONDS = 10.0  # for killed processes to be gone; what is left then goes after a day
@@ -27,6 +30,13 @@ LOOK_SECONDS = 0.05
 KEPT_SECONDS = 86_400.0  # the time for which logs stay that nobody removes
 LONGEST_PLACE = 18  # characters: Ray makes sockets below, and their paths may have 107
 USUAL_PLACE = "/tmp"
+AGENTLESS = "2.60."  # begins the versions of Ray that are known to run without agents
+NO_AGENT = "cat"  # ends with the raylet, which holds the other end of its input, and does nothing until then
+# of the agents; other than 0, so that no raylet waits for an agent to tell it, and one where nobody listens
+PORTS = {
+    "dashboard_agent": ("metrics-agent-port", "metrics_export_port", "dashboard_agent_listen_port"),
+    "runtime_env_agent": ("runtime_env_agent_port",),
+}
 
 
 class EmbeddedRay:
@@ -44,11 +54,12 @@ class EmbeddedRay:
         self._has_ended = threading.Event()
 
     @contextlib.contextmanager
-    def apart(self) -> Iterator[None]:
+    def apart(self, job: JobConfig | None = None) -> Iterator[None]:
         """Give every process that Ray starts in this context a session of its own, and start none that nobody asks.
 
         Those are the autoscaler's monitor, as there are no nodes to add, the one that would send logs to a driver, and
-        the server of the dashboard, which Ray starts without pages where none is asked for.
+        the server of the dashboard, which Ray starts without pages where none is asked for. With the `job` to come, the
+        agents of the node are left out, too: Ray would wait seconds for them.
         """
         from ray._private import node, parameter, services
 
@@ -57,7 +68,9 @@ class EmbeddedRay:
         start_api_server = node.Node.start_api_server
 
         class Apart(known):  # type: ignore[misc, valid-type]
-            def __init__(self, *args: Any, preexec_fn: Callable[[], None] | None = None, **options: Any) -> None:
+            def __init__(
+                self, command: list[str], *args: Any, preexec_fn: Callable[[], None] | None = None, **options: Any
+            ) -> None:
                 awaited = signals.ending_signals()
 
                 def prepare() -> None:
@@ -67,7 +80,8 @@ class EmbeddedRay:
 
                 if has_ended():
                     raise ChildProcessError("the command has ended while Ray was starting")
-                super().__init__(*args, preexec_fn=prepare, start_new_session=True, **options)
+                command = command if job is None else _without_agents(command, job)
+                super().__init__(command, *args, preexec_fn=prepare, start_new_session=True, **options)
                 sessions.add(self.pid)
 
         services.ConsolePopen = Apart
@@ -101,6 +115,22 @@ class EmbeddedRay:
             if self.folder.exists():
                 signal_sessions(self._sessions, signal.SIGKILL)
                 time.sleep(LOOK_SECONDS)
+
+
+def _without_agents(command: list[str], job: JobConfig) -> list[str]:
+    """The command of a raylet without the agents that nobody asks; any other command as it is.
+
+    One agent serves the dashboard, and one prepares what a job's runtime environment says, as that of a user who starts
+    the command with `uv run`. Raylets insist on both.
+    """
+    import ray
+
+    agents = ["dashboard_agent"] if job.runtime_env else ["dashboard_agent", "runtime_env_agent"]
+    if not ray.__version__.startswith(AGENTLESS) or not any(word.startswith("--dashboard_agent_c") for word in command):
+        return command
+    said = {f"--{agent}_command": NO_AGENT for agent in agents}
+    said |= {f"--{port}": "1" for agent in agents for port in PORTS[agent]}
+    return [word for word in command if word.partition("=")[0] not in said] + [f"{name}={said[name]}" for name in said]
 
 
 def signal_sessions(sessions: set[int], number: signal.Signals) -> None:

@@ -108,8 +108,9 @@ def _init(address: str | None, num_workers: int, embedded: EmbeddedRay | None, l
         if embedded is None:
             _join(address)
         else:
-            with embedded.apart():
-                _start(num_workers, embedded)
+            job = _job_on_its_own_path()
+            with embedded.apart(job):
+                _start(num_workers, embedded, job)
 
     try:
         call_interruptibly(init, left)
@@ -143,11 +144,11 @@ def _job_on_its_own_path() -> JobConfig:
     return JobOnItsOwnPath()
 
 
-def _start(num_workers: int, embedded: EmbeddedRay) -> None:
+def _start(num_workers: int, embedded: EmbeddedRay, job: JobConfig) -> None:
     import ray
 
     ray.init(
-        job_config=_job_on_its_own_path(),
+        job_config=job,
         address="local",  # never by accident another cluster that runs on this machine
         num_cpus=num_workers,
         include_dashboard=False,

@@ -13,15 +13,17 @@ BUCKET = "swiftbatch"
 ACCESS_KEY = "AKIDSWIFTBATCHTEST"
 SECRET_KEY = "s3cr/t+SWIFTBATCHTEST"
 
-# moto's own command tells nobody which free port it took
+# moto's own command tells nobody which free port it took, and asks at each request which of AWS's services is meant.
+# What a request leaves behind is hardly worth the look for garbage among all that moto has imported
 PROGRAM = """
-import logging
+import gc, logging
 from moto.moto_server.werkzeug_app import MotoRequestHandler
-from moto.server import DomainDispatcherApplication, create_backend_app
+from moto.server import create_backend_app
 from werkzeug.serving import make_server
 logging.disable()
-app = DomainDispatcherApplication(create_backend_app)
-server = make_server("127.0.0.1", 0, app, threaded=True, request_handler=MotoRequestHandler)
+server = make_server("127.0.0.1", 0, create_backend_app("s3"), threaded=True, request_handler=MotoRequestHandler)
+gc.freeze()
+gc.set_threshold(20_000)
 print(server.server_port, flush=True)
 server.serve_forever()
 """

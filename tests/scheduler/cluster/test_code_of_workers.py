@@ -62,7 +62,7 @@ def users_folder(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.slow  # test_nightly_on_ray.py has such files, too
+@pytest.mark.slow  # test_many_nodes.py has such files, too
 def test_a_run_is_not_disturbed_by_files_of_the_same_names_where_the_command_is_given(users_folder: Path) -> None:
     ran = subprocess.run(
         module_command("swiftbatch.scheduler.cli", "submit", "jobs.jsonl", "--run", "run"),

@@ -144,3 +144,20 @@ def test_whatever_ray_raises_while_it_starts_becomes_one_line(place: Path, monke
         connect(address=None, num_workers=1),
     ):
         pass
+
+
+@pytest.mark.parametrize("runtime_env", [{}, {"env_vars": {"NIGHT": "1"}}])
+def test_a_job_with_a_runtime_environment_keeps_the_agent_that_prepares_it(runtime_env: dict[str, object]) -> None:
+    from ray.job_config import JobConfig
+
+    words = {"--dashboard_agent_command": "python agent", "--runtime_env_agent_command": "python other"}
+    words |= {"--metrics-agent-port": "0", "--runtime_env_agent_port": "0", "--head": ""}
+    raylet = [f"{name}={said}" for name, said in words.items()]
+    changed = dict(word.split("=") for word in embedded_ray._without_agents(raylet, JobConfig(runtime_env=runtime_env)))
+    kept = "python other" if runtime_env else embedded_ray.NO_AGENT
+    assert (changed["--runtime_env_agent_command"], changed["--runtime_env_agent_port"] == "0") == (
+        kept,
+        bool(runtime_env),
+    )
+    assert changed["--dashboard_agent_command"] == embedded_ray.NO_AGENT
+    assert changed["--metrics-agent-port"] != "0"

@@ -14,6 +14,9 @@ from typing import Any
 
 import pytest
 
+from swiftbatch.jobs.child_processes import module_command
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.run_records import WorkerStatus
 from swiftbatch.scheduler.chaos.local_cluster import LocalCluster, local_cluster
 from swiftbatch.scheduler.demo.prompts import PROMPTS
 from tests.jobs.checkpoints.checkpoint_parts import logged_jobs
@@ -30,6 +33,8 @@ JOBS: list[dict[str, Any]] = [
     for name, prompt in list(PROMPTS.items())[:3]
 ]
 OPTIONS = ["--checkpoint-tokens", "64"]
+# what the supervisor of a submitted job hands to its driver, by that name
+SUBMITTED = {"RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps({"runtime_env": {"env_vars": {"NIGHT": "1"}}})}
 
 
 @pytest.fixture(scope="module")
@@ -87,19 +92,23 @@ def num_preemptions(driver: Driver, reason: str) -> float:
     return float(found[1]) if found else 0
 
 
-def test_a_killed_node_costs_no_token(
-    cluster: LocalCluster, jobs_file: str, undisturbed: dict[str, Any], tmp_path: Path
-) -> None:
-    with submit(cluster, jobs_file, tmp_path / "run", "--metrics-port", "0") as driver:
-        worker = wait_for_a_checkpoint(driver)
-        node = cluster.node_of(worker.pid)
-        assert node is not None
-        cluster.kill_raylet(node)  # the other one is there
-        driver.wait_for(lambda: num_preemptions(driver, "worker_died") + num_preemptions(driver, "node_lost") > 0)
-        assert driver.process.wait(DEADLINE_SECONDS) == 0
-    assert f"worker {worker.id} is lost" in driver.output()
-    assert_same(driver.run, undisturbed)
-    assert bodies(driver.run)[worker.jobs[0]]["metrics"]["num_attempts"] == 2
+def test_a_submitted_job_sends_its_code_to_the_workers(cluster: LocalCluster, tmp_path: Path, tiny_model: Path) -> None:
+    """Kubernetes runs `swiftbatch nightly` so."""
+    (tmp_path / "inbox").mkdir()
+    write_jobs(tmp_path / "inbox" / "a.jsonl", [{"custom_id": "x", "prompt": "the quick brown fox", "max_tokens": 8}])
+    users = tmp_path / "user's"
+    users.mkdir()
+    for name in ("pyarrow", "numpy"):  # which Ray imports in a worker before any code of ours
+        (users / f"{name}.py").write_text("raise SystemExit('a file of the user was run')")
+    where = ["--runs", str(tmp_path / "runs"), "--address", cluster.address, "--model", str(tiny_model)]
+    words = ["nightly", str(tmp_path / "inbox"), *where, "--device", "cpu"]
+    command = module_command("swiftbatch.scheduler.cli", *words)  # as installed: its own folder is not on its path
+    environment = cluster.environment | SUBMITTED
+    process = subprocess.run(
+        command, cwd=users, env=environment, capture_output=True, text=True, timeout=DEADLINE_SECONDS
+    )
+    assert process.returncode == 0, process.stderr
+    assert len(Run.open(str(tmp_path / "runs" / "a.jsonl")).ended()[0]) == 1
 
 
 @pytest.mark.slow  # test_preemption.py drains nodes of an embedded Ray
@@ -149,12 +158,23 @@ def test_chaos_runs_on_a_cluster_that_is_there(cluster: LocalCluster, tmp_path: 
     assert {kind: num for kind, num in report["kills_by_kind"].items() if num} == {"worker": 1, "driver": 1}
 
 
-def test_a_head_that_is_lost_and_started_anew_stops_the_run_and_loses_nothing(
+def goes_on_elsewhere(driver: Driver, lost: WorkerStatus) -> bool:
+    """Whether another worker has the first job of one that is lost."""
+    return any(lost.jobs[0] in worker.jobs for worker in driver.busy_workers() if worker.id != lost.id)
+
+
+def test_a_killed_node_and_then_a_head_that_is_lost_and_started_anew_lose_nothing(
     cluster: LocalCluster, undisturbed: dict[str, Any], tmp_path: Path
 ) -> None:
     jobs_file = write_jobs(tmp_path / "jobs.jsonl", JOBS)
-    with submit(cluster, jobs_file, tmp_path / "run") as driver:
-        wait_for_a_checkpoint(driver)
+    with submit(cluster, jobs_file, tmp_path / "run", "--metrics-port", "0") as driver:
+        worker = wait_for_a_checkpoint(driver)
+        node = cluster.node_of(worker.pid)
+        assert node is not None
+        cluster.kill_raylet(node)  # the other one is there
+        driver.wait_for(lambda: num_preemptions(driver, "worker_died") + num_preemptions(driver, "node_lost") > 0)
+        driver.wait_for(lambda: goes_on_elsewhere(driver, worker))
+        assert f"worker {worker.id} is lost" in driver.output()
         assert cluster.head is not None
         cluster.head.kill()
         cluster.start_head()
@@ -170,4 +190,6 @@ def test_a_head_that_is_lost_and_started_anew_stops_the_run_and_loses_nothing(
     process = subprocess.run(resume, env=cluster.environment, capture_output=True, text=True, timeout=DEADLINE_SECONDS)
     assert process.returncode == 0, process.stdout + process.stderr
     assert_same(driver.run, undisturbed, len(JOBS))
-    assert max(body["metrics"]["num_recovered_tokens"] for body in bodies(driver.run).values()) > 0
+    metrics = {custom_id: body["metrics"] for custom_id, body in bodies(driver.run).items()}
+    assert metrics[worker.jobs[0]]["num_attempts"] in (2, 3)  # it may have ended before the head was lost
+    assert metrics[worker.jobs[0]]["num_recovered_tokens"] > 0

@@ -155,8 +155,10 @@ def test_a_worker_killed_midway_changes_no_token(
     assert 0 < metrics["num_recovered_tokens"] < NUM_TOKENS
 
 
+# test_signals.py ends a run that works in good order each day
+@pytest.mark.parametrize("is_interrupted", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_killed_driver_and_an_interrupted_one_lose_nothing(
-    submit_args: list[str], undisturbed: dict[str, tuple[str, str, int]], tmp_path: Path
+    submit_args: list[str], undisturbed: dict[str, tuple[str, str, int]], tmp_path: Path, is_interrupted: bool
 ) -> None:
     run = tmp_path / "run"
     with started(*submit_args, "--run", str(run)) as process:
@@ -166,18 +168,24 @@ def test_a_killed_driver_and_an_interrupted_one_lose_nothing(
         process.wait()
         assert status(run)["state"] == "interrupted"
         wait_until(lambda: not any(map(is_alive, pids)))  # they don't outlive their driver
+    if is_interrupted:
+        interrupt_a_resume(run, pids)
+    process_again = run_command("resume", str(run))
+    assert process_again.returncode == 0, process_again.stdout + process_again.stderr
+    assert outputs(run) == undisturbed
+    assert max(body["metrics"]["num_recovered_tokens"] for body in bodies(run).values()) > 0
+
+
+def interrupt_a_resume(run: Path, former: list[int]) -> None:
+    """Resume a run, and interrupt the command once it has workers: none of the `former` ones."""
     with started("resume", str(run), *OFTEN) as process:
-        wait_until(lambda: workers(run) and not set(pids) & {worker.pid for worker in workers(run)})
+        wait_until(lambda: workers(run) and not set(former) & {worker.pid for worker in workers(run)})
         os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C in a terminal does
         output, _ = process.communicate(timeout=DEADLINE_SECONDS)
     assert process.returncode == 130, output
     assert "Traceback" not in output
     assert f"swiftbatch resume {run}" in output
     assert status(run)["state"] == "interrupted"
-    process_again = run_command("resume", str(run))
-    assert process_again.returncode == 0, process_again.stdout + process_again.stderr
-    assert outputs(run) == undisturbed
-    assert max(body["metrics"]["num_recovered_tokens"] for body in bodies(run).values()) > 0
 
 
 @pytest.mark.slow

@@ -8,9 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from swiftbatch.jobs.job import Job, JobRecord
+from swiftbatch.jobs.run.output_line import tokens_sha256
 from swiftbatch.jobs.run.run import Progress, Run, RunManifest
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.metrics.driver_counters import DriverCounters
@@ -27,8 +29,10 @@ from swiftbatch.scheduler.driver.worker_fleet import Fleet
 from swiftbatch.scheduler.limits import Limits, Spending
 from swiftbatch.worker.config import EngineConfig
 from tests import ROOT
+from tests.worker.session.counting_session import TOKENS_PER_SLICE
 
 NO_LIMITS = Limits()
+SEED = 7
 COUNTING = "tests.worker.session.counting_session"  # a session that counts instead of decoding
 
 
@@ -57,7 +61,7 @@ def counting_cluster() -> Iterator[Cluster]:
             yield cluster
 
 
-def make_run(folder: Path, jobs: dict[str, int], seed: int = 7, prompts: Mapping[str, int] = {}) -> Run:
+def make_run(folder: Path, jobs: dict[str, int], seed: int = SEED, prompts: Mapping[str, int] = {}) -> Run:
     """A run with jobs given as custom_id: max_tokens; `prompts` are those of more than a token."""
     manifest = RunManifest(
         run_id="run",
@@ -159,6 +163,19 @@ def token_hash(run: Run, custom_id: str) -> str:
     line = run.result(job_id(run, custom_id))
     assert line is not None
     return str(line["response"]["body"]["choices"][0]["token_ids_sha256"])
+
+
+def undisturbed_hash(num_tokens: int) -> str:
+    """The hash of as many tokens as the counting session makes of the usual seed where nothing disturbs it."""
+    positions = np.arange(num_tokens, dtype=np.uint32)
+    return tokens_sha256(SEED + positions + positions % TOKENS_PER_SLICE)
+
+
+def assert_undisturbed(run: Run, jobs: Mapping[str, int]) -> None:
+    """Each job's result has the tokens that it would have had without any loss."""
+    assert {name: token_hash(run, name) for name in jobs} == {
+        name: undisturbed_hash(max_tokens) for name, max_tokens in jobs.items()
+    }
 
 
 def result_metrics(run: Run, custom_id: str) -> dict[str, Any]:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from swiftbatch.jobs.run.output_line import tokens_sha256
 from swiftbatch.jobs.run.run import Progress, Run
 from swiftbatch.scheduler.cluster import worker_calls
 from swiftbatch.scheduler.cluster.ray_cluster import Cluster
@@ -16,13 +14,12 @@ from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
 from swiftbatch.scheduler.limits import Limits
 from tests.scheduler.driver.driver_parts import (
     RecordingDisplay,
+    assert_undisturbed,
     job_id,
     make_driver,
     make_run,
     result_metrics,
-    token_hash,
 )
-from tests.worker.session.counting_session import TOKENS_PER_SLICE
 
 JOBS = {"unlogged": 800, "short": 60}
 
@@ -53,10 +50,7 @@ def test_at_each_limit_all_is_written_and_a_larger_one_goes_on_to_the_same_token
     assert make_driver(run, cluster, RecordingDisplay(), workers=1, slots=2).run() == "finished"
     assert last_beat(run).reached_limit is None
     assert last_beat(run).num_total_tokens == sum(JOBS.values())
-    for name, max_tokens in JOBS.items():
-        positions = np.arange(max_tokens, dtype=np.uint32)
-        undisturbed = 7 + positions + positions % TOKENS_PER_SLICE  # what the counting session makes of the seed 7
-        assert token_hash(run, name) == tokens_sha256(undisturbed)
+    assert_undisturbed(run, JOBS)
     assert result_metrics(run, "unlogged")["num_recovered_tokens"] > 100
 
 

@@ -11,10 +11,10 @@ from swiftbatch.scheduler.cluster.ray_cluster import Cluster
 from swiftbatch.scheduler.driver import dispatch, load_balancing
 from tests.scheduler.driver.driver_parts import (
     RecordingDisplay,
+    assert_undisturbed,
     make_driver,
     make_run,
     result_metrics,
-    token_hash,
 )
 
 
@@ -24,13 +24,11 @@ def test_an_idle_worker_takes_a_job_over_from_one_that_holds_several(
     monkeypatch.setattr(dispatch, "MIN_MOVE_SECONDS", 0.1)
     # long enough to be under way still when the last worker of a busy machine has started
     jobs = {"unlogged-1": 2400, "unlogged-2": 2360, "unlogged-3": 2320, "unlogged-4": 2280, "a": 50, "b": 40}
-    calm = make_run(tmp_path / "calm", jobs)
-    make_driver(calm, cluster, RecordingDisplay(), workers=1, slots=6).run()
     run, display, counters = make_run(tmp_path / "run", jobs), RecordingDisplay(), DriverCounters()
     driver = make_driver(run, cluster, display, workers=3, slots=2, attempts=1, counters=counters)
     assert driver.run() == "finished"
     assert counters.num_preemptions == {"migrated": 1}  # 2 + 2 + 0 jobs become 2 + 1 + 1
-    assert {name: token_hash(run, name) for name in jobs} == {name: token_hash(calm, name) for name in jobs}
+    assert_undisturbed(run, jobs)
     moved = [result_metrics(run, name) for name in jobs if result_metrics(run, name)["num_attempts"] == 2]
     assert len(moved) == 1
     assert len(set(moved[0]["workers"])) == 2  # another worker goes on with it

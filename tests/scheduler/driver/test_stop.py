@@ -19,6 +19,7 @@ from swiftbatch.scheduler.driver.queue_loading import load_queue
 from swiftbatch.scheduler.driver.worker_fleet import Fleet, Worker
 from tests.scheduler.driver.driver_parts import (
     RecordingDisplay,
+    assert_undisturbed,
     job_id,
     last_beat_of_a_stopped,
     make_driver,
@@ -31,13 +32,21 @@ def num_logged(run: Run, custom_id: str) -> int:
     return len(CheckpointStore.of(run).read_tokens(job_id(run, custom_id)))
 
 
-def test_a_stopped_driver_has_all_checkpoints_written(tmp_path: Path, cluster: Cluster) -> None:
-    run, display = make_run(tmp_path / "run", {"unlogged-1": 400, "unlogged-2": 400}), RecordingDisplay()
+def test_a_stopped_driver_has_all_checkpoints_written_and_the_next_one_goes_on(
+    tmp_path: Path, cluster: Cluster
+) -> None:
+    jobs = {"unlogged-1": 400, "unlogged-2": 400, "short": 20}
+    run, display = make_run(tmp_path / "run", jobs), RecordingDisplay()
     progress = last_beat_of_a_stopped(make_driver(run, cluster, display), run, display)
     assert progress.running == {}  # nothing was left without a checkpoint
-    assert num_logged(run, "unlogged-1") + num_logged(run, "unlogged-2") == progress.num_generated_tokens > 100
-    assert make_driver(run, cluster, RecordingDisplay()).run() == "finished"
+    assert not progress.workers
+    assert progress.jobs["running"] == 0
+    num_known = sum(num_logged(run, name) for name in jobs) + (20 if run.ended()[0] else 0)
+    assert num_known == progress.num_generated_tokens > 100
+    assert load_queue(run, 5).num_generated_tokens == num_known  # counted from the token log and the results
+    assert make_driver(run, cluster, RecordingDisplay(), workers=1, slots=2).run() == "finished"
     assert result_metrics(run, "unlogged-1")["num_recovered_tokens"] > 0
+    assert_undisturbed(run, jobs)
 
 
 def test_a_worker_that_does_not_answer_holds_a_stop_up_for_the_grace_period_only(
@@ -123,7 +132,7 @@ def test_the_first_failure_of_the_store_is_the_one_that_is_told(
 
 def test_a_beat_tells_what_lost_jobs_had_until_they_run_again(tmp_path: Path, cluster: Cluster) -> None:
     run, display = make_run(tmp_path / "run", {"kills-workers": 1000}), RecordingDisplay()
-    assert make_driver(run, cluster, display, workers=1, attempts=3).run() == "finished"  # it is given up
+    assert make_driver(run, cluster, display, workers=1, attempts=2).run() == "finished"  # it is given up
     waiting = [update.running for update in display.updates if update.jobs["pending"] and update.num_generated_tokens]
     assert {"kills-workers": 20} in waiting  # should the driver die now, they count as recomputed
     assert display.updates[-1].running == {}

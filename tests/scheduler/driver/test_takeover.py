@@ -13,8 +13,10 @@ from swiftbatch.jobs.run.run import Progress, Run
 from swiftbatch.jobs.run.run_records import DriverClaim
 from swiftbatch.metrics.driver_counters import DriverCounters
 from swiftbatch.scheduler.cluster.ray_cluster import Cluster
+from swiftbatch.scheduler.driver import driver_heartbeat
 from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
 from swiftbatch.scheduler.driver.takeover import Epoch, RunTakenError, refuse_if_taken
+from swiftbatch.scheduler.runs import cancellation
 from swiftbatch.scheduler.runs.cancellation import cancel_jobs
 from tests.scheduler.driver.driver_parts import (
     RecordingDisplay,
@@ -136,7 +138,7 @@ def test_a_second_driver_is_refused_while_the_first_is_alive(run: Run, cluster: 
             refused.append(caught.value)
 
     display.on_update = try_second
-    assert make_driver(run, cluster, display).run() == "finished"
+    assert make_driver(run, cluster, display, workers=1, slots=2).run() == "finished"
     assert refused
     assert [update.epoch for update in display.updates if update.epoch != 1] == []
 
@@ -165,12 +167,16 @@ def test_what_a_dead_driver_last_reported_counts_as_recomputed(run: Run, cluster
     driver.run()
     held = beat(run, host=HERE, pid=dead_pid, age=0)
     run.write_progress(held.model_copy(update={"running": {"a": 150}}))  # of which no checkpoint was written
-    assert make_driver(run, cluster, display).run() == "finished"
+    assert make_driver(run, cluster, display, workers=1, slots=2).run() == "finished"
     assert result_metrics(run, "a")["num_reported_tokens"] == 150
     assert result_metrics(run, "b")["num_reported_tokens"] == 0
 
 
-def test_to_cancel_a_run_whose_driver_is_silent_keeps_that_driver_from_going_on(run: Run) -> None:
+def test_to_cancel_a_run_whose_driver_is_silent_keeps_that_driver_from_going_on(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (cancellation, driver_heartbeat):  # how long it is waited for
+        monkeypatch.setattr(module, "STALE_SECONDS", 0.5)
     silent = Epoch.begin(run)
     beat(run, host="elsewhere", pid=1, age=100)
     assert cancel_jobs(run, None) == "cancelled 2 jobs"

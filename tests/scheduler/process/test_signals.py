@@ -150,7 +150,7 @@ def test_under_nohup_a_run_outlives_its_terminal_and_is_drained_without_one(tmp_
             assert terminal.process.poll() is None
             time.sleep(0.05)
         assert is_in("SigIgn", pid, signal.SIGHUP)  # a drain takes a moment, too
-        os.kill(pid, signal.SIGTERM)
+        os.killpg(pid, signal.SIGTERM)  # workers hear of it from the driver alone
         assert terminal.process.wait(DEADLINE_SECONDS) == 130
     beat = newest_beat(run, pid)
     assert beat is not None
