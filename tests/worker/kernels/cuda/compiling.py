@@ -50,6 +50,8 @@ from swiftbatch.worker.kernels.layer_forms import Activation, AttentionView, Nor
 from swiftbatch.worker.kernels.mixer_sizes import MixerForm, MixerSizes
 from swiftbatch.worker.kernels.packed_weights import CODE_BITS, TABLES, Code, PackedMatrix, Weight
 from swiftbatch.worker.papers.griffin import draft_layer_kernels as griffin
+from tests.worker.drawing.cuda.compile_parts import compiled as compile_launch
+from tests.worker.drawing.cuda.compile_parts import drawing_launches
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 MOST_ROWS = ROW_CHOICES[-1]
@@ -465,7 +467,8 @@ def compiled(name: str, dtype: str, capability: int) -> Any:
 
 def described(name: str, dtype: str, capability: int) -> dict[str, Any]:
     """Registers and bytes on the stack (0: nothing was spilled) of a thread, shared memory, and instructions."""
-    made = compiled(name, dtype, capability)
+    drawing = drawing_launches()
+    made = compile_launch(drawing[name], capability) if name in drawing else compiled(name, dtype, capability)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
         file.flush()
@@ -478,6 +481,7 @@ def described(name: str, dtype: str, capability: int) -> dict[str, Any]:
         "capability": capability,
         "registers": int(re.search(r"REG:(\d+)", usage)[1]),  # type: ignore[index]
         "stack": int(re.search(r"STACK:(\d+)", usage)[1]),  # type: ignore[index]
+        "local": int(re.search(r"LOCAL:(\d+)", usage)[1]),  # type: ignore[index]
         "shared": made.metadata.shared,
         "warps": made.metadata.num_warps,
         "layouts": [[int(number) for number in layout.split(",")] for layout in layouts],
