@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from swiftbatch.worker.kernels.compute_threads import Team
@@ -59,10 +58,16 @@ def causal_attention(
     is_grouped, mask = query.shape[1] != key.shape[1], None
     if before is not None:
         key, value = (torch.cat([each.detach(), own], dim=2) for each, own in zip(before, (key, value), strict=True))
-        mask = causal_lower_right(query.shape[2], key.shape[2])
+        mask = _lower_right(query.shape[2], key.shape[2])
     return scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=is_grouped
     )
+
+
+def _lower_right(num_queries: int, num_keys: int) -> Any:
+    from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler, which takes as long as torch
+
+    return causal_lower_right(num_queries, num_keys)
 
 
 def is_fast(query: Tensor) -> bool:

@@ -15,10 +15,10 @@ from swiftbatch.worker.papers.triforce.recipe import DraftRecipe, draft_recipe
 from swiftbatch.worker.papers.triforce.training import train_draft
 from swiftbatch.worker.training import defaults
 from swiftbatch.worker.training.head_recipe import HeadRecipe
+from swiftbatch.worker.training.held_folder import held
 from swiftbatch.worker.training.model_card import write_card
 from swiftbatch.worker.training.target.recipe import TargetRecipe
 from swiftbatch.worker.training.target.training import train_target
-from swiftbatch.worker.training.training_folder import held
 
 EMBEDDED_HEADS = HeadRecipe(num_own_texts=512)
 

@@ -70,7 +70,7 @@ def drafter_with(target: TargetModel, costs: StepCosts) -> AutoDrafter:
 @pytest.mark.long
 @pytest.mark.parametrize("sampler", [pytest.param("T=0", marks=pytest.mark.slow), "T=1, min-p 0.1, penalty"])
 def test_chains_drawn_with_scanned_keys_give_plain_decoding_s_tokens(target: TargetModel, sampler: str) -> None:
-    plain, drafted = (new_sequence(target, sampler, 2500, 150) for _ in range(2))
+    plain, drafted = (new_sequence(target, sampler, 1400, 130) for _ in range(2))
     run_to_ends(Engine(target, create_drafter("autoregressive", target, free_rows)), plain)
     drafter = drafter_with(target, rounds_always_pay())
     engine = Engine(target, drafter)
@@ -84,7 +84,7 @@ def test_chains_drawn_with_scanned_keys_give_plain_decoding_s_tokens(target: Tar
 @pytest.mark.long
 def test_a_batch_of_short_and_long_texts_gives_the_tokens_of_each_alone(target: TargetModel) -> None:
     alone, together = (
-        [new_sequence(target, "T=0", length, 150, f"{length}") for length in (30, 1300, 2500)] for _ in "ab"
+        [new_sequence(target, "T=0", length, 100, f"{length}") for length in (30, 1200, 1500)] for _ in "ab"
     )
     for sequence in alone:
         run_to_ends(Engine(target, create_drafter("autoregressive", target, free_rows)), sequence)
@@ -96,7 +96,7 @@ def test_a_batch_of_short_and_long_texts_gives_the_tokens_of_each_alone(target: 
 
 def test_rounds_that_check_no_tree_are_one_call(target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RoundsPlanner, "best", lambda *_: RoundsChoice(0, 9, rate=1e9))
-    made = [[new_sequence(target, "T=1, min-p 0.1, penalty", n, 60, f"{n}") for n in (1400, 2500)] for _ in "ab"]
+    made = [[new_sequence(target, "T=1, min-p 0.1, penalty", n, 60, f"{n}") for n in (1200, 1500)] for _ in "ab"]
     run_to_ends(Engine(target, create_drafter("autoregressive", target, free_rows)), *made[0])
     drafter = drafter_with(target, rounds_always_pay())
     monkeypatch.setattr(target, "check", None)
@@ -114,8 +114,8 @@ def test_a_resumed_job_drafts_the_same_chain(
     choice = RoundsChoice(num_nodes, 9, rate=1e9)
     monkeypatch.setattr(RoundsPlanner, "best", lambda *_: choice)  # plans follow measured times
     undisturbed, resumed = (drafter_with(target, rounds_always_pay()) for _ in range(2))
-    sequence = new_sequence(target, "T=1, min-p 0.1, penalty", 2500, 200)
-    assert len(check_resumed(target, sequence, 100, undisturbed, resumed)) > 2
+    sequence = new_sequence(target, "T=1, min-p 0.1, penalty", 1400, 120)
+    assert len(check_resumed(target, sequence, 60, undisturbed, resumed)) > 2
 
 
 @pytest.mark.sample(2)

@@ -3,7 +3,8 @@
 Its arguments are the library's path, and how many rounds there are of each kind.
 
 Right tables give finite logits, spoiled ones a ValueError; anything else ends the process with the sanitizer's report.
-Draws, walks and candidates of random rows likewise, and causal attention with its gradients.
+Draws, walks and candidates of random rows likewise, tables of a GPU's rows, the trees of token recycling and what it
+learns, and causal attention with its gradients.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import functools
 import random
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import get_args
 
@@ -24,16 +26,23 @@ from swiftbatch.jobs.run.option_values import LogprobsMode
 from swiftbatch.jobs.sampling import MAX_TOP_LOGPROBS
 from swiftbatch.worker.caches import scan_cache
 from swiftbatch.worker.caches.full_cache import MAX_TREE_NODES
+from swiftbatch.worker.drafters.ranking import ranking_rule
+from swiftbatch.worker.drafters.recycling import native_recycler
+from swiftbatch.worker.drafters.recycling.native_recycler import MOST_NODES, NativeRecycling, TextCandidates
+from swiftbatch.worker.drafters.recycling.recycling_tables import NEW_SHARE, PAIR_SHARE, RecyclingTables
 from swiftbatch.worker.drawing import native_calls as sampling_calls
 from swiftbatch.worker.drawing import native_drawing as sampling
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.verification import TOP_K
 from swiftbatch.worker.kernels import causal_attention, native_decoder
 from swiftbatch.worker.kernels.compute_threads import Team
+from swiftbatch.worker.kernels.cuda import native_row_table
+from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, TableLayout
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights
 from swiftbatch.worker.kernels.instruction_sets import open_library
 from swiftbatch.worker.kernels.native_decoder import NativeDecoder, native_attention
 from swiftbatch.worker.papers.griffin.native_griffin import NativeGriffin
+from swiftbatch.worker.target import tiles
 from swiftbatch.worker.target.partial_rows import PartialRows
 from swiftbatch.worker.target.tiles import SequenceRows, tree_rows
 from tests.worker.drawing.native.sampling_parts import any_params, any_row, cases, penalised_counts
@@ -54,6 +63,8 @@ from tests.worker.kernels.quantized_parts import packed_weights
 LENGTHS: tuple[int, ...] = (0, 1, 63, 64, 65, 250, 256, 300, 2047, 2049, 4100)
 CAUSAL_LENGTHS = (1, 2, 63, 64, 65, 129, 300, 700)
 GRIFFINS = ((0, 0), (1, 0), (2, 0), (1, 48), (2, 80))  # parts of the input, and the width of the expansion
+MOST_SCANNING = 127  # rows that may see scanned keys, and the chunks of these: each row looks at all keys
+MOST_CHUNKS = 3
 SPOILED = (-(2**31), -1, 0, 1, 63, 64, 65, 2**20, 2**31 - 1, 2**40)
 
 
@@ -66,10 +77,12 @@ def sanitized() -> ctypes.CDLL:
 def random_rows(numbers: random.Random, shape: Shape) -> SequenceRows | PartialRows:
     length = numbers.choice(LENGTHS)
     if numbers.random() < 0.4:
-        rows = random_partial_rows(numbers, shape, length, numbers.randrange(MAX_TREE_NODES))
-        num_best, first = numbers.choice((1, 40, 5000)), numbers.randrange(80)
         is_scanned = numbers.random() < 0.5 and shape.latent is None
-        scanned = scanned_noise(shape, numbers.randrange(1, 4), num_best, first) if is_scanned else None
+        most = MOST_SCANNING if is_scanned else MAX_TREE_NODES
+        rows = random_partial_rows(numbers, shape, length, numbers.randrange(most))
+        num_best, first = numbers.choice((1, 40, 5000)), numbers.randrange(80)
+        num_chunks = numbers.randint(1, MOST_CHUNKS)
+        scanned = scanned_noise(shape, num_chunks, num_best, first) if is_scanned else None
         return dataclasses.replace(rows, scanned=scanned)
     tree = random_tree(numbers, numbers.randrange(40), length, shape.vocab)
     kv_dtype = numbers.choice((None, "int8", "fp8"))
@@ -101,14 +114,61 @@ def fuzz(shape: Shape, weights: DecoderWeights, numbers: random.Random, num_roun
         assert logits is not None
         assert torch.isfinite(logits).all()
         assert queries is None or torch.isfinite(queries).all()
-        try:
+        with suppress(ValueError):
             decoder.forward([spoil(numbers, group) for group in groups])
-        except ValueError:
-            continue
+        fill_tables(numbers, shape, groups)
     heads = [numbers.randrange(1, 9), 1, 1]
     rows = random_rows(numbers, shape)
     tensors = [torch.randn(len(rows), num * shape.num_kv_heads, shape.head_dim).to(shape.dtype) for num in heads]
     native_attention(Team(sanitized(), 2), [rows], 1, *tensors, 0.1)
+
+
+def fill_tables(numbers: random.Random, shape: Shape, groups: list[SequenceRows | PartialRows]) -> None:
+    """The rows in a table as a GPU reads it, which is no larger than they need."""
+    page, has_windows = numbers.choice(((None, False), (BLOCK, False), (2 * BLOCK, True)))
+    groups = [dataclasses.replace(each, boundary=each.first_entry) if each.is_partial else each for each in groups]
+    sizes = (len(groups), 80 * BLOCK, numbers.choice((1, 4, 16)), 2**20, shape.vocab, 1, page)
+    layout = TableLayout(*sizes, num_rows=sum(map(len, groups)), has_window_pages=has_windows)
+    own, windowed = ([[numbers.randrange(500) for _ in range(80)] for _ in groups] if page else () for _ in range(2))
+    buffer = np.zeros(layout.size, dtype=np.int32)
+    for is_wrong in (False, True):
+        given = [spoil(numbers, group) if is_wrong else group for group in groups]
+        fits = layout._native.fill(buffer, [*zip(given, range(len(given)), strict=True)], own, windowed)
+        assert fits or is_wrong
+    tree = random_tree(numbers, 70, 0, shape.vocab)
+    tree.parents[numbers.randrange(len(tree))] = numbers.choice(SPOILED)
+    with suppress(ValueError):
+        tiles.tails([64], [64 + numbers.randrange(64)], [tree])
+
+
+def fuzz_recycling(vocab: int, numbers: random.Random, num_rounds: int) -> None:
+    tables = RecyclingTables(vocab)
+    tokens, pairs = tables.tokens, tables.pairs.matrix
+    rows, shares = ((tokens.ids, tokens.logprobs), (pairs.ids, pairs.logprobs)), (NEW_SHARE, PAIR_SHARE)
+    recycling = NativeRecycling(*rows, tables.pairs.keys, shares, "sanitized")
+    for _ in range(5 * num_rounds):
+        recycling.write([random_text(numbers, vocab, vocab) for _ in range(numbers.randrange(1, 4))])
+        ends = [[numbers.randrange(vocab) for _ in range(9)] for _ in range(numbers.randrange(1, 4))]
+        sequences = [Sequence("s", end, any_params(numbers), vocab) for end in ends]
+        wanted = [(each, numbers.randrange(MOST_NODES + 2), numbers.randrange(20)) for each in sequences]
+        for tree in recycling.grow(wanted, [ranking_rule(each.sampling, True) for each in sequences]):
+            assert all(0 <= token_id < vocab for token_id in tree.token_ids)
+        with suppress(ValueError):
+            recycling.write([random_text(numbers, vocab, vocab + 1)])
+
+
+def random_text(numbers: random.Random, vocab: int, end: int) -> TextCandidates:
+    """Candidates behind tokens below `vocab`; they themselves are below `end`."""
+    num_rows = numbers.randrange(1, 40)
+    token_ids, ids = (
+        [numbers.randrange(most) for _ in range(num_rows * each)] for most, each in ((vocab, 1), (end, 8))
+    )
+    logprobs = np.array([numbers.choice((-1e4, -9.0, -2.0, -0.1)) for _ in ids], dtype=np.float32)
+    in_text = numbers.sample(range(num_rows), numbers.randrange(num_rows))
+    previous_ids = [numbers.randrange(vocab) for _ in in_text]
+    return TextCandidates(
+        token_ids, np.array(ids).reshape(-1, TOP_K), logprobs.reshape(-1, TOP_K), in_text, previous_ids
+    )
 
 
 def fuzz_griffin(shape: Shape, numbers: random.Random, num_rounds: int, forms: Iterable[tuple[int, int]]) -> None:
@@ -120,10 +180,8 @@ def fuzz_griffin(shape: Shape, numbers: random.Random, num_rounds: int, forms: I
             features, embeddings = torch.randn(2, sum(map(len, groups)), shape.hidden).to(shape.dtype)
             for output in draft.forward(groups, features, embeddings):
                 assert torch.isfinite(output).all()
-            try:
+            with suppress(ValueError):
                 draft.forward([spoil(numbers, group) for group in groups], features, embeddings)
-            except ValueError:
-                continue
 
 
 def fuzz_sampling(vocab: int, numbers: random.Random, num_rounds: int) -> None:
@@ -156,7 +214,10 @@ def fuzz_causal(numbers: random.Random, num_rounds: int) -> None:
 
 if __name__ == "__main__":
     rounds = int(sys.argv[2])
-    LENGTHS = LENGTHS if rounds > 1 else LENGTHS[:8]  # long texts take most of the time
+    if rounds == 1:  # long texts, and rows that look at all of their keys, take most of the time
+        LENGTHS, MOST_SCANNING, MOST_CHUNKS = LENGTHS[:8], 12, 2
+    native_row_table.chosen_library = tiles.chosen_library = sanitized  # type: ignore[attr-defined]
+    native_recycler.load_library = lambda _: sanitized()  # type: ignore[attr-defined]
     scan_cache.load_library = lambda _: sanitized()  # type: ignore[attr-defined]
     causal_attention.load_library = native_decoder.load_library = sampling_calls.load_library = lambda _: sanitized()  # type: ignore[assignment]
     sampling_calls.chosen_variant = lambda: "sanitized"
@@ -170,6 +231,8 @@ if __name__ == "__main__":
         fuzz(each, random_weights(each), random.Random(str(each)), rounds)
     for size in (1, 7, 8, 64, 65, 1000):
         fuzz_sampling(size, random.Random(size), rounds)
+    for size in (1, 30, 1000):
+        fuzz_recycling(size, random.Random(size), rounds)
     if (isa := sanitized().kernels_variant().decode()) in causal_attention.FAST_VARIANTS:
         causal_attention.chosen_variant = lambda: isa
         fuzz_causal(random.Random(isa), rounds)

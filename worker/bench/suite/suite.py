@@ -17,7 +17,7 @@ from swiftbatch.worker.bench.suite.speed_page import PAGE, draw_plots, page_of
 from swiftbatch.worker.bench.suite.stage_file import MadeWith, StageFile, known, made_with, sha256_of, write_whole
 from swiftbatch.worker.bench.suite.suite_stages import SuiteStage, stages_of
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
-from swiftbatch.worker.training.training_folder import held
+from swiftbatch.worker.training.held_folder import held
 
 Report = Callable[[str], None]
 

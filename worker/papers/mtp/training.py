@@ -26,7 +26,8 @@ from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.training import defaults
 from swiftbatch.worker.training.feature_file import TextFeatures
 from swiftbatch.worker.training.head_recipe import HeadRecipe
-from swiftbatch.worker.training.training_folder import TrainingFiles, TrainingFolder, held, write_measured, write_record
+from swiftbatch.worker.training.held_folder import held
+from swiftbatch.worker.training.training_folder import TrainingFiles, TrainingFolder, write_measured, write_record
 from swiftbatch.worker.training.training_loop import Optimizers, Recipe, StepLoss, run_steps
 from swiftbatch.worker.training.training_texts import load_target
 

@@ -21,7 +21,8 @@ from swiftbatch.worker.model.model_files import HEADS_FILE, ModelFiles, locate_m
 from swiftbatch.worker.papers.tokenswift.heads import head_states, save_heads
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.training.head_recipe import HeadRecipe
-from swiftbatch.worker.training.training_folder import TrainingFiles, TrainingFolder, held, write_measured, write_record
+from swiftbatch.worker.training.held_folder import held
+from swiftbatch.worker.training.training_folder import TrainingFiles, TrainingFolder, write_measured, write_record
 from swiftbatch.worker.training.training_loop import check_loss
 from swiftbatch.worker.training.training_texts import (
     TextStates,

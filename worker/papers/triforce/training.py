@@ -25,8 +25,9 @@ from swiftbatch.worker.papers.triforce.draft_model import NUM_SINKS, WINDOW, win
 from swiftbatch.worker.papers.triforce.recipe import NUM_BOOK_TOKENS, DraftRecipe, draft_config
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.training.corpus import jumping_positions
+from swiftbatch.worker.training.held_folder import held
 from swiftbatch.worker.training.target.training import save_target
-from swiftbatch.worker.training.training_folder import TrainingFiles, TrainingFolder, held, write_measured, write_record
+from swiftbatch.worker.training.training_folder import TrainingFiles, TrainingFolder, write_measured, write_record
 from swiftbatch.worker.training.training_loop import Optimizers, StepLoss, repeatable, run_steps
 from swiftbatch.worker.training.training_texts import (
     Text,

@@ -17,6 +17,7 @@ from swiftbatch.worker.target.hardware import resolve_device
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.training import defaults
 from swiftbatch.worker.training.corpus import encode_books, read_books
+from swiftbatch.worker.training.held_folder import held
 from swiftbatch.worker.training.model_card import write_card
 from swiftbatch.worker.training.target import evaluate
 from swiftbatch.worker.training.target.delta_nets import use_chunks
@@ -31,7 +32,7 @@ from swiftbatch.worker.training.target.evaluate import (
 from swiftbatch.worker.training.target.recipe import CONFIGS, VOCAB_SIZE, TargetRecipe
 from swiftbatch.worker.training.target.training_attention import ATTENTION_NAME
 from swiftbatch.worker.training.target.training_stages import run_stages, stages_of
-from swiftbatch.worker.training.training_folder import TrainingFiles, TrainingFolder, held, write_record
+from swiftbatch.worker.training.training_folder import TrainingFiles, TrainingFolder, write_record
 
 FILES = TrainingFiles("train_log.jsonl", "train_state.pt", "model.safetensors")
 NUM_TEST_STRETCHES = 4

@@ -23,7 +23,7 @@ from swiftbatch.worker.bench.suite.stage_file import MadeWith, StageFile, cpu_na
 from swiftbatch.worker.bench.suite.suite import SuiteOptions, run_suite
 from swiftbatch.worker.bench.suite.suite_stages import STAGES, SuiteStage, stages_of
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
-from swiftbatch.worker.training.training_folder import held
+from swiftbatch.worker.training.held_folder import held
 from tests.worker.kernels.kernel_parts import needs_kernels
 
 pytestmark = [pytest.mark.long, needs_kernels]

@@ -1,21 +1,62 @@
-"""Kernels compiled for A100 and H100 on a machine without a GPU: what they take of it. Run without TRITON_INTERPRET."""
+"""The kernels that draw and that move rows, as they are launched, to be compiled on a machine without a GPU."""
 
 from __future__ import annotations
 
-import re
-import subprocess
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from swiftbatch.worker.caches.memory.page_counts import GPU_PAGE
+from swiftbatch.worker.caches.summary_cache import CHUNK_SIZE
+from swiftbatch.worker.drawing.cuda import buffers, candidates, counts, draw, scores
+from swiftbatch.worker.drawing.cuda import candidates as choice
+from swiftbatch.worker.drawing.cuda import (
+    ranked_tokens as ranking,
+)
+from swiftbatch.worker.drawing.drawing import UNLIKELY
+from swiftbatch.worker.drawing.filters import best_kernels, filter_kernels
+from swiftbatch.worker.drawing.verification import TOP_K
+from swiftbatch.worker.kernels.cuda import move_rows, row_means
+
 MULTIPLES = ("vocab", "logits_stride", "stride_")  # numbers that are multiples of 16 in large models
 MOST_SHARED = 48 * 1024  # bytes, of which every GPU gives a program as much
-CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+FLOATS, BF16, INTS, LONGS = "*fp32", "*bf16", "*i32", "*i64"
+TYPES = {
+    "rows_ptr": INTS,
+    "logits_ptr": FLOATS,
+    "counts_ptr": INTS,
+    "ancestors_ptr": INTS,
+    "leaving_ptr": INTS,
+    "output_ptr": INTS,
+    "bias_ptr": FLOATS,
+    "allowed_ptr": INTS,
+    "masked_ptr": INTS,
+    "scores_ptr": FLOATS,
+    "peaks_ptr": INTS,
+    "tops_ptr": INTS,
+    "tempered_ptr": FLOATS,
+    "sorted_ptr": FLOATS,
+    "order_ptr": LONGS,
+    "cut_scores_ptr": FLOATS,
+    "cut_tokens_ptr": INTS,
+    "best_ptr": LONGS,
+    "tokens_ptr": INTS,
+    "highest_ptr": FLOATS,
+    "ranks_ptr": LONGS,
+    "sums_ptr": FLOATS,
+    "ids_ptr": INTS,
+    "logprobs_ptr": FLOATS,
+    "arriving_ptr": INTS,
+    "undecided_ptr": "*i1",
+}
+UNLIKELY_LOGPROB = {"UNLIKELY": UNLIKELY}
+MOVING_TYPES = {"arena_ptr": "*i16", "source_ptr": "*i16", "out_ptr": "*i16"} | dict.fromkeys(
+    ("moves_ptr", "entries_ptr", "pages_ptr"), INTS
+)
+WIDE = {"arena_ptr": INTS, "source_ptr": INTS, "out_ptr": INTS}  # of float32
 
 
 @dataclass(frozen=True)
@@ -28,14 +69,58 @@ class Launch:
     num_warps: int = 4
 
 
-@dataclass(frozen=True)
-class Resources:
-    """The resources that a program takes: registers of a thread, and bytes."""
+def every_launch() -> list[Launch]:
+    """Return the launches of draw.py, candidates.py, counts.py, move_rows.py and row_means.py, with heads of 128."""
+    block, top = {"BLOCK": buffers.BLOCK}, {"TOP": TOP_K}
+    ranked = {"TOP": 16}  # candidates of a draft model's row
+    width = {"WIDTH": 128}  # a head's, and that of 128,256 tokens in blocks
+    sorted_block, listed = {"BLOCK": draw.SORTED_BLOCK}, {"MOST": draw.NUM_LISTED}
+    moved = width | {"HEAD_DIM": 128}
+    gathered = moved | {"NUM_ROWS": move_rows.NUM_ROWS, "IS_CODED": False, "PAGE": GPU_PAGE}
+    averaged = moved | {"CHUNK_WIDTH": CHUNK_SIZE, "PAGE": GPU_PAGE}
+    return [
+        Launch(scores.penalise_blocks, TYPES, block, draw.NUM_WARPS),
+        Launch(choice.best_of_blocks, TYPES, block | width | {"IS_CUT": False}, draw.NUM_WARPS),
+        Launch(choice.best_of_blocks, TYPES, block | width | {"IS_CUT": True}, draw.NUM_WARPS),
+        Launch(choice.best_of_rows, TYPES, width, draw.NUM_WARPS),
+        Launch(filter_kernels.temper_blocks, TYPES, block | width, draw.NUM_WARPS),
+        Launch(filter_kernels.find_cuts, TYPES, sorted_block | width, draw.SORTED_WARPS),
+        Launch(best_kernels.list_best, TYPES, sorted_block | width | listed, draw.SORTED_WARPS),
+        Launch(best_kernels.find_cuts_of_best, TYPES, sorted_block | width | listed, draw.LISTED_WARPS),
+        Launch(candidates.candidates_of_blocks, TYPES, block | top, candidates.BLOCK_WARPS),
+        Launch(candidates.candidates_of_rows, TYPES, width | top | UNLIKELY_LOGPROB, candidates.ROW_WARPS),
+        Launch(ranking.rank_blocks, TYPES, block | width | ranked | {"SPREAD": 0.4}, ranking.NUM_WARPS),
+        Launch(candidates.candidates_of_rows, TYPES, width | ranked | UNLIKELY_LOGPROB, ranking.ROW_WARPS),
+        Launch(counts.count_tokens, TYPES, {"BLOCK": counts.BLOCK}, counts.NUM_WARPS),
+        Launch(move_rows.move_slot_rows, MOVING_TYPES, moved, move_rows.MOVE_WARPS),
+        Launch(move_rows.move_slot_rows, MOVING_TYPES | WIDE, moved, move_rows.MOVE_WARPS),
+        Launch(move_rows.copy_rows, MOVING_TYPES, gathered | {"IS_CHOSEN": True}, move_rows.COPY_WARPS),
+        Launch(
+            move_rows.copy_rows,
+            MOVING_TYPES,
+            gathered | {"IS_CHOSEN": False, "entries_ptr": None, "PAGE": 0},
+            move_rows.COPY_WARPS,
+        ),
+        Launch(move_rows.copy_rows, MOVING_TYPES | WIDE, gathered | {"IS_CHOSEN": True}, move_rows.COPY_WARPS),
+        Launch(
+            row_means.average_chunk, MOVING_TYPES | {"source_ptr": BF16, "out_ptr": BF16}, averaged, row_means.NUM_WARPS
+        ),
+        Launch(
+            row_means.average_chunk,
+            MOVING_TYPES | {"source_ptr": FLOATS, "out_ptr": FLOATS},
+            averaged,
+            row_means.NUM_WARPS,
+        ),
+    ]
 
-    registers: int
-    stack: int  # what is spilled lies there
-    local: int
-    shared: int
+
+def drawing_launches() -> dict[str, Launch]:
+    """All by their kernels' names, and their numbers where a kernel is launched in several forms."""
+    found: dict[str, Launch] = {}
+    for launch in every_launch():
+        forms = sum(each.kernel is launch.kernel for each in found.values())
+        found[launch.kernel.__name__ + (f", form {forms + 1}" if forms else "")] = launch
+    return found
 
 
 def compiled(launch: Launch, capability: int) -> Any:
@@ -50,14 +135,3 @@ def compiled(launch: Launch, capability: int) -> Any:
         attrs={(i,): [["tt.divisibility", 16]] for i, is_multiple in aligned.items() if is_multiple},
     )
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": launch.num_warps})
-
-
-def resources(launch: Launch, capability: int) -> Resources:
-    """Return the resources that a compiled kernel takes, read from its machine code."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write((binary := compiled(launch, capability)).asm["cubin"])
-        file.flush()
-        command = [str(CUOBJDUMP), "--dump-resource-usage", file.name]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    numbers = {name: int(number) for name, number in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
-    return Resources(numbers["REG"], numbers["STACK"], numbers["LOCAL"], binary.metadata.shared)

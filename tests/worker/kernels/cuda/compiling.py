@@ -18,6 +18,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from tests.worker.drawing.cuda.compile_parts import compiled as compile_launch
+from tests.worker.drawing.cuda.compile_parts import drawing_launches
 from tests.worker.kernels.cuda.kernel_constants import KEPT, kernels
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -95,7 +97,8 @@ def compiled(name: str, dtype: str, capability: int) -> Any:
 
 def described(name: str, dtype: str, capability: int) -> dict[str, Any]:
     """Registers and bytes on the stack (0: nothing was spilled) of a thread, shared memory, and instructions."""
-    made = compiled(name, dtype, capability)
+    drawing = drawing_launches()
+    made = compile_launch(drawing[name], capability) if name in drawing else compiled(name, dtype, capability)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
         file.flush()
@@ -108,6 +111,7 @@ def described(name: str, dtype: str, capability: int) -> dict[str, Any]:
         "capability": capability,
         "registers": int(re.search(r"REG:(\d+)", usage)[1]),  # type: ignore[index]
         "stack": int(re.search(r"STACK:(\d+)", usage)[1]),  # type: ignore[index]
+        "local": int(re.search(r"LOCAL:(\d+)", usage)[1]),  # type: ignore[index]
         "shared": made.metadata.shared,
         "warps": made.metadata.num_warps,
         "layouts": [[int(number) for number in layout.split(",")] for layout in layouts],

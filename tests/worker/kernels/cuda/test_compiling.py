@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests import ROOT
+from tests.worker.drawing.cuda.compile_parts import MOST_SHARED, drawing_launches
 from tests.worker.kernels.cuda.kernel_constants import (
     OTHER_WIDTHS,
     coded_kernels,
@@ -47,6 +48,8 @@ IN_OTHER_FORMS = (  # whose own form is compiled every day
     *("packed uint4", "packed uint8", "packed int8", "packed e2m1", "packed e4m3"),
     *("prefix in int8", "tail in int8", "attend to the best in e4m3", "attend to the best in int8", "rope in e4m3"),
     "prefix with biases",
+    *("joined rows, 1,024 wide", "joined rows, 4,096 wide", "norm and add", "xielu", "values of heads"),
+    *(name for name in drawing_launches() if "form" in name),
     *("choice of Qwen3", "choice of Phi-3.5", "sort of choices", "experts' downs", "sum of choices"),
     "experts' ups alone",
     *(f"states: {name} of Nemotron-H 8B" for name in ("heads", "weights", "walk", "norm", "moves")),
@@ -78,6 +81,7 @@ def compiled() -> Callable[..., list[Report]]:
         asked = asked_for(capabilities, names)
         if any((dtype, capabilities, name) not in known for name in asked):
             group = WIDE if set(asked) <= set(WIDE) else [name for name in kernels(dtype) if name not in WIDE]
+            group += drawing_launches() if dtype == "bf16" and group is not WIDE else ()
             for report in compile_elsewhere(dtype, capabilities, asked_for(capabilities, group)):
                 known.setdefault((dtype, capabilities, report["kernel"]), []).append(report)
         return [report for name in asked for report in known[dtype, capabilities, name]]
@@ -246,6 +250,17 @@ def test_keys_and_values_in_8_bits_become_numbers_once_and_are_read_sixteen_byte
             assert report["ops"]["cvt.rn.bf16x2.f32"] == 16 + 64, report  # probabilities, and two numbers at a time
 
 
+@pytest.mark.parametrize("capabilities", [H100, pytest.param(BOTH, marks=pytest.mark.slow)])
+def test_what_draws_and_moves_rows_spills_nothing_and_fits_into_any_gpu(
+    compiled: Callable[..., list[Report]], capabilities: tuple[int, ...]
+) -> None:
+    reports = compiled("bf16", capabilities, *drawing_launches())
+    assert len(reports) == len(asked_for(capabilities, drawing_launches())) * len(capabilities)
+    for report in reports:
+        assert report["stack"] == report["local"] == 0, report
+        assert report["shared"] <= MOST_SHARED, report
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_heads_of_other_widths_fit_into_shared_memory(compiled: Callable[..., list[Report]], dtype: str) -> None:
@@ -256,7 +271,7 @@ def test_heads_of_other_widths_fit_into_shared_memory(compiled: Callable[..., li
 
 def test_every_kernel_that_is_launched_is_among_them() -> None:
     rooms = ("kernels/cuda", "kernels/cuda/scan", "kernels/cuda/states")
-    moving = ("move_rows.py", "row_means.py")  # which `tests/worker/drawing/cuda/compile_run.py` compiles
+    moving = ("move_rows.py", "row_means.py")  # which are among the launches of `compile_parts.py`
     paths = (path for room in rooms for path in (ROOT / "worker" / room).glob("*.py"))
     sources = [path for path in paths if path.name not in moving]
     apart = ("exactness/gpu_doctor/machine_checks", "papers/griffin/cuda_griffin", "papers/griffin/draft_layer_kernels")

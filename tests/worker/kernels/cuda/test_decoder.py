@@ -108,12 +108,13 @@ SAID_BY_OTHERS = {*IN_BOTH - {"gemma2"}, "mistral, bfloat16", "llama, bfloat16"}
 @pytest.mark.parametrize(
     "kind", [pytest.param(k, marks=pytest.mark.slow if k in SAID_BY_OTHERS else ()) for k in KINDS]
 )
-def test_trees_of_four_sequences_are_as_in_the_reference(kind: str) -> None:
+def test_trees_of_several_sequences_are_as_in_the_reference(kind: str) -> None:
     shape, linear = KINDS[kind]
-    arena = random_arena(shape, (5, 64, 100, 300))
+    lengths, sizes = ((5, 64, 100, 300), SIZES) if kind == "qwen2, float32" else ((64, 300), (2, 4))
+    arena = random_arena(shape, lengths)
     other = arena.copy()
-    found = run(decoder_of(arena, linear), random_rows(random.Random(1), arena, SIZES))
-    expected_rows = [rows for rows, _ in random_rows(random.Random(1), other, SIZES)]
+    found = run(decoder_of(arena, linear), random_rows(random.Random(1), arena, sizes))
+    expected_rows = [rows for rows, _ in random_rows(random.Random(1), other, sizes)]
     expected = whole(ReferenceDecoder(random_weights(shape)).forward(expected_rows))
     for mine, its in zip(found, expected, strict=True):
         assert is_near(mine, its, shape.dtype)

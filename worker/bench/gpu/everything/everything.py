@@ -25,7 +25,7 @@ from swiftbatch.worker.bench.bench_engine import BenchError
 from swiftbatch.worker.bench.gpu.everything.everything_page import PAGE, page_of
 from swiftbatch.worker.bench.gpu.everything.gpu_stages import STAGES, GPUStage
 from swiftbatch.worker.bench.gpu.everything.stage_record import GPUStageRecord, file_name, read_record
-from swiftbatch.worker.training.training_folder import held
+from swiftbatch.worker.training.held_folder import held
 
 PROCESS = "swiftbatch.worker.bench.gpu.everything.stage_process"
 FEWEST_SECONDS = 15  # that are worth the start of a stage

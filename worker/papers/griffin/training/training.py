@@ -32,7 +32,8 @@ from swiftbatch.worker.papers.griffin.training.feature_texts import (
 from swiftbatch.worker.papers.griffin.training.passes import accumulate_gradients
 from swiftbatch.worker.papers.griffin.training.recipe import GriffinRecipe
 from swiftbatch.worker.target.target import TargetModel
-from swiftbatch.worker.training.training_folder import TrainingFiles, TrainingFolder, held, write_measured, write_record
+from swiftbatch.worker.training.held_folder import held
+from swiftbatch.worker.training.training_folder import TrainingFiles, TrainingFolder, write_measured, write_record
 from swiftbatch.worker.training.training_loop import check_loss
 from swiftbatch.worker.training.training_texts import load_target
 

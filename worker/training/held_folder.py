@@ -1,0 +1,79 @@
+"""The lock of a folder that a training writes to. Standard library alone: who only holds one needs no torch."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from pathlib import Path
+
+from swiftbatch.jobs.errors import ModelError
+
+LOCK = ".training.lock"  # the file says who holds the folder, for those who are refused
+
+_held: set[Path] = set()  # by this process: a training may be a part of another one
+
+
+@contextmanager
+def held(path: Path) -> Iterator[None]:
+    """Hold a folder within the block; it is made where it is not there, and stays where something is in it then.
+
+    Raises ModelError where another process holds it, and for what can't be a folder.
+    """
+    folder = path.resolve()
+    if folder in _held:
+        yield
+        return
+    is_new = not folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = _lock(folder / LOCK, path)
+    except OSError as error:
+        raise ModelError(f"output {path}: cannot be written ({error.strerror}); name another folder") from None
+    _held.add(folder)
+    try:
+        yield
+    finally:
+        _held.remove(folder)
+        (folder / LOCK).unlink(missing_ok=True)
+        os.close(lock)
+        if is_new:
+            with suppress(OSError):  # something is in it
+                folder.rmdir()
+
+
+def _lock(file: Path, path: Path) -> int:
+    """Make and lock the file; returns its descriptor. Raises ModelError where another process has it, OSError."""
+    while True:
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(descriptor, 1000).decode(errors="replace") or "one that is just starting"
+            os.close(descriptor)
+            raise ModelError(
+                f"output {path}: another process is at work there, {holder}; wait for its end, end it, or name "
+                "another folder"
+            ) from None
+        except OSError:
+            pass  # a file system without locks: nobody is refused there
+        if _is_at(file, descriptor):
+            os.truncate(descriptor, 0)
+            os.write(descriptor, _own_name().encode())
+            return descriptor
+        os.close(descriptor)  # the holder has ended meanwhile, and removed the file
+
+
+def _own_name() -> str:
+    since = datetime.now().astimezone().isoformat(" ", "seconds")
+    return f"process {os.getpid()} on {socket.gethostname()} since {since}"
+
+
+def _is_at(file: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(file), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
