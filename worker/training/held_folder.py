@@ -19,7 +19,7 @@ _held: set[Path] = set()  # by this process: a training may be a part of another
 
 @contextmanager
 def held(path: Path) -> Iterator[None]:
-    """Hold a folder within the block; it is made where it is not there, and stays where something is in it then.
+    """Hold a folder within the block. A new folder is removed at the end if it is empty.
 
     Raises ModelError where another process holds it, and for what can't be a folder.
     """
