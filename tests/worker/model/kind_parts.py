@@ -64,9 +64,9 @@ LATENT = {
     "first_k_dense_replace": 1,
 }
 FOUR = {"num_hidden_layers": 4}  # of three forms; or the last alone is another; or their sinks are lost among experts
-THREE = {"num_hidden_layers": 3}  # of which two have states, one in front of the other
+THREE = {"num_hidden_layers": 3}  # two with states, then one that attends and keeps what these made wrong
 RECURRENT = THREE | {
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 16,
@@ -85,7 +85,7 @@ MAMBA = {
 }
 CONVOLUTIONS = {  # by how many layers there are
     number: {"num_hidden_layers": number, "layer_types": types, "conv_L_cache": 3, "conv_bias": False}
-    for number, types in ((3, ["conv", "full_attention", "conv"]), (4, ["conv", "full_attention"] * 2))
+    for number, types in ((3, ["conv", "conv", "full_attention"]), (4, ["conv", "full_attention"] * 2))
 }
 LAST_WINDOWED = {"use_sliding_window": True, "max_window_layers": 1, "layer_types": None}
 WINDOWS = ["sliding_attention", "full_attention"]
@@ -137,12 +137,12 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "qwen2": LAST_WINDOWED,
     "qwen3": LAST_WINDOWED,
     **{kind: RECURRENT for kind, form in RECURRENT_KINDS.items() if form == "gated delta nets"},
-    "bamba": {**MAMBA, **THREE, "attn_layer_indices": [1]},
+    "bamba": {**MAMBA, **THREE, "attn_layer_indices": [2]},
     "falcon_h1": {**MAMBA, "mamba_d_ssm": 192, "ssm_multipliers": [0.9, 1.1, 1.2, 0.8, 0.7]},
     "granitemoehybrid": {
         **MAMBA,
         **THREE,
-        "layer_types": ["mamba", "attention", "mamba"],
+        "layer_types": ["mamba", "mamba", "attention"],
         "shared_intermediate_size": 96,
     },
     "lfm2": CONVOLUTIONS[3] | {"block_ff_dim": 96, "block_auto_adjust_ff_dim": False},
