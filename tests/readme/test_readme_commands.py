@@ -14,7 +14,6 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner
-from ray.scripts.scripts import cli as ray_cli
 
 from swiftbatch.jobs.run.run_records import WorkerStatus
 from swiftbatch.scheduler.cli import main
@@ -198,6 +197,8 @@ def test_pytest_and_promtool_find_the_files_that_are_named() -> None:
 
 
 def test_ray_takes_the_commands_that_make_a_cluster() -> None:
+    from ray.scripts.scripts import cli as ray_cli  # no other test needs it
+
     found = [line for block in BLOCKS for line in block.splitlines() if line.startswith("ray ")]
     assert len(found) == 2
     for line in found:

@@ -8,7 +8,6 @@ import os
 from pathlib import Path
 
 import numpy as np
-from transformers import AutoTokenizer
 
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.sampling import SamplingParams
@@ -83,6 +82,8 @@ SEED = 1
 
 def encode(files: ModelFiles, text: str) -> list[int]:
     """Token ids of a text, without special tokens."""
+    from transformers import AutoTokenizer  # half a second, of which a benchmark that is refused has no use
+
     tokenizer = AutoTokenizer.from_pretrained(files.path, local_files_only=True, trust_remote_code=False)
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False, verbose=False)
     return ids

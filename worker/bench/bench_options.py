@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
-import transformers
 from pydantic import AfterValidator, ConfigDict, Field, field_validator
 
 from swiftbatch.jobs.frozen_records import Frozen
@@ -85,6 +84,8 @@ def check_length(files: ModelFiles, length: int, num_tokens: int) -> None:
 
 def machine(target: TargetModel) -> dict[str, Any]:
     """Describe what figures depend on beside the settings: device, model and versions."""
+    import transformers  # late: options may be refused, and a command that asks for none be half a second sooner
+
     return {
         "device": str(target.device) if target.device.type == "cpu" else torch.cuda.get_device_name(target.device),
         "cpu_capability": cpu_capability(),

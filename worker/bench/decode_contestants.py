@@ -6,14 +6,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from transformers import DynamicCache
 
 from swiftbatch.metrics.worker_counters import EngineCounters
 from swiftbatch.worker.bench.bench_engine import BenchEngine, BenchError, OwnPositions
 from swiftbatch.worker.caches.full_cache import FullKVCache
 from swiftbatch.worker.drafters.drafter_interface import Drafter
 from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.model.causal_lm import load_causal_lm
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.timers import seconds_now
 from swiftbatch.worker.texts.output_text import OutputText
@@ -112,6 +110,10 @@ class TransformersContestant:
     """Greedy plain decoding with `transformers`' DynamicCache and its scaled-dot-product attention."""
 
     def __init__(self, target: TargetModel, sequence: Sequence, cache: FullKVCache) -> None:
+        from transformers import DynamicCache  # late: the options of every benchmark know this module
+
+        from swiftbatch.worker.model.causal_lm import load_causal_lm
+
         self.name = "transformers"
         self.timing = Timing()
         self._device = target.device

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-from transformers import PreTrainedTokenizerFast
 
 from swiftbatch.jobs.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 JUMP_SHARE = 1 / 3  # share of windows made of a text's first tokens and a stretch from further back
 

@@ -14,7 +14,6 @@ from fastapi.responses import HTMLResponse, StreamingResponse
 from swiftbatch.jobs.run.checked_reading import RunError
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import Progress
-from swiftbatch.metrics.report.page import render
 from swiftbatch.metrics.report.run_facts import gather
 from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
 from swiftbatch.scheduler.driver.takeover import claims
@@ -86,6 +85,8 @@ def report_response(service: Service, batch: Batch) -> HTMLResponse:
     """A page full of other people's texts, where nothing can run. Raises RefusedError before there is a run."""
     if not is_submitted(batch.store):
         raise RefusedError(f"{batch.id} has no report: none of its lines was run yet", 409, "batch_id")
+    from swiftbatch.metrics.report.page import render  # draws curves: without it a server begins sooner
+
     run = Run.open(batch.store.uri)
     page = render(gather(run, current_progress(run), claims(run)), run.store, None)
     return HTMLResponse(service.places.hidden(page).encode(errors="replace"), headers=REPORT_HEADERS)

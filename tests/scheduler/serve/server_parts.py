@@ -11,13 +11,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from openai import OpenAI
-from openai.types import Batch
+from typing import TYPE_CHECKING, Any
 
 from tests.jobs.checkpoints.checkpoint_parts import logged_jobs
 from tests.scheduler.driving import wait_until
+
+if TYPE_CHECKING:  # a third of a second, which most processes that collect tests need not spend
+    from openai import OpenAI
+    from openai.types import Batch
 
 DEADLINE_SECONDS = 240
 OFTEN = ("--checkpoint-seconds", "0.2")  # so that there is one to go on from early in a job's few seconds
@@ -33,6 +34,8 @@ class Server:
 
     @property
     def client(self) -> OpenAI:
+        from openai import OpenAI
+
         return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
 
     def upload(self, *lines: object, name: str = "jobs.jsonl") -> str:

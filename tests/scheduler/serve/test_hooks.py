@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
-import openai
 import pytest
 
 from swiftbatch.jobs.backoff import Backoff
@@ -69,6 +68,8 @@ def left(folder: Path) -> list[str]:
 
 
 def test_an_end_is_told_signed_as_openai_tells_it_until_it_is_taken(tmp_path: Path) -> None:
+    import openai
+
     with receiver(status(500, 404, 204)) as inbox:
         server = Server(tmp_path, inbox.url)
         batch = server.ended()

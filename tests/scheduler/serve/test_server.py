@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 
 from tests.scheduler.serve.server_parts import (
@@ -59,6 +58,8 @@ def get(server: Server, path: str) -> Any:
 def test_a_batch_from_upload_to_its_two_files_also_over_a_killed_server(
     server: Server, tiny_model: Path, tmp_path: Path
 ) -> None:
+    import openai
+
     client = server.client
     lines = [*LONG, request("b", n=2), "{torn", CHAT]
     file = client.files.retrieve(server.upload(*lines, name="../../evil\n.jsonl"))
@@ -196,6 +197,8 @@ def test_what_is_not_there_is_told_as_openai_does(server: Server, path: str, sta
 
 
 def test_bad_requests_are_refused_and_leave_nothing(server: Server) -> None:
+    import openai
+
     client = server.client
     file_id = server.upload(request("a"))
     num_files = len(client.files.list().data)

@@ -37,7 +37,7 @@ SIZES = {
     "hidden_size": 64,
     "intermediate_size": 96,
     "moe_intermediate_size": 48,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 32,
@@ -63,8 +63,10 @@ LATENT = {
     "topk_group": 1,
     "first_k_dense_replace": 1,
 }
-RECURRENT = {
-    "layer_types": ["linear_attention", "full_attention"] * 2,
+FOUR = {"num_hidden_layers": 4}  # of three forms; or the last alone is another; or their sinks are lost among experts
+THREE = {"num_hidden_layers": 3}  # two with states, then one that attends and keeps what these made wrong
+RECURRENT = THREE | {
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 16,
@@ -81,12 +83,19 @@ MAMBA = {
     "mamba_expand": 2,
     "mamba_chunk_size": 16,
 }
-CONVOLUTIONS = {"layer_types": ["conv", "full_attention"] * 2, "conv_L_cache": 3, "conv_bias": False}
-ALL_WINDOWED = {"use_sliding_window": True, "max_window_layers": 2, "layer_types": None}
-WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
-OWN_THETAS = {"layer_types": ["full_attention", "sliding_attention"] * 2, "layer_rope_theta": [10000.0, 0.0, 5e5, 1e4]}
+CONVOLUTIONS = {  # by how many layers there are
+    number: {"num_hidden_layers": number, "layer_types": types, "conv_L_cache": 3, "conv_bias": False}
+    for number, types in ((3, ["conv", "conv", "full_attention"]), (4, ["conv", "full_attention"] * 2))
+}
+LAST_WINDOWED = {"use_sliding_window": True, "max_window_layers": 1, "layer_types": None}
+WINDOWS = ["sliding_attention", "full_attention"]
+OWN_THETAS = FOUR | {
+    "layer_types": ["full_attention", "sliding_attention"] * 2,
+    "layer_rope_theta": [10000.0, 0.0, 5e5, 1e4],
+}
 OWN_SIZES: dict[str, dict[str, Any]] = {
-    "afmoe": {"mup_enabled": True, "num_dense_layers": 1, "num_shared_experts": 1},
+    "afmoe": FOUR | {"mup_enabled": True, "num_dense_layers": 1, "num_shared_experts": 1},
+    **dict.fromkeys(("cohere2", "exaone4", "exaone_moe", "gpt_oss", "llama4_text", "olmo3"), FOUR),
     "cohere2_moe": {
         "num_shared_experts": 1,
         "first_k_dense_replace": 1,
@@ -98,6 +107,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": LATENT,
     "kimi_linear": {
         **LATENT,
+        **FOUR,
         "q_lora_rank": None,
         "n_group": 1,
         "linear_attn_config": {
@@ -113,20 +123,30 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "granite_swa": OWN_THETAS,
     "granitemoe_swa": {**OWN_THETAS, "shared_intermediate_size": 48},
     "granitemoeshared": {"shared_intermediate_size": 48},
-    "hunyuan_v1_moe": {"moe_topk": [1, 2, 1, 2]},
-    "laguna": {**WINDOWS, "num_attention_heads_per_layer": [4, 8, 4, 8], "shared_expert_intermediate_size": 48},
-    "mellum": WINDOWS,
+    "hunyuan_v1_moe": {"moe_topk": [1, 2]},
+    "laguna": {
+        **FOUR,
+        "layer_types": WINDOWS * 2,
+        "num_attention_heads_per_layer": [4, 8, 4, 8],
+        "shared_expert_intermediate_size": 48,
+    },
+    "mellum": {"layer_types": WINDOWS},
     "helium": {"head_dim": 16},  # its heads are as wide together as a row
     "olmoe": {"hidden_size": 128},  # its norms span the heads together
-    "smollm3": {"sliding_window": None},
-    "qwen2": ALL_WINDOWED,
-    "qwen3": ALL_WINDOWED,
+    "smollm3": FOUR | {"sliding_window": None},
+    "qwen2": LAST_WINDOWED,
+    "qwen3": LAST_WINDOWED,
     **{kind: RECURRENT for kind, form in RECURRENT_KINDS.items() if form == "gated delta nets"},
-    "bamba": {**MAMBA, "attn_layer_indices": [1, 3]},
+    "bamba": {**MAMBA, **THREE, "attn_layer_indices": [2]},
     "falcon_h1": {**MAMBA, "mamba_d_ssm": 192, "ssm_multipliers": [0.9, 1.1, 1.2, 0.8, 0.7]},
-    "granitemoehybrid": {**MAMBA, "layer_types": ["mamba", "attention"] * 2, "shared_intermediate_size": 96},
-    "lfm2": CONVOLUTIONS | {"block_ff_dim": 96, "block_auto_adjust_ff_dim": False},
-    "lfm2_moe": CONVOLUTIONS | {"num_dense_layers": 1, "routed_scaling_factor": 1.0},
+    "granitemoehybrid": {
+        **MAMBA,
+        **THREE,
+        "layer_types": ["mamba", "mamba", "attention"],
+        "shared_intermediate_size": 96,
+    },
+    "lfm2": CONVOLUTIONS[3] | {"block_ff_dim": 96, "block_auto_adjust_ff_dim": False},
+    "lfm2_moe": CONVOLUTIONS[4] | {"num_dense_layers": 1, "routed_scaling_factor": 1.0},
     "nemotron_h": {
         "hybrid_override_pattern": "M*E-M*",
         "mamba_num_heads": 4,
@@ -141,7 +161,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
 
 
 def tiny_config(kind: str, window: int = 100, has_wide_heads: bool = False) -> PreTrainedConfig:
-    """Four small layers; windows and chunks of so few positions that texts of 300 tokens pass them.
+    """Two to six small layers; windows and chunks of so few positions that texts of 300 tokens pass them.
 
     Wide heads are such as the kernels take.
     """

@@ -33,7 +33,13 @@ WHOLE: dict[str, tuple[str, dict[str, Any]]] = {  # by kind: the prefix of publi
     "gemma3": ("language_model.model.", {"model_type": "gemma3_text", "sliding_window": 16}),
     "llama4": (
         "language_model.model.",
-        {"model_type": "llama4_text", "attention_chunk_size": 16, "intermediate_size_mlp": 96, **EXPERTS},
+        {
+            "model_type": "llama4_text",
+            "num_hidden_layers": 4,  # of which the last alone sees all positions
+            "attention_chunk_size": 16,
+            "intermediate_size_mlp": 96,
+            **EXPERTS,
+        },
     ),
     "mistral3": (
         "language_model.model.",
@@ -114,6 +120,7 @@ WHOLE["kimi_k25"] = (
 
 
 RECURRENT_TEXT = {
+    "num_hidden_layers": 4,
     "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
     "full_attention_interval": 4,
     "attn_output_gate": True,

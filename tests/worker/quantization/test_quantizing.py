@@ -103,7 +103,7 @@ def test_routers_of_experts_stay_as_they_are_and_are_named(tmp_path: Path) -> No
     tiny_model(tiny_config("qwen3_moe")).save_pretrained(tmp_path / "plain")
     made = quantize_model(locate_model(str(tmp_path / "plain")), "fp8", tmp_path / "made")
     config = json.loads((made.path / "config.json").read_text())["quantization_config"]
-    assert config["modules_to_not_convert"] == ["lm_head", *(f"model.layers.{n}.mlp.gate" for n in range(4))]
+    assert config["modules_to_not_convert"] == ["lm_head", *(f"model.layers.{n}.mlp.gate" for n in range(2))]
     stored = load_file(made.path / "model.safetensors")
     assert stored["model.layers.0.mlp.experts.1.up_proj.weight"].dtype == torch.float8_e4m3fn
     assert stored["model.layers.0.mlp.gate.weight"].dtype == torch.float32

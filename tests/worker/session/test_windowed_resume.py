@@ -160,19 +160,26 @@ def test_a_loop_that_began_before_a_kill_is_taken_back_without_another_look_at_t
     assert worker.engine.counters.num_read_tokens == 0
 
 
+ALIKE = [record(f"j{number}", 250, prompt=4 * BOOK + ending) for number, ending in enumerate(("", "a fox", "the dog"))]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, model: Path) -> list[str]:
+    return [undisturbed_digest(tmp_path_factory.mktemp("alone") / "run", model, job) for job in ALIKE]
+
+
 @pytest.mark.parametrize("checkpoint", ["state", "tokens"])
-def test_jobs_copy_a_shared_prompt_that_the_first_has_long_passed(tmp_path: Path, model: Path, checkpoint: str) -> None:
+def test_jobs_copy_a_shared_prompt_that_the_first_has_long_passed(
+    tmp_path: Path, model: Path, alone: list[str], checkpoint: str
+) -> None:
     """Two jobs come at once: one reads and the other copies; a later one copies what was kept."""
-    prompts = [4 * BOOK + ending for ending in ("", "a fox", "the dog")]
-    jobs = [record(f"j{number}", 400, prompt=prompt) for number, prompt in enumerate(prompts)]
-    run = make_run(tmp_path / "run")
+    jobs, run = ALIKE, make_run(tmp_path / "run")
     worker = session(run, model, checkpoint=checkpoint)
     num_shared = len(worker._codec.encode_job(jobs[0].job)) - 1
     to_the_end(worker, *(replace(claimed(run, job), num_shared_tokens=num_shared) for job in jobs[:2]))
     to_the_end(worker, replace(claimed(run, jobs[2]), num_shared_tokens=num_shared))
     assert worker.engine.counters.num_copied_tokens >= 2 * num_shared
-    for number, job in enumerate(jobs):
-        assert digest(run, job) == undisturbed_digest(tmp_path / f"alone-{number}", model, job)
+    assert [digest(run, job) for job in jobs] == alone
 
 
 def test_segments_of_a_job_that_is_kept_have_all_positions(tmp_path: Path, model: Path) -> None:

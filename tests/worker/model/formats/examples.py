@@ -5,6 +5,7 @@ The numbers follow the formats' definitions, in numpy's float32, and share no co
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,14 +31,21 @@ class Example:
     file: dict[str, Any] = field(default_factory=dict)  # hf_quant_config.json
 
 
+@functools.cache
 def e4m3(byte: int) -> Any:
     sign, exponent, mantissa = byte >> 7, byte >> 3 & 15, byte & 7
     value = mantissa / 8 * 2.0**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
     return F32(-value if sign else value)
 
 
+@functools.cache
 def e2m1(code: int) -> Any:
     return F32(-E2M1[code & 7] if code & 8 else E2M1[code & 7])
+
+
+def rows_of(values: Tensor) -> list[list[Any]]:
+    """The numbers of a matrix, floats as numpy's float32: a list finds one sooner than an array or a tensor does."""
+    return [list(row) for row in values.float().numpy()] if values.is_floating_point() else values.tolist()
 
 
 def random_e4m3(shape: tuple[int, ...], numbers: torch.Generator) -> Tensor:
@@ -61,8 +69,8 @@ def fp8(block: list[int] | None, dtype: torch.dtype = torch.float32, scale: str 
         codes, (height, width) = random_e4m3((rows, columns), numbers), block or (rows, columns)
         shape = (-(-rows // height), -(-columns // width)) if block else (1,)
         scales = random_scales(shape, 2e-3, numbers, dtype)
-        grid, stored = scales.float().reshape(-1, shape[-1]).numpy(), codes.view(torch.uint8)
-        return {"weight": codes, scale: scales}, lambda r, c: e4m3(int(stored[r, c])) * grid[r // height, c // width]
+        grid, stored = rows_of(scales.reshape(-1, shape[-1])), rows_of(codes.view(torch.uint8))
+        return {"weight": codes, scale: scales}, lambda r, c: e4m3(stored[r][c]) * grid[r // height][c // width]
 
     config = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": block}
     return Example(config | {"modules_to_not_convert": ["lm_head"]}, make)
@@ -73,14 +81,15 @@ def floats_by_row(rows: int, columns: int, numbers: torch.Generator) -> Made:
         random_e4m3((rows, columns), numbers),
         random_scales((rows, 1), 2e-3, numbers, torch.bfloat16),
     )
-    stored, by_row = codes.view(torch.uint8), scales.float().numpy()
-    return {"weight": codes, "weight_scale": scales}, lambda r, c: e4m3(int(stored[r, c])) * by_row[r, 0]
+    stored, by_row = rows_of(codes.view(torch.uint8)), rows_of(scales)
+    return {"weight": codes, "weight_scale": scales}, lambda r, c: e4m3(stored[r][c]) * by_row[r][0]
 
 
 def floats_of_tensor(rows: int, columns: int, numbers: torch.Generator) -> Made:
     codes, scale = random_e4m3((rows, columns), numbers), random_scales((), 2e-3, numbers, torch.float32)
-    stored, parts = codes.view(torch.uint8), {"weight": codes, "weight_scale": scale, "input_scale": torch.tensor(0.5)}
-    return parts, lambda r, c: e4m3(int(stored[r, c])) * F32(scale.item())
+    stored, one = rows_of(codes.view(torch.uint8)), F32(scale.item())
+    parts = {"weight": codes, "weight_scale": scale, "input_scale": torch.tensor(0.5)}
+    return parts, lambda r, c: e4m3(stored[r][c]) * one
 
 
 def bytes_by_row(zeros: bool) -> Callable[[int, int, torch.Generator], Made]:
@@ -88,11 +97,11 @@ def bytes_by_row(zeros: bool) -> Callable[[int, int, torch.Generator], Made]:
         codes = torch.randint(-128, 128, (rows, columns), generator=numbers).to(torch.int8)
         scales = random_scales((rows, 1), 2e-3, numbers, torch.float32 if not zeros else torch.bfloat16)
         zero = torch.randint(-128, 128, (rows, 1), generator=numbers).to(torch.int8)
-        parts, by_row = {"weight": codes, "weight_scale": scales}, scales.float().numpy()
+        parts, by_row, stored = {"weight": codes, "weight_scale": scales}, rows_of(scales), rows_of(codes)
         if not zeros:
-            return parts, lambda r, c: F32(codes[r, c].item()) * by_row[r, 0]
-        parts["weight_zero_point"] = zero
-        return parts, lambda r, c: F32(int(codes[r, c]) - int(zero[r, 0])) * by_row[r, 0]
+            return parts, lambda r, c: F32(stored[r][c]) * by_row[r][0]
+        parts["weight_zero_point"], offsets = zero, rows_of(zero)
+        return parts, lambda r, c: F32(stored[r][c] - offsets[r][0]) * by_row[r][0]
 
     return make
 
@@ -119,8 +128,8 @@ def packed_rows(
             zero = torch.randint(0, 2**bits, (rows, num_groups), generator=numbers)
             words = [bits_of(column, bits) for column in zero.T.tolist()]
             parts["weight_zero_point"] = torch.tensor(words, dtype=torch.int32).T.contiguous()
-        by_group = scales.float().numpy()
-        return parts, lambda r, c: F32(codes[r][c] - int(zero[r, place[c]])) * by_group[r, place[c]]
+        by_group, offsets, places = rows_of(scales), rows_of(zero), place.tolist()
+        return parts, lambda r, c: F32(codes[r][c] - offsets[r][places[c]]) * by_group[r][places[c]]
 
     return make
 
@@ -136,11 +145,11 @@ def nvfp4(is_divided: bool) -> Callable[[int, int, torch.Generator], Made]:
         else:
             whole = torch.tensor(0.0073)
             parts = {"weight": codes, "weight_scale": scales, "weight_scale_2": whole}
-        one = F32(whole.item())
+        one, pairs, by_group = F32(whole.item()), rows_of(codes), rows_of(groups)
 
         def value(r: int, c: int) -> Any:
-            scale = e4m3(int(groups[r, c // 16]))
-            return e2m1(int(codes[r, c // 2]) >> 4 * (c % 2) & 15) * (scale / one if is_divided else scale * one)
+            scale = e4m3(by_group[r][c // 16])
+            return e2m1(pairs[r][c // 2] >> 4 * (c % 2) & 15) * (scale / one if is_divided else scale * one)
 
         return parts, value
 
@@ -150,9 +159,10 @@ def nvfp4(is_divided: bool) -> Callable[[int, int, torch.Generator], Made]:
 def mxfp4_rows(rows: int, columns: int, numbers: torch.Generator) -> Made:
     codes = torch.randint(0, 256, (rows, columns // 2), generator=numbers).to(torch.uint8)
     exponents = torch.randint(119, 124, (rows, columns // 32), generator=numbers).to(torch.uint8)
+    pairs, by_group = rows_of(codes), rows_of(exponents)
 
     def value(r: int, c: int) -> Any:
-        return e2m1(int(codes[r, c // 2]) >> 4 * (c % 2) & 15) * F32(2.0 ** (int(exponents[r, c // 32]) - 127))
+        return e2m1(pairs[r][c // 2] >> 4 * (c % 2) & 15) * F32(2.0 ** (by_group[r][c // 32] - 127))
 
     return {"weight_packed": codes, "weight_scale": exponents}, value
 
@@ -173,8 +183,8 @@ def gptq(bits: int, group: int, zero_is_less: int = 1, is_shuffled: bool = False
             "scales": scales,
             "g_idx": place.to(torch.int32),
         }
-        by_group = scales.float().numpy()
-        return parts, lambda r, c: F32(codes[r][c] - int(zero[place[c], r]) - zero_is_less) * by_group[int(place[c]), r]
+        by_group, offsets, places = rows_of(scales), rows_of(zero), place.tolist()
+        return parts, lambda r, c: F32(codes[r][c] - offsets[places[c]][r] - zero_is_less) * by_group[places[c]][r]
 
     config = {"quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": is_shuffled, "sym": False}
     return Example(config | {"checkpoint_format": "gptq" if zero_is_less else "gptq_v2", "damp_percent": 0.01}, make)
@@ -189,9 +199,9 @@ def awq(rows: int, columns: int, numbers: torch.Generator) -> Made:
         found = [bits_of([row[at + i] for at in range(0, rows, 8) for i in AWQ_ORDER], 4) for row in values.T.tolist()]
         return torch.tensor(found, dtype=torch.int32)
 
-    by_group = scales.float().numpy()
     parts = {"qweight": words(codes), "qzeros": words(zero), "scales": scales}
-    return parts, lambda r, c: F32(int(codes[r, c]) - int(zero[r, c // 32])) * by_group[c // 32, r]
+    stored, offsets, by_group = rows_of(codes), rows_of(zero), rows_of(scales)
+    return parts, lambda r, c: F32(stored[r][c] - offsets[r][c // 32]) * by_group[c // 32][r]
 
 
 def compressed(form: str, make: Callable[[int, int, torch.Generator], Made], **weights: Any) -> Example:
