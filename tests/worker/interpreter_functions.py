@@ -6,6 +6,7 @@ As in `interpreter_operators.py`, all else goes the interpreter's way.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -126,7 +127,8 @@ def where_by(slow: Function) -> Function:
 
 def numbers(number: Any, dtype: str) -> Any:
     """Return an array of one number, or None where this dtype does not take it as it is."""
-    return constant(number, dtype) if type(number) in NUMBERS.get(dtype, ()) and abs(number) <= LARGEST else None
+    fits = type(number) in NUMBERS.get(dtype, ()) and (abs(number) <= LARGEST or abs(number) == math.inf)
+    return constant(number, dtype) if fits else None
 
 
 def bits_up(data: Any) -> Any:
