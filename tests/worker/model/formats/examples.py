@@ -5,6 +5,7 @@ The numbers follow the formats' definitions, in numpy's float32, and share no co
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +31,7 @@ class Example:
     file: dict[str, Any] = field(default_factory=dict)  # hf_quant_config.json
 
 
+@functools.cache
 def e4m3(byte: int) -> Any:
     sign, exponent, mantissa = byte >> 7, byte >> 3 & 15, byte & 7
     value = mantissa / 8 * 2.0**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
@@ -61,7 +63,7 @@ def fp8(block: list[int] | None, dtype: torch.dtype = torch.float32, scale: str 
         codes, (height, width) = random_e4m3((rows, columns), numbers), block or (rows, columns)
         shape = (-(-rows // height), -(-columns // width)) if block else (1,)
         scales = random_scales(shape, 2e-3, numbers, dtype)
-        grid, stored = scales.float().reshape(-1, shape[-1]).numpy(), codes.view(torch.uint8)
+        grid, stored = scales.float().reshape(-1, shape[-1]).numpy(), codes.view(torch.uint8).numpy()
         return {"weight": codes, scale: scales}, lambda r, c: e4m3(int(stored[r, c])) * grid[r // height, c // width]
 
     config = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": block}
@@ -73,13 +75,16 @@ def floats_by_row(rows: int, columns: int, numbers: torch.Generator) -> Made:
         random_e4m3((rows, columns), numbers),
         random_scales((rows, 1), 2e-3, numbers, torch.bfloat16),
     )
-    stored, by_row = codes.view(torch.uint8), scales.float().numpy()
+    stored, by_row = codes.view(torch.uint8).numpy(), scales.float().numpy()
     return {"weight": codes, "weight_scale": scales}, lambda r, c: e4m3(int(stored[r, c])) * by_row[r, 0]
 
 
 def floats_of_tensor(rows: int, columns: int, numbers: torch.Generator) -> Made:
     codes, scale = random_e4m3((rows, columns), numbers), random_scales((), 2e-3, numbers, torch.float32)
-    stored, parts = codes.view(torch.uint8), {"weight": codes, "weight_scale": scale, "input_scale": torch.tensor(0.5)}
+    stored, parts = (
+        codes.view(torch.uint8).numpy(),
+        {"weight": codes, "weight_scale": scale, "input_scale": torch.tensor(0.5)},
+    )
     return parts, lambda r, c: e4m3(int(stored[r, c])) * F32(scale.item())
 
 
