@@ -20,12 +20,11 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 import tests.worker.interpreter_fast_paths  # noqa: F401
+from tests.worker.interpreter_functions import bits_down, bits_up, dtype_of
 
 _patch, _cast = interpreter._patch_lang, interpreter.InterpreterBuilder.cast_impl
 _new_block_type = tl.block_type.__init__
-_dtype_of = interpreter._get_np_dtype
 _block_types: dict[tuple[Any, ...], dict[str, Any]] = {}
-_dtypes: dict[str, np.dtype[Any]] = {}
 
 
 @functools.cache
@@ -37,7 +36,8 @@ def patched() -> Any:
 
 def call_within_a_launch(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Call a function within a launch: what the launch has put into the language is still there."""
-    return self.rewrite()(*args, **kwargs)
+    run = vars(self).get("rewritten") or vars(self).setdefault("rewritten", self.rewrite())
+    return run(*args, **kwargs)
 
 
 interpreter._patch_lang = lambda _: patched()
@@ -71,26 +71,22 @@ def shape_of(*sizes: int) -> tuple[Any, Any]:
 
 
 def tensor(self: Any, handle: Any, type: Any) -> None:
-    """Set a tensor up with constants that all of its shape share."""
+    """Set a tensor up as `made` does; its shape is that of its type."""
     self.handle, self.type, self.dtype = handle, type, type.scalar
-    self.numel, self.shape = type.constants
 
 
-def dtype_of(type: Any) -> np.dtype[Any]:
-    if type.name not in _dtypes:
-        _dtypes[type.name] = _dtype_of(type)
-    return _dtypes[type.name]
+def handle(self: Any, data: Any, dtype: Any) -> None:
+    """Set a handle up; to compare sizes at every operation would take long."""
+    self.data, self.dtype = data, dtype
 
 
 def cast_by_bits(self: Any, src: Any, dst_type: Any) -> Any:
     """Bfloat16 are the upper halves of float32, cut off on the way back: `rounded` has rounded before."""
     names = src.dtype.scalar.name, dst_type.scalar.name
     if names == ("bf16", "fp32"):
-        bits = src.data.astype(np.uint32) << np.uint32(16)
-        return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
+        return interpreter.TensorHandle(bits_up(src.data), tl.float32)
     if names == ("fp32", "bf16"):
-        bits = np.ascontiguousarray(src.data).view(np.uint32) >> np.uint32(16)
-        return interpreter.TensorHandle(bits.astype(np.uint16), tl.bfloat16)
+        return interpreter.TensorHandle(bits_down(src.data), tl.bfloat16)
     return _cast(self, src, dst_type)
 
 
@@ -100,3 +96,9 @@ TritonSemantic.binary_op_sanitize_overflow_impl = lambda *_: None  # computes wh
 tl.block_type.__init__ = block_type
 tl.dtype.constants = shape_of()  # of scalars, whose types have no shape of their own
 tl.tensor.__init__ = tensor
+tl.tensor.numel = property(lambda self: self.type.constants[0])
+tl.tensor.shape = property(lambda self: self.type.constants[1])
+interpreter.TensorHandle.__init__ = handle
+interpreter.TensorHandle.set_attr = lambda *_: None  # hints to a compiler
+interpreter.GridExecutor._init_args_hst = lambda _, args, kwargs: (args, kwargs)  # all tensors are a CPU's
+interpreter.GridExecutor._restore_args_dev = lambda *_: None

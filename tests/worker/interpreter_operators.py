@@ -11,16 +11,27 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
-from triton.runtime import interpreter
 from triton.runtime.interpreter import TensorHandle
 
 Operator = Callable[..., Any]
 NUMBERS: dict[str, tuple[type, ...]] = {"fp32": (int, float), "int32": (int,), "int64": (int,)}  # that need no cast
 DTYPES: dict[str, type[np.generic]] = {"fp32": np.float32, "int32": np.int32, "int64": np.int64}
 LARGEST = 2**30
-NOTHING = np.zeros(1)  # where a mask lets nothing come, and nobody says what is there then
+NEW_AXES = ("[0]", "[1]", "[2]", "[3]")
 _constants: dict[tuple[type, float, str], Any] = {}
 _types: dict[tuple[str, str], Any] = {}
+
+
+_new, _tensor = object.__new__, tl.tensor
+
+
+def made(data: Any, dtype: Any, type_: Any) -> Any:
+    """Return a tensor of the language around an array, without the calls of two constructors."""
+    handle, made = _new(TensorHandle), _new(_tensor)
+    handle.data, handle.dtype = data, dtype
+    made.handle, made.type = handle, type_
+    made.dtype = type_.element_ty if type(type_) is tl.block_type else type_
+    return made
 
 
 def constant(number: float, dtype: str) -> Any:
@@ -60,24 +71,34 @@ def broadcast_type(left: Any, right: Any) -> Any:
     return tl.block_type(left.scalar, list(np.broadcast_shapes(*sizes)))
 
 
+def wider(left: Any, right: Any) -> Any:
+    """Return the type in which two compute, as numpy does, or None where it might not."""
+    if left.name == right.name:
+        return left
+    names = left.name, right.name
+    return left if names == ("int64", "int32") else right if names == ("int32", "int64") else None
+
+
 def quick(slow: Operator, compute: Operator, dtypes: frozenset[str], is_comparison: bool) -> Operator:
     """Return the operator that takes its short way wherever it can."""
 
-    def run(left: Any, right: Any) -> Any:
+    def run(left: Any, right: Any, *more: Any) -> Any:
         name = left.dtype.name
-        if name in dtypes:
+        if name in dtypes and not more:
             other = right.value if type(right) is tl.constexpr else right
-            type_, data = None, None
-            if type(other) is tl.tensor:
-                if other.dtype.name == name and (type_ := joint_type(left.type, other.type)) is not None:
+            type_, data, dtype = None, None, left.dtype
+            if type(other) is _tensor:
+                dtype = wider(dtype, other.dtype)
+                if dtype is not None and (type_ := joint_type(left.type, other.type)) is not None:
+                    type_ = type_ if dtype is left.dtype else with_element(type_, dtype)
                     data = compute(left.handle.data, other.handle.data)
             elif type(other) in NUMBERS.get(name, ()) and -LARGEST <= other <= LARGEST:
                 type_, data = left.type, compute(left.handle.data, constant(other, name))
             if type_ is not None:
                 if is_comparison:
                     type_ = with_element(type_, tl.int1)
-                return tl.tensor(TensorHandle(data, left.dtype), type_)
-        return slow(left, right)
+                return made(data, dtype, type_)
+        return slow(left, right, *more)
 
     return run
 
@@ -88,41 +109,28 @@ def moved(slow: Operator) -> Operator:
     def run(left: Any, right: Any) -> Any:
         if type(left.dtype) is tl.pointer_type:
             type_, other = None, right.value if type(right) is tl.constexpr else right
-            if type(other) is tl.tensor and other.dtype.name in ("int32", "int64"):
+            if type(other) is _tensor and other.dtype.name in ("int32", "int64"):
                 type_, offsets = joint_type(left.type, other.type), other.handle.data
             elif type(other) is int and -LARGEST <= other <= LARGEST:
                 type_, offsets = left.type, constant(other, "int32")
             if type_ is not None:
                 num_bytes = max(1, left.dtype.element_ty.primitive_bitwidth // 8)
                 places = left.handle.data + num_bytes * offsets.astype(np.uint64)
-                return tl.tensor(TensorHandle(places, left.dtype), type_)
+                return made(places, left.dtype, type_)
         return slow(left, right)
 
     return run
 
 
-@functools.cache
-def filled(shape: tuple[int, ...], dtype: np.dtype[Any], number: float) -> Any:
-    """Return an array of one number, made once: loads read it."""
-    return np.full(shape, number, dtype)
+def negative(slow: Operator) -> Operator:
+    """Return what is left of zero, which is no negative zero."""
+    short = quick(lambda *_: None, lambda left, right: np.subtract(right, left), NUMERIC, is_comparison=False)
 
+    def run(value: Any) -> Any:
+        found = short(value, 0)
+        return slow(value) if found is None else found
 
-def loaded(slow: Operator) -> Operator:
-    """Return the load of whole blocks and of scalars that takes the short way."""
-
-    def load(self: Any, pointers: Any, mask: Any, other: Any, boundary: Any, padding: str, *hints: Any) -> Any:
-        type_, element = pointers.type, getattr(pointers.dtype, "element_ty", tl.int1)
-        fits = mask is None or (type_.is_block() and mask.type.is_block() and mask.type.constants is type_.constants)
-        if not fits or padding or boundary or element is tl.int1 or element.is_block():
-            return slow(self, pointers, mask, other, boundary, padding, *hints)
-        shape, dtype = pointers.handle.data.shape, interpreter._get_np_dtype(element)
-        seen = filled(shape, np.dtype(bool), True) if mask is None else mask.handle.data
-        number = NOTHING if other is None else self.cast(other, element).handle.data
-        rest = filled(shape, dtype, number.item()) if number.size == 1 else np.full(shape, number, dtype)
-        data = interpreter._interpreter.load(pointers.handle.data, seen, rest, dtype)
-        return tl.tensor(TensorHandle(data, element), with_element(type_, element) if type_.is_block() else element)
-
-    return load
+    return run
 
 
 def with_axes(slow: Operator) -> Operator:
@@ -131,18 +139,20 @@ def with_axes(slow: Operator) -> Operator:
     def take(block: Any, slices: Any) -> Any:
         parts = getattr(slices, "values", slices)
         if block.type.is_block() and type(parts) in (list, tuple) and parts.count(None) == 1:
-            axis, key = parts.index(None), (block.type.name, f"[{parts.index(None)}]")
-            if all(part in (None, slice(None)) for part in parts) and len(parts) == len(block.shape.values) + 1:
+            axis = parts.index(None)
+            if all(part in (None, slice(None)) for part in parts) and len(parts) == block.handle.data.ndim + 1:
+                key = block.type.name, NEW_AXES[axis]
                 if key not in _types:
                     sizes = [*block.type.shape.values]
                     _types[key] = tl.block_type(block.dtype, [*sizes[:axis], 1, *sizes[axis:]])
-                return tl.tensor(TensorHandle(np.expand_dims(block.handle.data, axis), block.dtype), _types[key])
+                return made(block.handle.data[tuple(parts)], block.dtype, _types[key])
         return slow(block, slices)
 
     return take
 
 
 NUMERIC, LOGICAL = frozenset(NUMBERS), frozenset({"int1", "int32", "int64"})
+FLOATS, WHOLE = frozenset({"fp32"}), frozenset({"int32", "int64"})
 ARITHMETIC: dict[str, Operator] = {
     "__add__": np.add,
     "__radd__": np.add,
@@ -150,6 +160,11 @@ ARITHMETIC: dict[str, Operator] = {
     "__rsub__": lambda left, right: np.subtract(right, left),
     "__mul__": np.multiply,
     "__rmul__": np.multiply,
+}
+DIVISIONS: dict[str, Operator] = {  # of integers, that cut off what is behind the point
+    "__floordiv__": lambda left, right: (left - np.fmod(left, right)) // right,
+    "__mod__": np.fmod,
+    "__rshift__": np.right_shift,
 }
 BITWISE: dict[str, Operator] = {"__and__": np.bitwise_and, "__or__": np.bitwise_or}
 COMPARISONS: dict[str, Operator] = {
@@ -162,13 +177,18 @@ COMPARISONS: dict[str, Operator] = {
 }
 
 
-def with_short_way(name: str, slow: Operator) -> Operator:
-    """Return a member of tensors as it is, or with a short way where it is one of these operators."""
-    if name in ARITHMETIC:
-        run = quick(slow, ARITHMETIC[name], NUMERIC, is_comparison=False)
-        return moved(run) if name == "__add__" else run
-    if name == "__getitem__":
-        return with_axes(slow)
-    if name in BITWISE:
-        return quick(slow, BITWISE[name], LOGICAL, is_comparison=False)
-    return quick(slow, COMPARISONS[name], NUMERIC, is_comparison=True) if name in COMPARISONS else slow
+SHORT_WAYS: dict[str, Callable[[Operator], Operator]] = {
+    "__getitem__": with_axes,
+    "__truediv__": lambda slow: quick(slow, np.divide, FLOATS, is_comparison=False),
+    "__rtruediv__": lambda slow: quick(slow, lambda left, right: np.divide(right, left), FLOATS, is_comparison=False),
+    "__neg__": negative,
+}
+for _operators, _dtypes, _is_comparison in (
+    (ARITHMETIC, NUMERIC, False),
+    (DIVISIONS, WHOLE, False),
+    (BITWISE, LOGICAL, False),
+    (COMPARISONS, NUMERIC, True),
+):
+    for _name, _compute in _operators.items():
+        SHORT_WAYS[_name] = functools.partial(quick, compute=_compute, dtypes=_dtypes, is_comparison=_is_comparison)
+SHORT_WAYS["__add__"] = lambda slow: moved(quick(slow, np.add, NUMERIC, is_comparison=False))

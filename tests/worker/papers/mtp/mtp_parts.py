@@ -23,11 +23,16 @@ from tests.worker.model.test_hybrid_configs import PUBLISHED as HYBRIDS
 from tests.worker.model.test_hybrid_configs import publish
 
 OF_LAYERS, OF_MIMO, OF_DEEPSEEK = FORMS
+TWO_LAYERS = {  # one of each form
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "full_attention_interval": 2,
+}
 CHECKPOINTS: dict[str, tuple[dict[str, Any], PredictorForm]] = {
     "DeepSeek R1": (WITH_LATENTS["DeepSeek R1"], OF_DEEPSEEK),
     "GLM 4.5": (EXPERTS["GLM 4.5"], OF_DEEPSEEK),
     "MiMo": (DENSE["MiMo 7B, which is Qwen2 with a layer more"], OF_MIMO),
-    "Qwen3.5": (HYBRIDS["Qwen3.5"], OF_LAYERS),
+    "Qwen3.5": (HYBRIDS["Qwen3.5"] | TWO_LAYERS, OF_LAYERS),
     "Qwen3-Next": (HYBRIDS["Qwen3-Next"], OF_LAYERS),
 }
 

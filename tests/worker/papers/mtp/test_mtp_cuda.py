@@ -43,7 +43,7 @@ from tests.worker.target.cuda.cuda_parts import cuda_target
 
 pytestmark = pytest.mark.long
 
-TEXT = [(7 * number * number + 3 * number) % 60 for number in range(150)]
+TEXT = [(7 * number * number + 3 * number) % 60 for number in range(131)]  # two blocks and a little
 PARAMS = SamplingParams(max_tokens=9, temperature=0.8, seed=3)
 PENALISED = PARAMS.model_copy(update={"repetition_penalty": 1.2, "penalty_window": 30})
 NUM_SLOTS, NUM_DRAFTED = 2, 3
@@ -168,7 +168,7 @@ def test_a_full_cache_keeps_the_first_and_the_newest_rows(tmp_path: Path, monkey
 def generated(target: TargetModel, engine_name: str, sampling: SamplingParams) -> tuple[list[list[int]], Engine]:
     """Two jobs that begin one after the other."""
     engine = Engine(target, create_drafter(engine_name, target, free_rows))
-    sequences = [Sequence(f"{n}", TEXT[: 20 + 9 * n], sampling, target.vocab_size, target.device) for n in range(2)]
+    sequences = [Sequence(f"{n}", TEXT[: 7 + 4 * n], sampling, target.vocab_size, target.device) for n in range(2)]
     for sequence in sequences:
         engine.start(sequence)
         engine.step()
@@ -190,7 +190,7 @@ def test_engines_with_the_layer_give_the_tokens_of_plain_decoding(
     monkeypatch.setattr(faster_drafter, "SETTLING", 0)
     publish_with_layer(name, tmp_path)
     target = on_a_gpu(tmp_path)
-    sampling = SamplingParams(max_tokens=6, temperature=temperature, seed=4, ignore_eos=True)
+    sampling = SamplingParams(max_tokens=4, temperature=temperature, seed=4, ignore_eos=True)
     follow, said = MTPForwards.follow, list[bool]()
     monkeypatch.setattr(MTPForwards, "follow", lambda *given: [found := follow(*given), said.append(any(found))][0])
     plain, _ = generated(target, "autoregressive", sampling)
@@ -222,7 +222,7 @@ def test_drafts_of_a_layer_that_knows_what_comes_are_accepted(temperature: float
     publish_with_layer(HYBRID, tmp_path)
     let_it_copy(tmp_path)
     target = on_a_gpu(tmp_path)
-    sampling = SamplingParams(max_tokens=8, temperature=temperature, seed=4, ignore_eos=True)
+    sampling = SamplingParams(max_tokens=6, temperature=temperature, seed=4, ignore_eos=True)
     plain, before = generated(target, "autoregressive", sampling)
     tokens, engine = generated(target, "mtp", sampling)
     assert tokens == plain

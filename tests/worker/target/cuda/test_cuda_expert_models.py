@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -80,20 +82,28 @@ def test_the_experts_that_rows_meet_are_counted_as_on_a_cpu_and_learned_without_
     assert len(theirs.seen()[0]) == 0
 
 
+Twins = Callable[[str], tuple[Path, Path]]
 FP8_MODELS = {"FP8": "Qwen3 30B A3B", "FP8 beside what all rows meet": "GLM 4.5"}
 
 
-def packed_and_dense(kind: str, folder: Path) -> tuple[Path, Path]:
-    """Folders of a model whose experts are packed, and of its dequantized twin."""
-    if kind == "MXFP4":
-        return write_gpt_oss(folder)
-    return make_twins(fp8([128, 128]), folder, *stored(FP8_MODELS[kind], folder / "plain"))
+@pytest.fixture(scope="module")
+def packed_and_dense(tmp_path_factory: pytest.TempPathFactory) -> Twins:
+    """Folders of a model whose experts are packed, and of its dequantized twin, written once for each kind."""
+
+    @functools.cache
+    def folders(kind: str) -> tuple[Path, Path]:
+        folder = tmp_path_factory.mktemp("packed-experts")
+        if kind == "MXFP4":
+            return write_gpt_oss(folder)
+        return make_twins(fp8([128, 128]), folder, *stored(FP8_MODELS[kind], folder / "plain"))
+
+    return folders
 
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", [*FP8_MODELS, "MXFP4"])
-def test_packed_experts_stay_so_and_take_what_the_plan_counts(kind: str, tmp_path: Path) -> None:
-    files = locate_model(str(packed_and_dense(kind, tmp_path)[0]))
+def test_packed_experts_stay_so_and_take_what_the_plan_counts(kind: str, packed_and_dense: Twins) -> None:
+    files = locate_model(str(packed_and_dense(kind)[0]))
     weights, sizes = dense_weights(files, torch.bfloat16), read_sizes(files, "bfloat16")
     assert weights is not None
     assert sizes is not None
@@ -104,9 +114,9 @@ def test_packed_experts_stay_so_and_take_what_the_plan_counts(kind: str, tmp_pat
 
 
 @pytest.mark.parametrize("kind", ["FP8", "MXFP4"])
-def test_packed_experts_give_their_twins_logits(kind: str, tmp_path: Path) -> None:
+def test_packed_experts_give_their_twins_logits(kind: str, packed_and_dense: Twins) -> None:
     rows, logits = [7 * each % 64 for each in range(7)], []
-    for folder in packed_and_dense(kind, tmp_path):
+    for folder in packed_and_dense(kind):
         target = cuda_target(locate_model(str(folder)), torch.bfloat16, num_slots=1)
         logits.append(target.logits(target.read(target.new_cache(100), rows)))
     assert torch.equal(*logits)

@@ -158,7 +158,7 @@ def test_states_go_through_checkpoints_copies_and_roll_backs_bit_for_bit(name: s
 
 
 def test_states_are_kept_where_others_will_ask_or_a_text_goes_back(tmp_path: Path) -> None:
-    target = made("LFM2", tmp_path)
+    target = made("LFM2", tmp_path, "fp32")
     source, ours, plain = caches(target, 3)
     source.expect_copies(70)
     source.expect_returns(BLOCK)
@@ -195,7 +195,7 @@ def test_drafts_beside_another_job_with_the_same_prompt_give_plain_decoding_s_to
     params = SamplingParams(max_tokens=3, seed=3, ignore_eos=True)
 
     def sequences() -> list[Sequence]:
-        prompt = TEXT[: BLOCK + 8]
+        prompt = TEXT[: BLOCK + 2]
         return [Sequence(f"s{each}", [*prompt, each, 5], params, target.vocab_size) for each in (3, 4)]
 
     plain = [decode(target, "autoregressive", [text])[0] for text in sequences()]

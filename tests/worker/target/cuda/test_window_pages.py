@@ -36,7 +36,7 @@ from tests.worker.target.cuda.cuda_parts import PAGE, cuda_target
 pytestmark = pytest.mark.long
 
 WINDOW = 40
-LENGTH = 240
+LENGTH = 232
 WINDOWS = WindowPages(14, HeldPositions(240, 0.0))
 TOKEN_IDS = torch.randint(3, VOCAB_SIZE, (LENGTH,), generator=torch.Generator().manual_seed(1)).tolist()
 TREE = DraftTree([9, 8, 7, 6, 5, 4, 3], [-1, 0, 0, 1, 3, 4, 4])
@@ -75,7 +75,7 @@ def test_rows_have_the_bits_of_caches_that_forget_nothing(tmp_path: Path, kind: 
         for each, cache in ((plain, theirs), (target, ours)):
             cache.roll_back(min(end, cache.length))
             read_to(each, cache, end)
-        read_to(target, other, 130, shift=5)
+        read_to(target, other, 70, shift=5)
         beside = [tree_rows(ours, 7, TREE), tree_rows(other, 7, DraftTree())]
         expected, [found, _] = plain.verify([tree_rows(theirs, 7, TREE)])[0], target.verify(beside)
         assert found.logits.isfinite().all()
