@@ -6,6 +6,8 @@ Its products are summed in one order on every machine: libraries have kernels in
 from __future__ import annotations
 
 import functools
+import inspect
+import itertools
 import math
 import os
 
@@ -28,10 +30,9 @@ _block_types: dict[tuple[Any, ...], dict[str, Any]] = {}
 
 
 @functools.cache
-def patched() -> Any:
-    """Put the interpreter in the place of all that any kernel function can see of the language."""
+def patched() -> None:
+    """Put the interpreter in the place of all that any kernel function can see of the language, for good."""
     _patch(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
-    return SimpleNamespace(restore=lambda: None)  # at no launch's end: nothing here sees the language without it
 
 
 def call_within_a_launch(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -40,8 +41,28 @@ def call_within_a_launch(self: Any, *args: Any, **kwargs: Any) -> Any:
     return run(*args, **kwargs)
 
 
-interpreter._patch_lang = lambda _: patched()
 interpreter.InterpretedFunction.__call__ = call_within_a_launch
+
+
+signature_of = functools.cache(inspect.signature)
+
+
+def launch(self: Any, *args: Any, **kwargs: Any) -> None:
+    """Run the programs of a grid one after the other. All tensors are a CPU's, so none is copied there and back."""
+    patched()
+    signature, builder = signature_of(self.fn), interpreter.interpreter_builder
+    bound = signature.bind(*args, **{name: each for name, each in kwargs.items() if name in signature.parameters})
+    bound.apply_defaults()
+    given = {
+        name: each if name in self.constexprs else interpreter._implicit_cvt(each)
+        for name, each in bound.arguments.items()
+    }
+    grid = self.grid(given) if callable(self.grid) else self.grid
+    sizes = (*grid, 1, 1)[:3]
+    builder.set_grid_dim(*sizes)
+    for place in itertools.product(*map(range, sizes)):
+        builder.set_grid_idx(*place)
+        self.fn(**given)
 
 
 def summed_in_order(
@@ -100,5 +121,4 @@ tl.tensor.numel = property(lambda self: self.type.constants[0])
 tl.tensor.shape = property(lambda self: self.type.constants[1])
 interpreter.TensorHandle.__init__ = handle
 interpreter.TensorHandle.set_attr = lambda *_: None  # hints to a compiler
-interpreter.GridExecutor._init_args_hst = lambda _, args, kwargs: (args, kwargs)  # all tensors are a CPU's
-interpreter.GridExecutor._restore_args_dev = lambda *_: None
+interpreter.GridExecutor.__call__ = launch

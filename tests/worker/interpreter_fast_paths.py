@@ -12,19 +12,13 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 from tests.worker.interpreter_functions import FUNCTIONS, converted, to_by
-from tests.worker.interpreter_operators import SHORT_WAYS
+from tests.worker.interpreter_operators import NUMBERS, SHORT_WAYS, takes
 
 _check_types, _broadcast = TritonSemantic.binary_op_type_checking_impl, TritonSemantic.broadcast_impl_value
 _cast, _to_tensor = TritonSemantic.cast, TritonSemantic.to_tensor
 _unwrap, _constant = core._unwrap_if_constexpr, TritonSemantic.scalar_constant
 _WRAPPINGS = (tl.constexpr, tl.tuple, list, tuple)
 _is_plain: dict[type, bool] = {}
-_KEPT: dict[str, tuple[type, ...]] = {
-    "fp32": (int, float),
-    "int32": (int,),
-    "int64": (int,),
-}  # numbers that do not convert
-_LARGEST = 2**30
 _constants: dict[tuple[Any, ...], Any] = {}
 
 
@@ -56,9 +50,9 @@ def operands(self: Any, lhs: Any, rhs: Any, *rules: Any, **more_rules: Any) -> A
     if type(lhs) is tl.tensor:
         name = lhs.dtype.name
         if type(rhs) is tl.tensor:
-            if name == rhs.dtype.name and name in _KEPT:
+            if name == rhs.dtype.name and name in NUMBERS:
                 return self.broadcast_impl_value(lhs, rhs)
-        elif type(rhs) in _KEPT.get(name, ()) and -_LARGEST <= rhs <= _LARGEST:
+        elif takes(rhs, name):
             return self.broadcast_impl_value(lhs, constant(self, rhs, lhs.dtype))
     return _check_types(self, lhs, rhs, *rules, **more_rules)
 

@@ -5,8 +5,8 @@ As in `interpreter_operators.py`, all else goes the interpreter's way.
 
 from __future__ import annotations
 
+import ctypes
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,14 +15,13 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from tests.worker.interpreter_operators import (
-    LARGEST,
-    NUMBERS,
     NUMERIC,
     Operator,
     constant,
     joint_type,
     made,
     quick,
+    takes,
     with_element,
 )
 
@@ -30,6 +29,7 @@ Function = Callable[..., Any]
 NOTHING = np.zeros(1)  # where a mask lets nothing come, and nobody says what is there then
 _tensor, _memory = tl.tensor, interpreter._interpreter
 _dtypes: dict[str, np.dtype[Any]] = {}
+_elements: dict[str, Any] = {}
 _dtype_of = interpreter._get_np_dtype
 
 
@@ -62,16 +62,29 @@ def mask_of(pointers: Any, mask: Any) -> Any:
 
 def plain_element(pointers: Any) -> Any:
     """Return the type of what pointers point to if that is numbers, or else None."""
-    element = getattr(pointers.dtype, "element_ty", None)
-    return None if element is None or element is tl.int1 or element.is_block() else element
+    name = pointers.dtype.name
+    if name not in _elements:
+        element = getattr(pointers.dtype, "element_ty", None)
+        _elements[name] = None if element is None or element is tl.int1 or element.is_block() else element
+    return _elements[name]
+
+
+def number_at(pointer: Any, element: Any) -> Any:
+    """Return what one pointer points to."""
+    dtype = dtype_of(element)
+    data = np.frombuffer(ctypes.string_at(int(pointer.handle.data[0]), dtype.itemsize), dtype)
+    return made(data, element, element)
 
 
 def load_by(slow: Function) -> Function:
     """Return the load of blocks and of scalars that takes the short way."""
 
     def load(pointers: Any, mask: Any = None, other: Any = None, *more: Any, **hints: Any) -> Any:
-        mask, other = (each.value if type(each) is tl.constexpr else each for each in (mask, other))
+        mask = mask.value if type(mask) is tl.constexpr else mask
+        other = other.value if type(other) is tl.constexpr else other
         element = plain_element(pointers)
+        if mask is None and not more and not hints and element is not None and not pointers.type.is_block():
+            return number_at(pointers, element)
         seen = None if more or hints or element is None else mask_of(pointers, mask)
         if seen is None:
             return slow(pointers, mask, other, *more, **hints)
@@ -127,8 +140,7 @@ def where_by(slow: Function) -> Function:
 
 def numbers(number: Any, dtype: str) -> Any:
     """Return an array of one number, or None where this dtype does not take it as it is."""
-    fits = type(number) in NUMBERS.get(dtype, ()) and (abs(number) <= LARGEST or abs(number) == math.inf)
-    return constant(number, dtype) if fits else None
+    return constant(number, dtype) if takes(number, dtype) else None
 
 
 def bits_up(data: Any) -> Any:
@@ -193,10 +205,9 @@ def made_once(slow: Function) -> Function:
     kept: dict[Any, Any] = {}
 
     def make(*args: Any, **kwargs: Any) -> Any:
-        key = tuple(plain(each) for each in (*args, *kwargs.values()))
-        if any(each is None for each in key):
+        key = (*(plain(each) for each in (*args, *kwargs.values())), *kwargs)
+        if None in key:
             return slow(*args, **kwargs)
-        key = (*key, *kwargs)
         if key not in kept:
             kept[key] = slow(*args, **kwargs)
         return kept[key]
@@ -207,11 +218,13 @@ def made_once(slow: Function) -> Function:
 def plain(value: Any) -> Any:
     """Return what an argument is known by, or None for tensors."""
     value = value.value if type(value) is tl.constexpr else value
+    if type(value) is int:
+        return value
     if isinstance(value, tl.dtype):
         return value.name
     if isinstance(value, list | tuple | tl.tuple):
         return tuple(plain(each) for each in value)
-    return (type(value), repr(value)) if type(value) in (int, float, bool) else None
+    return (type(value), repr(value)) if type(value) in (float, bool) else None  # there is a zero below zero
 
 
 def greatest_by(compute: Operator, slow: Function) -> Function:

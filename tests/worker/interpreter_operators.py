@@ -6,6 +6,7 @@ A type that converts, two shapes that broadcast against each other, and numbers 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,12 +17,13 @@ from triton.runtime.interpreter import TensorHandle
 Operator = Callable[..., Any]
 NUMBERS: dict[str, tuple[type, ...]] = {"fp32": (int, float), "int32": (int,), "int64": (int,)}  # that need no cast
 DTYPES: dict[str, type[np.generic]] = {"fp32": np.float32, "int32": np.int32, "int64": np.int64}
-LARGEST = 2**30
+LARGEST = {"fp32": 2**31 - 1, "int32": 2**31 - 1, "int64": 2**63 - 1}  # of which, and of infinity, each is as it is
 NEW_AXES = ("[0]", "[1]", "[2]", "[3]")
 _constants: dict[tuple[type, float, str], Any] = {}
 _types: dict[tuple[str, str], Any] = {}
 
 
+_num_bytes: dict[str, int] = {}
 _new, _tensor = object.__new__, tl.tensor
 
 
@@ -32,6 +34,13 @@ def made(data: Any, dtype: Any, type_: Any) -> Any:
     made.handle, made.type = handle, type_
     made.dtype = type_.element_ty if type(type_) is tl.block_type else type_
     return made
+
+
+def takes(number: Any, dtype: str) -> bool:
+    """Tell whether a number is one of this type, which it needs no cast for."""
+    if type(number) not in NUMBERS.get(dtype, ()) or (number == 0 and math.copysign(1, number) < 0):
+        return False
+    return -LARGEST[dtype] <= number <= LARGEST[dtype] or number in (math.inf, -math.inf)
 
 
 def constant(number: float, dtype: str) -> Any:
@@ -92,7 +101,7 @@ def quick(slow: Operator, compute: Operator, dtypes: frozenset[str], is_comparis
                 if dtype is not None and (type_ := joint_type(left.type, other.type)) is not None:
                     type_ = type_ if dtype is left.dtype else with_element(type_, dtype)
                     data = compute(left.handle.data, other.handle.data)
-            elif type(other) in NUMBERS.get(name, ()) and -LARGEST <= other <= LARGEST:
+            elif takes(other, name):
                 type_, data = left.type, compute(left.handle.data, constant(other, name))
             if type_ is not None:
                 if is_comparison:
@@ -103,6 +112,13 @@ def quick(slow: Operator, compute: Operator, dtypes: frozenset[str], is_comparis
     return run
 
 
+def num_bytes(pointer: Any) -> int:
+    """Return the distance between neighbours, computed once."""
+    if pointer.name not in _num_bytes:
+        _num_bytes[pointer.name] = max(1, pointer.element_ty.primitive_bitwidth // 8)
+    return _num_bytes[pointer.name]
+
+
 def moved(slow: Operator) -> Operator:
     """Return addition that takes the short way to a pointer's neighbours."""
 
@@ -111,11 +127,10 @@ def moved(slow: Operator) -> Operator:
             type_, other = None, right.value if type(right) is tl.constexpr else right
             if type(other) is _tensor and other.dtype.name in ("int32", "int64"):
                 type_, offsets = joint_type(left.type, other.type), other.handle.data
-            elif type(other) is int and -LARGEST <= other <= LARGEST:
+            elif takes(other, "int32"):
                 type_, offsets = left.type, constant(other, "int32")
             if type_ is not None:
-                num_bytes = max(1, left.dtype.element_ty.primitive_bitwidth // 8)
-                places = left.handle.data + num_bytes * offsets.astype(np.uint64)
+                places = left.handle.data + num_bytes(left.dtype) * offsets.astype(np.uint64)
                 return made(places, left.dtype, type_)
         return slow(left, right)
 
@@ -151,7 +166,8 @@ def with_axes(slow: Operator) -> Operator:
     return take
 
 
-NUMERIC, LOGICAL = frozenset(NUMBERS), frozenset({"int1", "int32", "int64"})
+UNSIGNED = frozenset({"uint32"})  # with others of this type
+NUMERIC, LOGICAL = frozenset(NUMBERS) | UNSIGNED, frozenset({"int1", "int32", "int64"}) | UNSIGNED
 FLOATS, WHOLE = frozenset({"fp32"}), frozenset({"int32", "int64"})
 ARITHMETIC: dict[str, Operator] = {
     "__add__": np.add,
@@ -166,7 +182,11 @@ DIVISIONS: dict[str, Operator] = {  # of integers, that cut off what is behind t
     "__mod__": np.fmod,
     "__rshift__": np.right_shift,
 }
-BITWISE: dict[str, Operator] = {"__and__": np.bitwise_and, "__or__": np.bitwise_or}
+BITWISE: dict[str, Operator] = {
+    "__and__": np.bitwise_and,
+    "__or__": np.bitwise_or,
+    "__xor__": np.bitwise_xor,
+}
 COMPARISONS: dict[str, Operator] = {
     "__lt__": np.less,
     "__le__": np.less_equal,

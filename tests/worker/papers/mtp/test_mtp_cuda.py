@@ -168,7 +168,7 @@ def test_a_full_cache_keeps_the_first_and_the_newest_rows(tmp_path: Path, monkey
 def generated(target: TargetModel, engine_name: str, sampling: SamplingParams) -> tuple[list[list[int]], Engine]:
     """Two jobs that begin one after the other."""
     engine = Engine(target, create_drafter(engine_name, target, free_rows))
-    sequences = [Sequence(f"{n}", TEXT[: 7 + 4 * n], sampling, target.vocab_size, target.device) for n in range(2)]
+    sequences = [Sequence(f"{n}", TEXT[: 20 + 9 * n], sampling, target.vocab_size, target.device) for n in range(2)]
     for sequence in sequences:
         engine.start(sequence)
         engine.step()
@@ -190,7 +190,7 @@ def test_engines_with_the_layer_give_the_tokens_of_plain_decoding(
     monkeypatch.setattr(faster_drafter, "SETTLING", 0)
     publish_with_layer(name, tmp_path)
     target = on_a_gpu(tmp_path)
-    sampling = SamplingParams(max_tokens=4, temperature=temperature, seed=4, ignore_eos=True)
+    sampling = SamplingParams(max_tokens=6, temperature=temperature, seed=4, ignore_eos=True)
     follow, said = MTPForwards.follow, list[bool]()
     monkeypatch.setattr(MTPForwards, "follow", lambda *given: [found := follow(*given), said.append(any(found))][0])
     plain, _ = generated(target, "autoregressive", sampling)

@@ -48,7 +48,7 @@ class CheckedGraph:
         self._work = work
         self._pool: dict[str, Returned] = {}  # by library call: what it returned, where its next one returns it, too
         work()  # as a warm-up does
-        self.launches = self._run()
+        self.launches = self._run(is_capture=True)
         self.num_replays = 0
 
     def replay(self) -> None:
@@ -58,14 +58,16 @@ class CheckedGraph:
             raise CaptureError(f"launched {different[0]} where the graph has {different[1]}")
         self.num_replays += 1
 
-    def _run(self) -> list[Launch]:
+    def _run(self, is_capture: bool = False) -> list[Launch]:
+        """Return what the work launches; no kernel runs while a graph is captured."""
         recording, launch = _Recording(), GridExecutor.__call__
 
         def noted(executor: GridExecutor, *args: Any, **kwargs: Any) -> None:
             name = executor.fn.__name__
             recording.launches.append((name, executor.grid, *_places(args), *_places(kwargs.values())))
-            recording.is_interpreting = True  # which copies what a GPU reads in place
-            launch(executor, *args, **kwargs)
+            recording.is_interpreting = True  # in which tensors are read and written beside the graph's launches
+            if not is_capture:
+                launch(executor, *args, **kwargs)
             recording.is_interpreting = False
 
         def returned_in_place(call: LibraryCall, *args: Any, **kwargs: Any) -> Returned:
