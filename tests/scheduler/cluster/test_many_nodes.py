@@ -159,7 +159,7 @@ def test_chaos_runs_on_a_cluster_that_is_there(cluster: LocalCluster, tmp_path: 
 
 
 def goes_on_elsewhere(driver: Driver, lost: WorkerStatus) -> bool:
-    """Whether another worker has the first job of one that is lost."""
+    """Tell whether another worker has the first job of one that is lost."""
     return any(lost.jobs[0] in worker.jobs for worker in driver.busy_workers() if worker.id != lost.id)
 
 
