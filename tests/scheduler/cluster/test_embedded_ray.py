@@ -146,18 +146,42 @@ def test_whatever_ray_raises_while_it_starts_becomes_one_line(place: Path, monke
         pass
 
 
-@pytest.mark.parametrize("runtime_env", [{}, {"env_vars": {"NIGHT": "1"}}])
-def test_a_job_with_a_runtime_environment_keeps_the_agent_that_prepares_it(runtime_env: dict[str, object]) -> None:
+RAYLET = {"--dashboard_agent_command": "python agent", "--runtime_env_agent_command": "python other"}
+RAYLET |= {"--metrics-agent-port": "0", "--runtime_env_agent_port": "0", "--head": ""}
+
+
+def without_agents(runtime_env: dict[str, object]) -> dict[str, str]:
     from ray.job_config import JobConfig
 
-    words = {"--dashboard_agent_command": "python agent", "--runtime_env_agent_command": "python other"}
-    words |= {"--metrics-agent-port": "0", "--runtime_env_agent_port": "0", "--head": ""}
-    raylet = [f"{name}={said}" for name, said in words.items()]
-    changed = dict(word.split("=") for word in embedded_ray._without_agents(raylet, JobConfig(runtime_env=runtime_env)))
-    kept = "python other" if runtime_env else embedded_ray.NO_AGENT
-    assert (changed["--runtime_env_agent_command"], changed["--runtime_env_agent_port"] == "0") == (
-        kept,
-        bool(runtime_env),
-    )
-    assert changed["--dashboard_agent_command"] == embedded_ray.NO_AGENT
+    words = [f"{name}={said}" for name, said in RAYLET.items()]
+    changed = embedded_ray._without_agents(words, JobConfig(runtime_env=runtime_env))
+    return dict(word.split("=") for word in changed)
+
+
+@pytest.mark.parametrize("runtime_env", [{}, {"env_vars": {"NIGHT": "1"}}])
+def test_a_job_with_a_runtime_environment_keeps_the_agent_that_prepares_it(runtime_env: dict[str, object]) -> None:
+    changed = without_agents(runtime_env)
+    is_kept = (changed["--runtime_env_agent_command"], changed["--runtime_env_agent_port"]) == ("python other", "0")
+    assert is_kept == bool(runtime_env)
+    assert changed["--dashboard_agent_command"] != "python agent"
     assert changed["--metrics-agent-port"] != "0"
+
+
+@pytest.mark.parametrize("runtime_env", [{}, {"env_vars": {"NIGHT": "1"}}])
+def test_what_stands_in_for_an_agent_is_found_whatever_the_path_says(
+    runtime_env: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path / embedded_ray.NO_AGENT
+    other.write_text("#!/bin/sh\nexit 1\n")
+    other.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    program = Path(without_agents(runtime_env)["--dashboard_agent_command"])
+    assert program.is_absolute()
+    assert program != other
+    ended = subprocess.run([program], input="", env={"PATH": str(tmp_path)}, timeout=60, check=False)
+    assert ended.returncode == 0
+
+
+def test_a_machine_without_what_stands_in_for_an_agent_keeps_its_agents(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedded_ray, "NO_AGENT", "no-program-of-this-name")
+    assert without_agents({}) == RAYLET
