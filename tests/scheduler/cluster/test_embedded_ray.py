@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -113,6 +114,31 @@ def test_a_limit_on_the_length_of_files_is_told_before_ray_starts(monkeypatch: p
         pass
 
 
+HEARING = """
+import os, signal, sys
+from pathlib import Path
+from swiftbatch.scheduler.cli import main
+from swiftbatch.scheduler.cluster import ray_cluster
+
+def start(*_: object) -> None:
+    states = [(task / "status").read_text() for task in Path("/proc/self/task").iterdir()]
+    masks = [int(state.split("SigBlk:")[1].split()[0], 16) for state in states]
+    raise Exception(f"{len(masks)} threads, {sum(not mask >> (signal.SIGTERM - 1) & 1 for mask in masks)} hear")
+
+ray_cluster._start = start
+main()
+"""
+
+
+def test_no_thread_hears_a_signal_while_ray_starts(place: Path, tmp_path: Path) -> None:
+    """Ray's own handler, which ends the process with a trace, would run in a thread that does."""
+    jobs = tmp_path / "jobs.jsonl"
+    jobs.write_text('{"custom_id": "a", "prompt": "It was", "max_tokens": 9}\n' * 2)
+    command = [sys.executable, "-c", HEARING, "submit", str(jobs), "--run", str(tmp_path / "run")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert re.search(r"does not start: ([0-9]+) threads, 0 hear;", ended.stderr), ended.stderr
+
+
 LOST_LISTENER = """
 import threading
 from swiftbatch.scheduler.cluster.ray_cluster import _silence_ray
@@ -180,6 +206,11 @@ def test_what_stands_in_for_an_agent_is_found_whatever_the_path_says(
     assert program != other
     ended = subprocess.run([program], input="", env={"PATH": str(tmp_path)}, timeout=60, check=False)
     assert ended.returncode == 0
+
+
+def test_without_the_pipe_that_ends_the_stand_in_agents_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_enable_pipe_based_agent_to_parent_health_check", "0")
+    assert without_agents({}) == RAYLET
 
 
 def test_a_machine_without_what_stands_in_for_an_agent_keeps_its_agents(monkeypatch: pytest.MonkeyPatch) -> None:
