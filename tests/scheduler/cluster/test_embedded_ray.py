@@ -133,7 +133,7 @@ main()
 def test_no_thread_hears_a_signal_while_ray_starts(place: Path, tmp_path: Path) -> None:
     """Ray's own handler, which ends the process with a trace, would run in a thread that does."""
     jobs = tmp_path / "jobs.jsonl"
-    jobs.write_text('{"custom_id": "a", "prompt": "It was", "max_tokens": 9}\n' * 2)
+    jobs.write_text("".join(f'{{"custom_id": "{name}", "prompt": "It was", "max_tokens": 9}}\n' for name in "ab"))
     command = [sys.executable, "-c", HEARING, "submit", str(jobs), "--run", str(tmp_path / "run")]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert re.search(r"does not start: ([0-9]+) threads, 0 hear;", ended.stderr), ended.stderr
