@@ -32,6 +32,8 @@ LONGEST_PLACE = 18  # characters: Ray makes sockets below, and their paths may h
 USUAL_PLACE = "/tmp"
 AGENTLESS = "2.60."  # begins the versions of Ray that are known to run without agents
 NO_AGENT = "cat"  # ends with the raylet, which holds the other end of its input, and does nothing until then
+NO_AGENT_PLACES = "/bin:/usr/bin"  # not the PATH: it may be short, or begin with another program of that name
+PIPE = "RAY_enable_pipe_based_agent_to_parent_health_check"  # users may have the raylet hold no such end
 # of the agents; other than 0, so that no raylet waits for an agent to tell it, and one where nobody listens
 PORTS = {
     "dashboard_agent": ("metrics-agent-port", "metrics_export_port", "dashboard_agent_listen_port"),
@@ -126,9 +128,12 @@ def _without_agents(command: list[str], job: JobConfig) -> list[str]:
     import ray
 
     agents = ["dashboard_agent"] if job.runtime_env else ["dashboard_agent", "runtime_env_agent"]
-    if not ray.__version__.startswith(AGENTLESS) or not any(word.startswith("--dashboard_agent_c") for word in command):
+    program = shutil.which(NO_AGENT, path=NO_AGENT_PLACES)
+    is_raylet = any(word.startswith("--dashboard_agent_c") for word in command)
+    has_pipe = os.environ.get(PIPE, "1").lower() in ("1", "true")
+    if not (is_raylet and program and has_pipe and ray.__version__.startswith(AGENTLESS)):
         return command
-    said = {f"--{agent}_command": NO_AGENT for agent in agents}
+    said = {f"--{agent}_command": program for agent in agents}
     said |= {f"--{port}": "1" for agent in agents for port in PORTS[agent]}
     return [word for word in command if word.partition("=")[0] not in said] + [f"{name}={said[name]}" for name in said]
 

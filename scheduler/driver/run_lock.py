@@ -20,6 +20,7 @@ from swiftbatch.scheduler.driver.driver_heartbeat import AT_REST, LONGEST_BEAT_S
 from swiftbatch.scheduler.driver.queue_loading import count_jobs
 from swiftbatch.scheduler.driver.takeover import Epoch
 from swiftbatch.scheduler.driver.throughput import monotonic
+from swiftbatch.scheduler.process.signals import unheard
 
 KNOWN = ("running", "num_generated_tokens", "num_total_tokens", "worker_seconds")  # fields of the last driver's beat
 
@@ -118,7 +119,8 @@ class Hold:
     def _begin_beating(self) -> None:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._keep_young, name="run-hold", daemon=True)
-        self._thread.start()
+        with unheard():
+            self._thread.start()
 
     def _keep_young(self) -> None:
         epoch = self.epoch.through(self._run)

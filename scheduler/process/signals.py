@@ -82,6 +82,19 @@ def held(ask: Callable[[], None]) -> Iterator[None]:
         _restore(before)
 
 
+@contextlib.contextmanager
+def unheard() -> Iterator[None]:
+    """Keep the signals from all threads that start within the block, for as long as they live.
+
+    For those that live while `call_interruptibly` makes a call: else a signal might reach a handler of that call there.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ending_signals())
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def call_interruptibly(call: Callable[[], None], ended: threading.Event) -> None:
     """Make a call in a thread that lives until `ended`, and raise what it raises, or KeyboardInterrupt at a signal.
 

@@ -13,6 +13,7 @@ from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.repetition import RepetitionDetection
 from swiftbatch.jobs.sampling import SamplingParams, ThinkingEnd
 from swiftbatch.jobs.shared_prompts import prompt_keys
+from swiftbatch.scheduler.process.signals import unheard
 from swiftbatch.worker.caches.cache_room import KVRoom, KVRoomError
 from swiftbatch.worker.constraints.grammar_definitions import StructureError
 from swiftbatch.worker.model.model_files import ModelFiles
@@ -88,12 +89,22 @@ class _Prompt:
 
 def _encoded(lines: Iterable[tuple[int, JobLine]], codec: TextCodec) -> Iterator[tuple[int, JobLine, list[Encoded]]]:
     """The lines with what `encode_all` makes of their prompts or messages, a bounded number at once."""
+    _start_tokenizing_threads()
     rest = iter(lines)
     while some := list(_some(rest)):
         asked = [_asked(line) for _, line in some]
         encoded = iter(codec.encode_all([each for own in asked for each in own]))
         for (line_number, line), own in zip(some, asked, strict=True):
             yield line_number, line, list(islice(encoded, len(own)))
+
+
+def _start_tokenizing_threads() -> None:
+    """Have the library start the threads that it keeps: they are there when Ray starts, and are to hear no signal."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import BPE
+
+    with unheard():
+        Tokenizer(BPE()).encode_batch_fast(["", ""])
 
 
 def _some(lines: Iterator[tuple[int, JobLine]]) -> Iterator[tuple[int, JobLine]]:

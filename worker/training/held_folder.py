@@ -23,11 +23,11 @@ def held(path: Path) -> Iterator[None]:
 
     Raises ModelError where another process holds it, and for what can't be a folder.
     """
-    folder = path.resolve()
+    folder = Path(os.path.realpath(path))  # Path.resolve would raise for a link to itself
     if folder in _held:
         yield
         return
-    is_new = not folder.exists()
+    is_new = not os.path.exists(folder)  # Path.exists would raise for a name that is too long
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = _lock(folder / LOCK, path)

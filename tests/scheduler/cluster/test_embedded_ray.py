@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -113,6 +114,31 @@ def test_a_limit_on_the_length_of_files_is_told_before_ray_starts(monkeypatch: p
         pass
 
 
+HEARING = """
+import os, signal, sys
+from pathlib import Path
+from swiftbatch.scheduler.cli import main
+from swiftbatch.scheduler.cluster import ray_cluster
+
+def start(*_: object) -> None:
+    states = [(task / "status").read_text() for task in Path("/proc/self/task").iterdir()]
+    masks = [int(state.split("SigBlk:")[1].split()[0], 16) for state in states]
+    raise Exception(f"{len(masks)} threads, {sum(not mask >> (signal.SIGTERM - 1) & 1 for mask in masks)} hear")
+
+ray_cluster._start = start
+main()
+"""
+
+
+def test_no_thread_hears_a_signal_while_ray_starts(place: Path, tmp_path: Path) -> None:
+    """Ray's own handler, which ends the process with a trace, would run in a thread that does."""
+    jobs = tmp_path / "jobs.jsonl"
+    jobs.write_text("".join(f'{{"custom_id": "{name}", "prompt": "It was", "max_tokens": 9}}\n' for name in "ab"))
+    command = [sys.executable, "-c", HEARING, "submit", str(jobs), "--run", str(tmp_path / "run")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert re.search(r"does not start: ([0-9]+) threads, 0 hear;", ended.stderr), ended.stderr
+
+
 LOST_LISTENER = """
 import threading
 from swiftbatch.scheduler.cluster.ray_cluster import _silence_ray
@@ -146,18 +172,47 @@ def test_whatever_ray_raises_while_it_starts_becomes_one_line(place: Path, monke
         pass
 
 
-@pytest.mark.parametrize("runtime_env", [{}, {"env_vars": {"NIGHT": "1"}}])
-def test_a_job_with_a_runtime_environment_keeps_the_agent_that_prepares_it(runtime_env: dict[str, object]) -> None:
+RAYLET = {"--dashboard_agent_command": "python agent", "--runtime_env_agent_command": "python other"}
+RAYLET |= {"--metrics-agent-port": "0", "--runtime_env_agent_port": "0", "--head": ""}
+
+
+def without_agents(runtime_env: dict[str, object]) -> dict[str, str]:
     from ray.job_config import JobConfig
 
-    words = {"--dashboard_agent_command": "python agent", "--runtime_env_agent_command": "python other"}
-    words |= {"--metrics-agent-port": "0", "--runtime_env_agent_port": "0", "--head": ""}
-    raylet = [f"{name}={said}" for name, said in words.items()]
-    changed = dict(word.split("=") for word in embedded_ray._without_agents(raylet, JobConfig(runtime_env=runtime_env)))
-    kept = "python other" if runtime_env else embedded_ray.NO_AGENT
-    assert (changed["--runtime_env_agent_command"], changed["--runtime_env_agent_port"] == "0") == (
-        kept,
-        bool(runtime_env),
-    )
-    assert changed["--dashboard_agent_command"] == embedded_ray.NO_AGENT
+    words = [f"{name}={said}" for name, said in RAYLET.items()]
+    changed = embedded_ray._without_agents(words, JobConfig(runtime_env=runtime_env))
+    return dict(word.split("=") for word in changed)
+
+
+@pytest.mark.parametrize("runtime_env", [{}, {"env_vars": {"NIGHT": "1"}}])
+def test_a_job_with_a_runtime_environment_keeps_the_agent_that_prepares_it(runtime_env: dict[str, object]) -> None:
+    changed = without_agents(runtime_env)
+    is_kept = (changed["--runtime_env_agent_command"], changed["--runtime_env_agent_port"]) == ("python other", "0")
+    assert is_kept == bool(runtime_env)
+    assert changed["--dashboard_agent_command"] != "python agent"
     assert changed["--metrics-agent-port"] != "0"
+
+
+@pytest.mark.parametrize("runtime_env", [{}, {"env_vars": {"NIGHT": "1"}}])
+def test_what_stands_in_for_an_agent_is_found_whatever_the_path_says(
+    runtime_env: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path / embedded_ray.NO_AGENT
+    other.write_text("#!/bin/sh\nexit 1\n")
+    other.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    program = Path(without_agents(runtime_env)["--dashboard_agent_command"])
+    assert program.is_absolute()
+    assert program != other
+    ended = subprocess.run([program], input="", env={"PATH": str(tmp_path)}, timeout=60, check=False)
+    assert ended.returncode == 0
+
+
+def test_without_the_pipe_that_ends_the_stand_in_agents_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_enable_pipe_based_agent_to_parent_health_check", "0")
+    assert without_agents({}) == RAYLET
+
+
+def test_a_machine_without_what_stands_in_for_an_agent_keeps_its_agents(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedded_ray, "NO_AGENT", "no-program-of-this-name")
+    assert without_agents({}) == RAYLET

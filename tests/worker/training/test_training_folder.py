@@ -133,6 +133,16 @@ def test_the_folder_of_a_killed_training_is_free_at_once_and_keeps_what_is_in_it
     assert [path.name for path in (tmp_path / "output").iterdir()] == ["state.pt"]
 
 
+@pytest.mark.parametrize("kind", ["file", "below a file", "long name", "link to itself"])
+def test_what_cannot_be_a_folder_is_refused_in_one_line(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to("link")
+    names = {"file": "file", "below a file": "file/model", "long name": "n" * 300, "link to itself": "link"}
+    with pytest.raises(ModelError, match=r"output .*: cannot be written \(.+\); name another folder"):
+        held(tmp_path / names[kind]).__enter__()
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "link"}
+
+
 def test_a_training_that_is_a_part_of_another_one_is_not_in_its_way(
     tmp_path: Path, other: subprocess.Popen[str]
 ) -> None:
