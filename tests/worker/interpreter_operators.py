@@ -18,6 +18,7 @@ Operator = Callable[..., Any]
 NUMBERS: dict[str, tuple[type, ...]] = {"fp32": (int, float), "int32": (int,), "int64": (int,)}  # that need no cast
 DTYPES: dict[str, type[np.generic]] = {"fp32": np.float32, "int32": np.int32, "int64": np.int64}
 LARGEST = {"fp32": 2**31 - 1, "int32": 2**31 - 1, "int64": 2**63 - 1}  # of which, and of infinity, each is as it is
+SMALLEST = 2.0**-126  # likewise: those below it are of float64
 NEW_AXES = ("[0]", "[1]", "[2]", "[3]")
 _constants: dict[tuple[type, float, str], Any] = {}
 _types: dict[tuple[str, str], Any] = {}
@@ -40,7 +41,8 @@ def takes(number: Any, dtype: str) -> bool:
     """Tell whether a number is one of this type, which it needs no cast for."""
     if type(number) not in NUMBERS.get(dtype, ()) or (number == 0 and math.copysign(1, number) < 0):
         return False
-    return -LARGEST[dtype] <= number <= LARGEST[dtype] or number in (math.inf, -math.inf)
+    size = abs(number)
+    return size == 0 or SMALLEST <= size <= LARGEST[dtype] or size == math.inf
 
 
 def constant(number: float, dtype: str) -> Any:

@@ -138,3 +138,18 @@ def test_a_job_in_reserve_is_cancelled_once_its_worker_has_heard_of_it(parts: Pa
     parts.settlement.take_cancel_requests()
     parts.report(unbegun=(parts.b,), is_draining=True)
     assert parts.queue.counts()["cancelled"] == 2
+
+
+def test_a_worker_that_leaves_gives_back_what_it_had_not_heard_of(parts: Parts) -> None:
+    parts.report(released=(JobProgress(parts.a, 5),), is_draining=True)
+    assert (parts.queue.num_waiting, parts.queue.num_reserved) == (3, 0)
+    assert parts.counted() == [1, 0, 0]
+    assert parts.queue.num_reported_tokens(parts.a) == 5
+
+
+def test_a_job_that_had_ended_on_a_lost_worker_is_not_blamed(parts: Parts) -> None:
+    parts.report(begun=(parts.b,), ended=(JobProgress(parts.a, 9),))
+    parts.lose_worker()
+    assert [parts.queue.strikes(each).num for each in (parts.a, parts.b)] == [0, 1]
+    assert parts.attempts.strikes(parts.a) is None
+    assert parts.attempts.strikes(parts.b) == parts.queue.strikes(parts.b)  # which the next driver reads

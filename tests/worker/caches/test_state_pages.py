@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from swiftbatch.worker.caches.memory.page_counts import PoolSize
-from swiftbatch.worker.caches.state_arena import StateArena, StateSlotCache
+from swiftbatch.worker.caches.state_arena import StateArena, StateSlotCache, _in_ring
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK
 from swiftbatch.worker.model.recurrent_sizes import RecurrentShape
 from tests.worker.caches.cache_parts import shape, write
@@ -42,3 +42,21 @@ def test_who_finds_no_page_to_go_back_into_has_no_state_behind_its_positions(are
     arena.pool.take(arena.pool.num_free)
     cache.roll_back(2 * PAGE - BLOCK + 5)
     assert (cache.length, cache.boundary) == (kept, kept)
+
+
+def test_entries_on_both_sides_of_a_ring_s_end_are_two_parts() -> None:
+    """No text that tests read is long enough for inputs in front of a boundary to lie so."""
+    ahead, behind = (slice(0, 1), slice(258, 259)), (slice(1, 3), slice(0, 2))
+    assert list(_in_ring(2 * 259 - 1, 2 * 259 + 2, 259)) == [ahead, behind]
+    assert list(_in_ring(259, 262, 259)) == [(slice(0, 3), slice(0, 3))]
+
+
+def test_who_copied_a_state_has_none_before_it(arena: StateArena) -> None:
+    source, cache = (arena.new_cache(LENGTH) for _ in range(2))
+    assert isinstance(source, StateSlotCache)
+    read_to(source, 2 * BLOCK + 5)
+    source.fold_to(2 * BLOCK)
+    cache.copy_from(source, 2 * BLOCK)
+    assert cache.length == 2 * BLOCK
+    cache.roll_back(2 * BLOCK - 9)
+    assert cache.length == 0

@@ -135,6 +135,10 @@ def test_the_last_block_can_be_rolled_back_exactly(target: TargetModel) -> None:
         decode(target, ours, token_id)
     ours.roll_back(BLOCK + 6)
     assert_same_states(ours, plain)
+    begun, _ = caches(target)
+    read(target, begun, 3)
+    ours.roll_back(3)  # of a whole block, the state that it began with would not be seen any more
+    assert_same_states(ours, begun)
 
 
 def test_a_cache_that_is_rolled_back_further_is_empty_and_is_read_again(target: TargetModel) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.kernels.cuda.states.state_buffers import StateBuffers, number_of_state
+from swiftbatch.worker.kernels.cuda.states.state_buffers import StateBuffers, move_steps, number_of_state
 from swiftbatch.worker.kernels.cuda.states.state_table import StateLayout, StateRows
 from swiftbatch.worker.kernels.cuda.states.state_walk import walk, weigh_paths
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK, NUM_ROWS
@@ -65,20 +65,21 @@ def padded(rows: Tensor, part: slice) -> Tensor:
     return whole
 
 
-def run(steps: Steps, states: StateBuffers) -> Tensor:
+def run(steps: Steps, states: StateBuffers, first: int) -> Tensor:
+    """What rows find whose steps are those of positions from a boundary on."""
     sizes, layout = steps.sizes, states.layout
     tables = StateLayout(states.num_slots, layout.ring, sizes.conv_width - 1, NUM_ROWS)
-    cache: Any = SimpleNamespace(length=0, first_angle=0)
-    found, boundary = [], 0
+    cache: Any = SimpleNamespace(length=first, first_angle=0)
+    found, boundary = [], first
     for end in PARTS:
-        part = slice(cache.length, end)
+        part = slice(cache.length - first, end)
         buffer = np.zeros(tables.size, dtype=np.int32)
-        groups = known_rows(cache, [0] * (end - cache.length))
+        groups = known_rows(cache, [0] * (end - part.start))
         tables.fill(buffer, [StateRows(group, SLOT, boundary) for group in groups])
         table = tables.table(torch.from_numpy(buffer))
-        own = states.steps[0, SLOT, part]
-        own[:, : layout.num_keys] = steps.keys[part].flatten(1)
-        own[:, layout.decays : layout.decays + sizes.num_heads] = steps.logs[part]
+        own = (torch.arange(part.start, end) + first) % layout.ring
+        states.steps[0, SLOT, own, : layout.num_keys] = steps.keys[part].flatten(1)
+        states.steps[0, SLOT, own, layout.decays : layout.decays + sizes.num_heads] = steps.logs[part]
         queries, values, shares = (padded(each, part) for each in (steps.queries, steps.values, steps.shares))
         heads = (NUM_ROWS, sizes.num_heads)
         weights = torch.full((*heads, BLOCK), torch.nan), torch.full((*heads, BLOCK), torch.nan), torch.zeros(heads)
@@ -86,20 +87,42 @@ def run(steps: Steps, states: StateBuffers) -> Tensor:
         weigh_paths(table, states.steps[0], queries, weights, sizes, layout)
         walk(table, states.states[0], states.steps[0], (queries, values, shares), weights, out, sizes, layout)
         found.append(out[: end - part.start])
-        cache.length, boundary = end, groups[-1].boundary
+        cache.length, boundary = first + end, groups[-1].boundary
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("name", SIZES)
-def test_rows_and_the_folded_state_are_those_of_the_plain_recurrence(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "first"),
+    [
+        ("delta net", 4 * BLOCK),  # its steps begin at the end of the ring, and go on at its beginning
+        ("Mamba-2", 0),
+        pytest.param("delta net", 0, marks=pytest.mark.slow),
+        pytest.param("Mamba-2", 4 * BLOCK, marks=pytest.mark.slow),
+    ],
+)
+def test_rows_and_the_folded_state_are_those_of_the_plain_recurrence(name: str, first: int) -> None:
     steps, sizes = Steps(SIZES[name]), SIZES[name]
     states = StateBuffers.empty(sizes, 1, 2, torch.bfloat16, 128, torch.device("cpu"))
     for unwritten in (states.states, states.steps):
         unwritten.fill_(torch.nan)
-    found, (expected, kept) = run(steps, states), steps.plainly()
+    if first:
+        states.states[0, SLOT, number_of_state(first)] = 0.0
+    found, (expected, kept) = run(steps, states, first), steps.plainly()
     assert (found - expected).abs().max() < 1e-5
-    assert (states.states[0, SLOT, number_of_state(BLOCK)] - kept).abs().max() < 1e-5
+    assert (states.states[0, SLOT, number_of_state(first + BLOCK)] - kept).abs().max() < 1e-5
     assert states.states[:, 0].isnan().all(), "another slot's"
+
+
+def test_accepted_steps_move_over_the_ring_s_end() -> None:
+    states = StateBuffers.empty(SIZES["Mamba-2"], 2, 3, torch.bfloat16, 128, torch.device("cpu"))
+    ring = states.layout.ring
+    states.steps[:] = torch.arange(states.steps[..., 0].numel()).view(*states.steps.shape[:3], 1)
+    expected = states.steps.clone()
+    moves = [[SLOT, ring + 1, ring - 1], [SLOT, ring + 4, ring], [-1, 0, 0]]
+    for slot, source, target in moves[:2]:
+        expected[:, slot, target % ring] = expected[:, slot, source % ring]
+    move_steps(states, torch.tensor(moves, dtype=torch.int32))
+    assert torch.equal(states.steps, expected)
 
 
 @pytest.mark.parametrize(

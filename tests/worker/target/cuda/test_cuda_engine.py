@@ -15,6 +15,7 @@ from swiftbatch.worker.caches.memory.memory_plan import SlotsWanted
 from swiftbatch.worker.caches.memory.model_sizes import read_sizes
 from swiftbatch.worker.drafters.catalogue import ENGINES, create_drafter
 from swiftbatch.worker.drafters.engine_memory import slots_wanted
+from swiftbatch.worker.drawing.draft_tree import DraftTree
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.kernels.cuda.upload import Download, Upload
@@ -24,6 +25,7 @@ from swiftbatch.worker.target import step_costs
 from swiftbatch.worker.target.cuda.cuda_loading import drafts_of
 from swiftbatch.worker.target.step_costs import ROW_COUNTS, Costs, StepCosts, step_costs_of
 from swiftbatch.worker.target.target import TargetModel, check_model
+from swiftbatch.worker.target.tiles import tree_rows
 from tests.worker.drafters.drafter_parts import free_rows, run_together
 from tests.worker.engine.test_rewinds import Outcome, run
 from tests.worker.target.cuda.checked_graph import CheckedGraph
@@ -113,6 +115,17 @@ def test_every_engine_gives_the_reference_s_tokens(files: ModelFiles, engine_nam
 def test_tokens_do_not_depend_on_what_shares_a_step(files: ModelFiles) -> None:
     together = generated(cuda_target(files, torch.bfloat16), "token-recycling", 3)
     assert generated(cuda_target(files, torch.bfloat16, 1), "autoregressive", 3, num_at_a_time=1) == together
+
+
+def test_rows_of_several_forwards_are_those_of_each(files: ModelFiles) -> None:
+    target = cuda_target(files, torch.bfloat16)
+    trees = [DraftTree.chain([(3 * node + first) % 50 + 5 for node in range(39)]) for first in (0, 1)]
+    groups = [tree_rows(target.new_cache(60), 7, tree) for tree in trees]
+    together = target.verify(groups)
+    for group, outputs in zip(groups, together, strict=True):
+        [alone] = target.verify([group])
+        assert torch.equal(alone.logits, outputs.logits)
+        assert torch.equal(alone.hidden, outputs.hidden)
 
 
 def test_a_step_is_two_replays_and_one_wait(files: ModelFiles, monkeypatch: pytest.MonkeyPatch) -> None:
