@@ -46,7 +46,10 @@ class JobSizes:
         return 0 if self.windows is None else sum(self._in_windows(job, self.windows.held) for job in jobs)
 
     def _in_windows(self, job: RunningJob, held: HeldPositions) -> int:
-        """Return the pages that a job is expected to hold, or has and takes for a step; those for others give way."""
+        """Return the pages that a job is expected to hold, or has and takes for a step if those are more.
+
+        Pages that it keeps for others do not count: they are given up where room is short.
+        """
         num_tokens, cache = len(job.sequence), job.cache
         end = min(num_tokens + ROOM_BEHIND, cache.length + MOST_READ)
         return max(pages_of(held.of(num_tokens), self.page), cache.num_window_pages_for(end))
