@@ -172,6 +172,8 @@ def test_a_cache_that_may_return_goes_on_from_states_that_it_has_kept(target: Ta
         read(target, cache, 150)
     assert torch.equal(decode(target, ours, 5), decode(target, plain, 5))
     assert_same_states(ours, plain)
+    ours.roll_back(BLOCK)
+    assert ours.length == ours.copyable_end(300) == 0, "a state of what is taken back is nobody's"
 
 
 @pytest.mark.parametrize(("length", "expected"), [(300, 128), (260, 192), (150, 128)])
