@@ -127,6 +127,14 @@ def _fixed_threads() -> None:
     torch.set_num_threads(NUM_THREADS)
 
 
+@pytest.fixture(autouse=True)
+def _same_numbers() -> None:
+    """Draw the same numbers in each test, whichever tests the process has run before."""
+    import torch
+
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _costs_timed_once() -> Iterator[None]:
     """Each forward that tells a step's costs runs once: what they are makes plans, and no token depends on a plan."""
