@@ -194,7 +194,7 @@ def test_a_cache_that_ended_leaves_no_open_file(tmp_path: Path) -> None:
     write(cache, sizes, 1)
     held(cache, sizes)
     assert _num_open_files(tmp_path)
-    brings = cache._thread
+    brings = cache._layers._thread
     del cache
     brings.shutdown()  # it may still bring what it was last asked for
     gc.collect()
