@@ -33,7 +33,7 @@ OF_TYPES = ("float32", "bfloat16", "float16", "float64", "int1", "int8", "int16"
 
 
 def steps() -> dict[str, Step]:
-    """What is compared, by names."""
+    """Return the compared steps by their names."""
     found = {
         **{f"{each} of two": lambda tl, a, b, m, f=each: getattr(tl, f)(a, b) for each in ("maximum", "minimum")},
         "where": lambda tl, a, b, m: tl.where(m, a, b),
@@ -137,7 +137,7 @@ def random_numbers(dtype: torch.dtype, seed: int) -> torch.Tensor:
 
 
 def found(kernels: ModuleType, dtype: torch.dtype) -> dict[str, Any]:
-    """What each step makes: its type, and its bits; or that it is refused."""
+    """Return the type and the bits that each step makes, or that the step is refused."""
     results: dict[str, Any] = {}
 
     def keep(step: tuple[str, Step], *given: Any) -> None:

@@ -66,7 +66,7 @@ def padded(rows: Tensor, part: slice) -> Tensor:
 
 
 def run(steps: Steps, states: StateBuffers, first: int) -> Tensor:
-    """What rows find whose steps are those of positions from a boundary on."""
+    """Return the results of rows that find the steps of positions from a boundary on."""
     sizes, layout = steps.sizes, states.layout
     tables = StateLayout(states.num_slots, layout.ring, sizes.conv_width - 1, NUM_ROWS)
     cache: Any = SimpleNamespace(length=first, first_angle=0)
