@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import struct
 from dataclasses import dataclass
 from typing import Annotated, Literal, Self
 
@@ -18,12 +19,16 @@ from swiftbatch.jobs.sampling import SamplingParams
 MAX_CUSTOM_ID = 512
 MAX_SLUG = 40
 SORTED = json.JSONEncoder(sort_keys=True)  # `dumps` would make one for each job
+LINE_END = b"\n"
 LATER_FIELDS = {"prompt_ids", "template", "choice_index", "num_choices"}
 
 JobUrl = Literal["/v1/completions", "/v1/chat/completions"]
 COMPLETIONS: JobUrl = "/v1/completions"
 CHAT: JobUrl = "/v1/chat/completions"
 
+
+LastMarker = Literal["start", "end"]
+"""The marker of thinking that comes last in a prompt: whether it leaves a thought open."""
 
 CustomId = Annotated[str, Field(min_length=1, max_length=MAX_CUSTOM_ID)]
 Prompt = Annotated[str, Field(min_length=1)]
@@ -88,6 +93,16 @@ def _slug(custom_id: str) -> str:
     return safe[:MAX_SLUG].rstrip("-") or "job"
 
 
+def packed(token_ids: list[int]) -> bytes:
+    """Token ids as they are stored: 4 bytes each, the lowest first."""
+    return struct.pack(f"<{len(token_ids)}I", *token_ids)
+
+
+def unpacked(data: bytes) -> list[int]:
+    """The token ids that `packed` has stored."""
+    return list(struct.unpack(f"<{len(data) // 4}I", data))
+
+
 @dataclass(frozen=True)
 class JobRecord:
     """A job of a run: its `job_id`, where it stood and how many tokens its prompt has.
@@ -95,7 +110,8 @@ class JobRecord:
     `line_number` (from 1) counts the lines of all files that were submitted with it, in their order: of two jobs of one
     length the one with the lower number runs first. The order of the output is that of the run's tables of jobs.
     `supersedes` is the id of the shorter job whose tokens it goes on from, None for a job of a file. `prompt_keys` are
-    those of `jobs/shared_prompts.py`; a run of an older version has none.
+    those of `jobs/shared_prompts.py`; a run of an older version has none. `prompt_token_ids`, as `packed`, and `last_marker`
+    are made once, when the run takes the job in: who renders later may get another text. Older runs have neither.
     """
 
     job_id: str
@@ -104,6 +120,8 @@ class JobRecord:
     num_prompt_tokens: int
     supersedes: str | None = None
     prompt_keys: bytes = b""
+    prompt_token_ids: bytes = b""
+    last_marker: LastMarker | None = None
 
     @property
     def custom_id(self) -> str:
@@ -117,17 +135,24 @@ class JobRecord:
 
 @dataclass(frozen=True)
 class SentJob:
-    """A job on its way to a worker, as the JSON of its table: the driver reads none of it."""
+    """A job on its way to a worker, as it lies in its table: the driver reads none of it.
+
+    `body` is the job as JSON, which has no line end, `last_marker` and `prompt_token_ids`, with a line end in between.
+    """
 
     job_id: str
     line_number: int
     num_prompt_tokens: int
-    text: bytes
+    body: bytes
 
     @classmethod
     def of(cls, record: JobRecord) -> Self:
-        return cls(record.job_id, record.line_number, record.num_prompt_tokens, record.job.model_dump_json().encode())
+        parts = record.job.model_dump_json().encode(), (record.last_marker or "").encode(), record.prompt_token_ids
+        return cls(record.job_id, record.line_number, record.num_prompt_tokens, LINE_END.join(parts))
 
     def read(self) -> JobRecord:
         """The whole of the job."""
-        return JobRecord(self.job_id, Job.model_validate_json(self.text), self.line_number, self.num_prompt_tokens)
+        job, marker, token_ids = self.body.split(LINE_END, 2)
+        prompt = {"prompt_token_ids": token_ids, "last_marker": marker.decode() or None}
+        read = Job.model_validate_json(job)
+        return JobRecord(self.job_id, read, self.line_number, self.num_prompt_tokens, **prompt)  # type: ignore[arg-type]

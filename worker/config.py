@@ -47,6 +47,8 @@ class Computation:
         None  # texts between which the model thinks; None: its own, where they are known
     )
 
+    clock: str | None = None  # the ISO time that chat templates hear as now; None: when the run is made
+
     @property
     def cuda_kernels(self) -> CudaKernels:
         """The choice on a GPU."""

@@ -7,7 +7,8 @@ A table is made of parts (row groups) of at most `ROWS_PER_PART` jobs, and no mo
 run it is of and how long its longest job is, and its pages have checksums. Tables of older versions have neither, and
 are read.
 
-A job that takes another one's place names it in the column `supersedes`.
+A job that takes another one's place names it in the column `supersedes`. The token ids of its prompt stand with it,
+so that no attempt makes them again.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ Row = tuple[Any, ...]
 FIRST = "jobs.parquet"
 LATER = "jobs"
 RUN, LONGEST = b"swiftbatch.run_id", b"swiftbatch.longest_job"  # in a table's metadata
-JOB = 2  # the place of the job as JSON in a row
+JOB, TOKEN_IDS = 2, 5  # the places of the job as JSON and of its prompt's ids in a row
 ROWS_PER_PART = 50_000
-LETTERS_PER_PART = 64 * 2**20  # of the jobs as JSON: prompts may be long
+LETTERS_PER_PART = 64 * 2**20  # of the jobs as JSON, and bytes of their prompts' ids: prompts may be long
 
 
 def paths(store: Store) -> list[str]:
@@ -76,14 +77,16 @@ def table_schema() -> pa.Schema:
     # large: all prompts of a part may pass the 2 GiB of a plain string column
     texts = {"job_id": pa.string(), "custom_id": pa.string(), "job": pa.large_string(), "supersedes": pa.string()}
     numbers = ("line_number", "num_prompt_tokens", "max_tokens", "choice_index", "num_choices")
-    return pa.schema([*texts.items(), ("prompt_keys", pa.large_binary()), *((name, pa.int64()) for name in numbers)])
+    prompts = {"prompt_keys": pa.large_binary(), "prompt_token_ids": pa.large_binary(), "last_marker": pa.string()}
+    return pa.schema([*texts.items(), *prompts.items(), *((name, pa.int64()) for name in numbers)])
 
 
 def _row(record: JobRecord) -> Row:
     job = record.job
-    texts = (record.job_id, job.custom_id, job.model_dump_json(), record.supersedes, record.prompt_keys)
+    texts = (record.job_id, job.custom_id, job.model_dump_json(), record.supersedes)
     return (
         *texts,
+        *(record.prompt_keys, record.prompt_token_ids, record.last_marker),
         *(record.line_number, record.num_prompt_tokens, job.sampling.max_tokens, job.choice_index, job.num_choices),
     )
 
@@ -93,7 +96,7 @@ def _parts(rows: Iterable[Row]) -> Iterator[list[Row]]:
     num_letters = 0
     for row in rows:
         part.append(row)
-        num_letters += len(row[JOB])
+        num_letters += len(row[JOB]) + len(row[TOKEN_IDS])
         if len(part) == ROWS_PER_PART or num_letters >= LETTERS_PER_PART:
             yield part
             part, num_letters = [], 0

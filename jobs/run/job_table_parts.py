@@ -19,13 +19,14 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from pyarrow import parquet
 
-RECORD = ("job_id", "job", "line_number", "num_prompt_tokens", "supersedes", "prompt_keys")
+PROMPT = ("prompt_token_ids", "last_marker")
+RECORD = ("job_id", "job", "line_number", "num_prompt_tokens", "supersedes", "prompt_keys", *PROMPT)
 FILL: dict[str, Callable[[dict[str, Any]], Any]] = {  # columns that older tables lack, from the job as JSON
     "max_tokens": lambda job: job["sampling"]["max_tokens"],
     "choice_index": lambda job: job.get("choice_index", 0),
     "num_choices": lambda job: job.get("num_choices", 1),
 }
-DEFAULTS: dict[str, Any] = {"supersedes": None, "prompt_keys": b""}  # the same, for what is in no job
+DEFAULTS: dict[str, Any] = {"supersedes": None, "prompt_keys": b"", "prompt_token_ids": b"", "last_marker": None}  # the same, for what is in no job
 
 Value = TypeVar("Value")
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, BinaryIO
 from weakref import finalize
 
-from swiftbatch.jobs.job import JobRecord, SentJob
+from swiftbatch.jobs.job import LINE_END, JobRecord, SentJob
 from swiftbatch.jobs.run import job_table
 from swiftbatch.jobs.run.job_table import lineages
 from swiftbatch.jobs.run.job_table_parts import longest_job, picked, read_parts, read_records
@@ -22,11 +22,14 @@ if TYPE_CHECKING:
     from swiftbatch.jobs.run.job_index import JobEntry, JobIndex
 
 
+BODY = ("job", "last_marker", "prompt_token_ids")
+
+
 class JobBodies:
-    """The jobs that a driver is to hand out, as JSON in a file on its machine: in any order each is one short read."""
+    """The bodies of the jobs that a driver is to hand out, in a file on its machine: in any order each is one short read."""
 
     def __init__(self, parts: Iterator[pa.Table], places: NDArray[np.int64]) -> None:
-        """`parts` are all of the run, with the column `job` alone; `places` are ascending. Raises StoreError."""
+        """`parts` are all of the run, with the columns `BODY`; `places` are ascending. Raises StoreError."""
         import numpy as np
 
         self._places = places
@@ -44,8 +47,8 @@ class JobBodies:
         start, end = self._starts[row : row + 2].tolist()
         with told_of_room():
             self._file.seek(start)
-            text = self._file.read(end - start)
-        return SentJob(entry.job_id, entry.line_number, entry.num_prompt_tokens, text)
+            body = self._file.read(end - start)
+        return SentJob(entry.job_id, entry.line_number, entry.num_prompt_tokens, body)
 
 
 def _at(parts: Iterator[pa.Table], places: NDArray[np.int64]) -> Iterator[pa.Table]:
@@ -56,18 +59,20 @@ def _at(parts: Iterator[pa.Table], places: NDArray[np.int64]) -> Iterator[pa.Tab
 
 
 def _write(file: BinaryIO, part: pa.Table) -> NDArray[np.int64]:
-    """Write the jobs of a part one behind the other; returns the bytes of each."""
+    """Write the bodies of a part's jobs, as `SentJob` has them, one behind the other; returns the bytes of each."""
     import numpy as np
     import pyarrow as pa
     from pyarrow import compute
 
-    jobs = part.column("job").cast(pa.large_string())
-    for chunk in jobs.chunks:
+    columns = [part.column(name).cast(pa.large_binary()) for name in BODY]
+    line_end = pa.scalar(LINE_END, pa.large_binary())
+    bodies = compute.binary_join_element_wise(*columns, line_end, null_handling="replace", null_replacement=b"")
+    for chunk in bodies.chunks:
         if len(chunk):
             _, offsets, letters = chunk.buffers()
             ends = np.frombuffer(offsets, np.int64)[chunk.offset : chunk.offset + len(chunk) + 1]
             file.write(memoryview(letters)[int(ends[0]) : int(ends[-1])])
-    return np.asarray(compute.binary_length(jobs).to_numpy(), np.int64)
+    return np.asarray(compute.binary_length(bodies).to_numpy(), np.int64)
 
 
 class RunJobs:
@@ -129,7 +134,7 @@ class RunJobs:
 
     def job_bodies(self, places: NDArray[np.int64]) -> JobBodies:
         """The jobs at some places of the run's tables, ascending ones, each to be read alone."""
-        return JobBodies(self.parts("job"), places)
+        return JobBodies(self.parts(*BODY), places)
 
     def longest_job(self) -> int:
         """Positions that the longest job needs, 0 without jobs; no job is read."""

@@ -24,7 +24,7 @@ from swiftbatch.jobs.run.option_values import (
 from swiftbatch.jobs.sampling import ThinkingEnd
 
 RUN_VERSION = 1
-RUN_FORM = 1  # to be raised with every field that comes to `run.json`: a newer folder is then known as one
+RUN_FORM = 2  # to be raised with every field that comes to `run.json`: a newer folder is then known as one
 FORM = "run folder"  # its name among a manifest's versions, where older versions pass it over
 
 Exactness = Literal["exact", "exact up to ties", "not probed"]
@@ -65,6 +65,7 @@ class RunManifest(Frozen):
     thinking_end: ThinkingEnd | None = None  # of jobs that say nothing of it; None: a text may end within a thought
     logprobs_mode: LogprobsMode = "raw_logprobs"  # the source of the log-probabilities that jobs ask for
     thinking_markers: ThinkingMarkers = None  # None, in older runs: those that each worker finds in the model's files
+    clock: str | None = None  # the ISO time that chat templates hear; None in older runs, which keep no prompts' ids
     versions: dict[str, str]
     exactness: Exactness
     cpu_capability: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 import click
@@ -29,7 +30,8 @@ def status(run_uri: str, as_json: bool, is_watching: bool) -> None:
     if is_watching:
         _watch_status(run, as_json)
     elif as_json:
-        click.echo(current_progress(run).model_dump_json(indent=2))
+        shown = current_progress(run).model_dump(mode="json") | {"clock": run.manifest.clock}
+        click.echo(json.dumps(shown, indent=2))
     else:
         _show_status(run, current_progress(run))
     for line in damage_lines(run):
@@ -54,6 +56,8 @@ def _show_run(run: Run) -> None:
     manifest = run.manifest
     place = printable(run.store.shown_uri)
     click.echo(f"{place} ({manifest.run_id}): model {printable(manifest.model)}, engine {manifest.engine}")
+    if manifest.clock is not None:
+        click.echo(f"clock of chat templates: {printable(manifest.clock)}")
 
 
 def _show_status(run: Run, progress: Progress) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, get_args
 
 import click
@@ -83,6 +84,17 @@ def _shards(_ctx: click.Context, _param: click.Parameter, value: str | ShardSett
         raise click.BadParameter(str(error)) from None
 
 
+def _clock(_ctx: click.Context, _param: click.Parameter, value: str | None) -> str | None:
+    """A time in one form. Raises click.BadParameter."""
+    try:
+        clock = None if value is None else datetime.fromisoformat(value)
+    except ValueError:
+        clock = datetime.min
+    if clock is not None and clock.tzinfo is None:
+        raise click.BadParameter(f"found {value!a}, expected a time with its offset, as 2026-11-28T00:00:00+01:00")
+    return None if clock is None else clock.isoformat(timespec="seconds")
+
+
 token_option = options_of("What decides the tokens; stored in the run")
 
 
@@ -162,6 +174,12 @@ token_option = options_of("What decides the tokens; stored in the run")
     metavar="A B",
     callback=_markers,
     help="Texts around thoughts: '<think>' '</think>'. [default: the model's]",
+)
+@token_option(
+    "--clock",
+    metavar="TIME",
+    callback=_clock,
+    help="Now, to chat templates: 2026-11-28T00:00+01:00. [default: run start]",
 )
 @ENGINE
 @launch_options

@@ -9,6 +9,7 @@ import platform
 import secrets
 import time
 from dataclasses import asdict, fields, replace
+from datetime import datetime
 from pathlib import Path
 
 from swiftbatch.jobs.errors import ModelError
@@ -137,6 +138,20 @@ def refuse_changed_model(run: Run) -> None:
         run.refuse_other_model(files.fingerprint, files.text_fingerprint)
 
 
+def refuse_older(run: Run) -> None:
+    """Raise RunError for a run of an older version, with no token ids of its prompts: what goes on would be other text.
+
+    To be asked before jobs of the run go on or come to it.
+    """
+    if run.manifest.clock is None:
+        version = run.manifest.versions.get("swiftbatch", "of an older form")
+        raise RunError(
+            f"the run at {run.store.shown_uri} was made by swiftbatch {version}, which drew other texts and kept no "
+            "tokens of prompts, so its unfinished jobs cannot go on here; its results stay: submit the same file to a "
+            "new run folder"
+        )
+
+
 def refuse_kernels(kernels: CudaKernels, device: str, dtype: str, address: str | None) -> None:
     """Raise ModelError where the workers would refuse this choice of a GPU's kernels, as far as that is known here."""
     if device == "cpu":
@@ -156,6 +171,7 @@ def _new_manifest(settings: Settings) -> RunManifest:
         "model": _place(computation.model),
         "device": detected if computation.device == "auto" else computation.device,
         "num_threads": settings.said.get("num_threads", shared_cores),
+        "clock": computation.clock or datetime.now().astimezone().isoformat(timespec="seconds"),
     }
     refuse_kernels(computation.cuda_kernels, str(resolved["device"]), computation.dtype, settings.address)
     refuse_kv_dtype(computation.kv_dtype, computation.cuda_kernels.attention)

@@ -9,7 +9,7 @@ from itertools import islice
 
 from swiftbatch.jobs.input.line_parsing import JobLine
 from swiftbatch.jobs.input.reader import Reject
-from swiftbatch.jobs.job import JobRecord
+from swiftbatch.jobs.job import JobRecord, LastMarker, packed
 from swiftbatch.jobs.repetition import RepetitionDetection
 from swiftbatch.jobs.sampling import SamplingParams, ThinkingEnd
 from swiftbatch.jobs.shared_prompts import prompt_keys
@@ -17,13 +17,13 @@ from swiftbatch.scheduler.process.signals import unheard
 from swiftbatch.worker.caches.cache_room import KVRoom, KVRoomError
 from swiftbatch.worker.constraints.grammar_definitions import StructureError
 from swiftbatch.worker.model.model_files import ModelFiles
-from swiftbatch.worker.model.tokenizer import Chat, TextCodec
+from swiftbatch.worker.model.tokenizer import Chat, Prompt, TextCodec
 
 LINES_AT_ONCE = 256
 LETTERS_AT_ONCE = 2**20
 
-Encoded = list[int] | ValueError
-"""The tokens of a prompt, or why there are none."""
+Encoded = Prompt | ValueError
+"""A prompt in tokens, or why there is none."""
 
 RULED = ("thinking_token_budget", "thinking_end", "structured_outputs")  # fields that a model may not be able to follow
 
@@ -75,7 +75,8 @@ def make_records(
         for job in line.jobs([prompt.limit for prompt in prompts], loop_guard, thinking_end):
             prompt = prompts[job.choice_index // line.num_choices]
             job_id = job.job_id(files.fingerprint)
-            yield JobRecord(job_id, job, line_number, prompt.num_tokens, prompt_keys=prompt.keys)
+            ids = {"prompt_keys": prompt.keys, "prompt_token_ids": prompt.token_ids}
+            yield JobRecord(job_id, job, line_number, prompt.num_tokens, **ids, last_marker=prompt.last_marker)
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,8 @@ class _Prompt:
     num_tokens: int
     limit: int  # tokens that may come behind it
     keys: bytes
+    token_ids: bytes
+    last_marker: LastMarker | None
 
 
 def _encoded(lines: Iterable[tuple[int, JobLine]], codec: TextCodec) -> Iterator[tuple[int, JobLine, list[Encoded]]]:
@@ -128,11 +131,12 @@ def _prompts(line: JobLine, encoded: list[Encoded], max_tokens: int | None, file
         try:
             if isinstance(found, ValueError):
                 raise found
-            limit = _limit(line, len(found), max_tokens, files)
+            limit = _limit(line, len(found.token_ids), max_tokens, files)
         except ValueError as error:
             which = f" (prompt {number} of {len(encoded)})" if len(encoded) > 1 else ""
             raise ValueError(f"{error}{which}") from None
-        prompts.append(_Prompt(len(found), limit, prompt_keys(found)))
+        ids = found.token_ids
+        prompts.append(_Prompt(len(ids), limit, prompt_keys(ids), packed(ids), found.last_marker))
     return prompts
 
 

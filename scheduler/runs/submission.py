@@ -30,6 +30,7 @@ from swiftbatch.scheduler.runs.default_settings import Settings
 from swiftbatch.scheduler.runs.fixed_settings import (
     computation_of,
     kept_or_new_manifest,
+    refuse_older,
     with_markers,
     with_model,
     with_rows,
@@ -105,7 +106,7 @@ def submission(
     is_for_gpus = not manifest.model_fingerprint and manifest.device != "cpu"  # a new run, or it has its rows
     said = [jobs] if isinstance(jobs, str) else jobs
     files = locate_model(manifest.model)
-    codec = TextCodec(files, manifest.thinking_markers)
+    codec = TextCodec(files, manifest.thinking_markers, manifest.clock)
     manifest = with_markers(with_model(manifest, files), codec)
     reader, notes = JobReader(manifest.seed, columns, endpoint), LineNotes()
     said = [jobs] if isinstance(jobs, str) else jobs
@@ -183,6 +184,7 @@ def add_new(run: Run, table: BinaryIO) -> tuple[JobIndex, list[Reject]]:
 
 def _add(run: Run, table: BinaryIO, num_jobs: int) -> None:
     if num_jobs:
+        refuse_older(run)
         run.add_table(table)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore, ResumeRecord
-from swiftbatch.jobs.job import Job, JobRecord, SentJob
+from swiftbatch.jobs.job import Job, JobRecord, SentJob, packed
 from swiftbatch.jobs.run.run import Run, RunManifest
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.bench.bench_engine import BenchError
@@ -57,8 +57,9 @@ def make_run(folder: Path, model: str, prompt: str, max_tokens: int) -> None:
     )
     sampling = SamplingParams(max_tokens=max_tokens, temperature=1.0, min_p=0.1, seed=1, ignore_eos=True)
     job = Job(custom_id="bench", url="/v1/completions", prompt=prompt, sampling=sampling)
-    num_prompt_tokens = len(TextCodec(files).encode_job(job))  # a GPU is shared out by the longest job
-    Run.create_or_open(str(folder), manifest).add_jobs([JobRecord(JOB_ID, job, 1, num_prompt_tokens)])
+    ids = TextCodec(files).prompt_of(job).token_ids
+    record = JobRecord(JOB_ID, job, 1, len(ids), prompt_token_ids=packed(ids))
+    Run.create_or_open(str(folder), manifest).add_jobs([record])
 
 
 class BenchWorker:

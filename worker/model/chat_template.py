@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from datetime import datetime
 from functools import cached_property
 from typing import Any
 
 from swiftbatch.jobs.chat import Message, TemplateOptions
+from swiftbatch.worker.model.template_renderer import TemplateLimitError, TemplateRenderer
 
+CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "
 MAX_WORDS = 500  # characters of another program's error
 
 
 class ChatTemplate:
     """Makes messages into text, by a model's tokenizer."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, clock: str | None = None) -> None:
+        """`clock` is the ISO time that templates hear, None for now."""
         self._tokenizer = tokenizer
+        self._clock = clock or datetime.now().astimezone().isoformat(timespec="seconds")
 
     def render(self, messages: Sequence[Message], options: TemplateOptions | None) -> str:
         """The text of messages. Raises ValueError, with a reason for the user, where there is no template, or one that
@@ -26,6 +31,8 @@ class ChatTemplate:
         options = options or TemplateOptions()
         try:
             return self._rendered([self._shown(message) for message in messages], options)
+        except TemplateLimitError as error:
+            raise ValueError(f"messages: the model's chat template {error}") from None
         except Exception as error:  # of any kind: the template is a program that came with the model
             raise ValueError(f"messages: the model's chat template refuses them: {words_of(error)}") from None
 
@@ -48,14 +55,16 @@ class ChatTemplate:
         return names
 
     def _rendered(self, messages: list[dict[str, Any]], options: TemplateOptions) -> str:
-        text = self._tokenizer.apply_chat_template(
-            messages,
-            tokenize=False,
-            add_generation_prompt=options.add_generation_prompt,
-            continue_final_message=options.continue_final_message,
-            **options.kwargs,
-        )
-        return str(text)
+        """The text of messages, as transformers' `apply_chat_template` has it."""
+        shown = _tagged(messages) if options.continue_final_message else messages
+        fixed = {"messages": shown, "tools": None, "documents": None}
+        own = {**self._tokenizer.special_tokens_map, **options.kwargs}
+        text = self._renderer.render(fixed | {"add_generation_prompt": options.add_generation_prompt} | own)
+        return _untagged(text) if options.continue_final_message else text
+
+    @cached_property
+    def _renderer(self) -> TemplateRenderer:
+        return TemplateRenderer(self._tokenizer.get_chat_template(), self._clock)
 
     def _shown(self, message: Message) -> dict[str, Any]:
         """Return a message as the template takes it: several parts are one text for a template that knows no parts."""
@@ -78,6 +87,24 @@ class ChatTemplate:
         templates = self._tokenizer.chat_template
         texts = templates.values() if isinstance(templates, dict) else [templates]
         return any(re.search(rf"\b{re.escape(name)}\b", text) for text in texts)
+
+
+def _tagged(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages with a tag at the end of the last one's text, up to which a text is to be continued."""
+    *others, last = messages
+    content = last["content"]
+    if isinstance(content, str):
+        return [*others, last | {"content": content + CONTINUED}]
+    *parts, part = content
+    return [*others, last | {"content": [*parts, part | {"text": part["text"] + CONTINUED}]}]
+
+
+def _untagged(text: str) -> str:
+    """The text up to the tag. A template that trims messages has taken their last spaces, also those in front of it."""
+    before, tag, behind = text.rpartition(CONTINUED.strip())
+    if not tag:
+        raise ValueError("it does not show the final message, which is to be continued")
+    return before if behind.startswith(" ") else before.rstrip()
 
 
 def words_of(error: Exception) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from swiftbatch.jobs.chat import Message, TemplateOptions
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.jobs.job import Job
+from swiftbatch.jobs.job import Job, LastMarker
 from swiftbatch.jobs.run.option_values import ThinkingMarkers
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.constraints.grammar import GrammarTokenizer
@@ -43,6 +43,14 @@ class Chat:
 
 
 @dataclass(frozen=True)
+class Prompt:
+    """A prompt in tokens, and the marker of thinking that comes last in what begins the answer."""
+
+    token_ids: list[int]
+    last_marker: LastMarker | None = None
+
+
+@dataclass(frozen=True)
 class _Text:
     """A text whose tokens are yet to be found."""
 
@@ -53,12 +61,13 @@ class _Text:
 class TextCodec:
     """A model's tokenizer, and the markers between which it thinks: those named, none for (), else the model's own.
 
+    `clock` is the time that chat templates hear, None for now.
     Raises ModelError where the model folder has none that loads, and for markers that can't be.
     """
 
-    def __init__(self, files: ModelFiles, thinking_markers: ThinkingMarkers = None) -> None:
+    def __init__(self, files: ModelFiles, thinking_markers: ThinkingMarkers = None, clock: str | None = None) -> None:
         try:
-            self._tokenizer = _loaded(files)
+            self._tokenizer = _without_dropout(_loaded(files))
         except ImportError as error:  # of a library that is optional
             raise ModelError(f"model {files.name}: {error}") from None
         except Exception as error:  # of any kind: the library raises bare ones
@@ -70,17 +79,16 @@ class TextCodec:
         self._eos_token_ids = eos_token_ids_of(files)
         self._tokenizer.model_max_length = files.max_positions
         is_tekken = isinstance(self._tokenizer, TekkenTokenizer)
-        self.chat = TekkenChat(self._tokenizer) if is_tekken else ChatTemplate(self._tokenizer)
+        self.chat = TekkenChat(self._tokenizer) if is_tekken else ChatTemplate(self._tokenizer, clock)
         self.markers = self._found_markers(files, thinking_markers)
 
-    def encode_job(self, job: Job) -> list[int]:
-        """Token ids of a job's prompt, or of its messages through the tokenizer's chat template.
+    def prompt_of(self, job: Job) -> Prompt:
+        """A job's prompt, or its messages through the tokenizer's chat template; to be made once, see `JobRecord`.
 
         Raises ValueError as `encode_prompt` and `encode_chat` do.
         """
-        if job.messages is not None:
-            return self.encode_chat(job.messages, job.template)
-        return self.encode_prompt(job.prompt_ids or job.prompt or "")
+        chat = None if job.messages is None else Chat(job.messages, job.template)
+        return self._encode_one(chat or job.prompt_ids or job.prompt or "")
 
     def encode_prompt(self, prompt: str | tuple[int, ...]) -> list[int]:
         """Token ids of a prompt; those that it has already stay as they are.
@@ -88,20 +96,20 @@ class TextCodec:
         Raises ValueError, with a reason for the user, where there are no tokens, where the text is so long that it has
         no room in the model, however it is cut into tokens, and where a token is none of the model's.
         """
-        [found] = self.encode_all([prompt])
-        if isinstance(found, ValueError):
-            raise found
-        return found
+        return self._encode_one(prompt).token_ids
 
     def encode_chat(self, messages: Sequence[Message], options: TemplateOptions | None) -> list[int]:
         """Token ids of messages. Raises ValueError as `encode_prompt`, and as `ChatTemplate.render`."""
-        [found] = self.encode_all([Chat(messages, options)])
+        return self._encode_one(Chat(messages, options)).token_ids
+
+    def _encode_one(self, asked: str | tuple[int, ...] | Chat) -> Prompt:
+        [found] = self.encode_all([asked])
         if isinstance(found, ValueError):
             raise found
         return found
 
-    def encode_all(self, asked: Sequence[str | tuple[int, ...] | Chat]) -> list[list[int] | ValueError]:
-        """The token ids of each, or the error that `encode_prompt` or `encode_chat` would raise for it.
+    def encode_all(self, asked: Sequence[str | tuple[int, ...] | Chat]) -> list[Prompt | ValueError]:
+        """The prompt that comes of each, or the error that `encode_prompt` or `encode_chat` would raise for it.
 
         Many at once cost less than each alone.
         """
@@ -111,7 +119,7 @@ class TextCodec:
             texts = [each.text for each in begun if isinstance(each, _Text) and each.adds_special_tokens == adds]
             tokens[adds] = iter(self._encode_many(texts, adds))
         found = [next(tokens[each.adds_special_tokens]) if isinstance(each, _Text) else each for each in begun]
-        return [each if isinstance(each, ValueError) else self._checked_or_error(each) for each in found]
+        return [self._prompt_or_error(*each) for each in zip(asked, begun, found, strict=True)]
 
     def _begun_with(self, asked: str | tuple[int, ...] | Chat) -> list[int] | ValueError | _Text:
         """The tokens of what says them itself, else the text that they come of, or why they can't."""
@@ -183,11 +191,13 @@ class TextCodec:
                 found.append(spaced)
         return tuple(dict.fromkeys(found))
 
-    def thinking(self, job: Job, prompt_ids: list[int]) -> Thinking | None:
-        """Tell how a job's output thinks behind its prompt; None for a model that does not, as far as is known."""
+    def thinking(self, job: Job, last: LastMarker | None) -> Thinking | None:
+        """Tell how a job's output thinks behind its prompt, whose last marker is known.
+
+        None for a model that does not think, as far as is known.
+        """
         if self.markers is None:
             return None
-        last = self.markers.last_in(*self._begun(job, prompt_ids))
         opening: Opening = "anywhere"
         if job.sampling.structured_outputs is not None:  # which begins with the output, or behind the thought
             is_new = job.messages is not None and not (job.template and job.template.continue_final_message)
@@ -222,9 +232,14 @@ class TextCodec:
         """The bytes that a token stands for, special ones too; none for one that the tokenizer does not have."""
         return self._bytes.of(token_id)
 
-    def _checked_or_error(self, token_ids: list[int]) -> list[int] | ValueError:
+    def _prompt_or_error(
+        self, asked: str | tuple[int, ...] | Chat, begun: list[int] | _Text | ValueError, found: list[int] | ValueError
+    ) -> Prompt | ValueError:
+        if isinstance(found, ValueError):
+            return found
         try:
-            return self._checked(token_ids)
+            text = begun.text if isinstance(begun, _Text) else None
+            return Prompt(self._checked(found), self._last_marker(asked, text, found))
         except ValueError as error:
             return error
 
@@ -250,18 +265,24 @@ class TextCodec:
         except ValueError as error:
             raise ModelError(f"model {files.name}: {error}") from None
 
-    def _begun(self, job: Job, prompt_ids: list[int]) -> tuple[str, int]:
-        """A text whose end may leave a thought open, and how many of its first characters are of no matter.
+    def _last_marker(
+        self, asked: str | tuple[int, ...] | Chat, text: str | None, token_ids: list[int]
+    ) -> LastMarker | None:
+        """The marker that comes last in a prompt; of a chat only what belongs to the answer counts.
 
-        Of a chat only what belongs to the answer counts, else all of the prompt.
+        `text` is what the tokens come of, None where they were there before.
         """
-        if job.messages is None:
-            return job.prompt or str(self._tokenizer.decode(prompt_ids, skip_special_tokens=False)), 0
-        if job.template is not None and job.template.continue_final_message:
-            return job.messages[-1].content, 0
-        whole, before = (render(job.messages, job.template) for render in (self.chat.render, self.chat.without_answer))
-        common = takewhile(lambda pair: pair[0] == pair[1], zip(whole, before, strict=False))
-        return whole, sum(1 for _ in common)
+        if self.markers is None:
+            return None
+        if isinstance(asked, Chat) and asked.options is not None and asked.options.continue_final_message:
+            return self.markers.last_in(asked.messages[-1].content)
+        if text is None:
+            text = str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
+        if not isinstance(asked, Chat) or self.markers.last_in(text) is None:
+            return self.markers.last_in(text)
+        before = self.chat.without_answer(asked.messages, asked.options)
+        common = takewhile(lambda pair: pair[0] == pair[1], zip(text, before, strict=False))
+        return self.markers.last_in(text, sum(1 for _ in common))
 
     def _refuse_far_too_long(self, text: str) -> None:
         if len(text) <= self._max_positions or self._max_chars_per_token is None:
@@ -324,3 +345,13 @@ def _loader(files: ModelFiles) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer
+
+
+def _without_dropout(tokenizer: Any) -> Any:
+    """A tokenizer that cuts a text into the same tokens every time: what it leaves to chance is for training alone."""
+    if getattr(tokenizer, "sp_model_kwargs", {}).get("enable_sampling"):
+        raise ValueError("it cuts texts at random (sp_model_kwargs in tokenizer_config.json: enable_sampling)")
+    model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
+    if getattr(model, "dropout", None):
+        model.dropout = None
+    return tokenizer

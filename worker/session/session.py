@@ -17,6 +17,7 @@ from swiftbatch.jobs.checkpoints.checkpoint_store import AttemptRecord, AttemptS
 from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
 from swiftbatch.jobs.checkpoints.packed_logs import PackedLogs, WorkerLogs
 from swiftbatch.jobs.checkpoints.token_log import TokenLog
+from swiftbatch.jobs.job import unpacked
 from swiftbatch.jobs.logprobs import shown_logprobs
 from swiftbatch.jobs.run.output_line import success_line
 from swiftbatch.jobs.run.run import Run
@@ -225,10 +226,9 @@ class WorkerSession:
         start = AttemptStart(
             worker_id=self._worker_id, claimed=time.time(), numerics=self.numerics, attempt=assignment.num_attempts
         )
-        prompt_ids = self._codec.encode_job(record.job)
-        sampling = record.job.sampling
+        prompt_ids, sampling = unpacked(record.prompt_token_ids), record.job.sampling
         bad_word_ids = self._codec.bad_word_ids(sampling.bad_words)
-        thinking = self._codec.thinking(record.job, prompt_ids)
+        thinking = self._codec.thinking(record.job, record.last_marker)
         rules = self._codec.rules(sampling, thinking)
         sequence = Sequence(record.job_id, prompt_ids, sampling, target.vocab_size, target.device, bad_word_ids, rules)
         cache = self.engine.new_cache(sequence.max_length)

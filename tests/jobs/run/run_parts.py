@@ -24,6 +24,7 @@ MANIFEST = RunManifest(
     device="cpu",
     num_threads=1,
     seed=7,
+    clock="2026-11-28T10:00:00+01:00",
     versions={"torch": "2.13.0"},
     exactness="exact",
     cpu_capability="AVX512",

@@ -52,6 +52,7 @@ RUN_JSON = """{
   "thinking_end": null,
   "logprobs_mode": "raw_logprobs",
   "thinking_markers": null,
+  "clock": "2026-11-28T10:00:00+01:00",
   "versions": {
     "torch": "2.13.0"
   },

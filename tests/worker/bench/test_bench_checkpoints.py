@@ -30,7 +30,7 @@ def test_a_model_that_is_fast_is_measured_step_by_step(tiny_model: Path, tmp_pat
 def test_its_run_counts_the_prompt_so_that_a_gpu_has_room_for_the_job(tiny_model: Path, tmp_path: Path) -> None:
     make_run(tmp_path / "run", str(tiny_model), PROMPT, 5)
     [record] = Run.open(str(tmp_path / "run")).jobs()
-    num_tokens = len(TextCodec(locate_model(str(tiny_model))).encode_job(record.job))
+    num_tokens = len(TextCodec(locate_model(str(tiny_model))).prompt_of(record.job).token_ids)
     assert num_tokens > 1
     assert Run.open(str(tmp_path / "run")).longest_job() == num_tokens + 5
 

@@ -143,7 +143,7 @@ def test_a_worker_refuses_the_job_and_finishes_its_neighbour(tmp_path: Path, tin
     to_the_end(worker, claimed(run, dog))
     undisturbed = digest(run, dog)
     codec = TextCodec(locate_model(str(tiny_model)))
-    [first, *_] = set(codec.encode_job(fox.job)) - set(codec.encode_job(dog.job))
+    [first, *_] = set(codec.prompt_of(fox.job).token_ids) - set(codec.prompt_of(dog.job).token_ids)
     with spoilt(worker.engine.target, first):
         report = to_the_end(worker, claimed(run, fox), claimed(run, dog))
     [(job_id, code, message)] = report.refused

@@ -158,7 +158,7 @@ def test_a_model_that_thinks_does_so_between_its_own_tokens(codec: TextCodec, fo
     job = Job(
         custom_id="a", sampling=SamplingParams(max_tokens=5, seed=1), url="/v1/chat/completions", messages=(USER,)
     )
-    thinking = codec.thinking(job, codec.encode_job(job))
+    thinking = codec.thinking(job, codec.prompt_of(job).last_marker)
     assert thinking is not None
     assert not thinking.is_open
     plain = tekken([*CONTROLS[:-2], "<SPECIAL_20>", "<SPECIAL_21>"])

@@ -92,7 +92,7 @@ def chat(*contents: str, sampling: dict[str, Any] | None = None, **options: Any)
 
 
 def found(codec: TextCodec, job: Job) -> Thinking:
-    thinking = codec.thinking(job, codec.encode_job(job))
+    thinking = codec.thinking(job, codec.prompt_of(job).last_marker)
     assert thinking is not None
     return thinking
 

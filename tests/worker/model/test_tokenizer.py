@@ -26,7 +26,7 @@ from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.scheduler.cli import main
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 from swiftbatch.worker.model.token_length import max_chars_per_token
-from swiftbatch.worker.model.tokenizer import Chat, TextCodec
+from swiftbatch.worker.model.tokenizer import Chat, Prompt, TextCodec
 from tests import ROOT
 from tests.scheduler.commands.submit_parts import submit_file
 
@@ -51,9 +51,10 @@ def test_many_prompts_come_to_the_tokens_that_each_comes_to_alone(embedded_files
             with pytest.raises(ValueError, match=re.escape(str(each))):
                 codec.encode_prompt(text)
         else:
-            assert each == codec._tokenizer.encode(text) == codec.encode_prompt(text)
-    assert found[-3] == codec.encode_chat(chat.messages, None)
-    assert found[-2] == [3, 4]
+            assert isinstance(each, Prompt)
+            assert each.token_ids == codec._tokenizer.encode(text) == codec.encode_prompt(text)
+    assert found[-3] == Prompt(codec.encode_chat(chat.messages, None))
+    assert found[-2] == Prompt([3, 4])
     assert "found the token id 1,000,000" in str(found[-1])
 
 
@@ -124,7 +125,7 @@ def test_a_line_that_the_chat_template_refuses_is_a_reject_in_its_words_and_the_
 def test_a_long_speech_of_a_template_is_cut(model: Path) -> None:
     (model / "chat_template.jinja").write_text("{{ raise_exception('x' * 10000) }}")
     with pytest.raises(ValueError, match=r"refuses them: x{500}\.\.\.$"):
-        TextCodec(locate_model(str(model))).encode_job(chat_job("user"))
+        TextCodec(locate_model(str(model))).prompt_of(chat_job("user"))
 
 
 @pytest.mark.parametrize(
@@ -224,10 +225,10 @@ def test_a_text_with_no_room_in_the_model_is_refused_by_its_length(
     longest = max_chars_per_token(codec._tokenizer)
     assert longest == len("<|endoftext|>")
     longest_fitting = "<|endoftext|>" * 4096
-    assert len(codec.encode_job(prompt_job(longest_fitting))) == 4097  # one more is put in front of every text
+    assert len(codec.prompt_of(prompt_job(longest_fitting)).token_ids) == 4097  # one more is put in front of every text
     monkeypatch.setattr(codec, "encode", lambda *_: pytest.fail("it was tokenized"))
     with pytest.raises(ValueError, match=r"its 53,249 characters are at least 4,097 tokens, expected at most .* 4,096"):
-        codec.encode_job(prompt_job(longest_fitting + "s"))
+        codec.prompt_of(prompt_job(longest_fitting + "s"))
 
 
 def test_a_prompt_with_tokens_that_the_model_lacks_is_refused(tiny_model: Path, tmp_path: Path) -> None:
@@ -236,4 +237,4 @@ def test_a_prompt_with_tokens_that_the_model_lacks_is_refused(tiny_model: Path, 
     config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": 5}))
     codec = TextCodec(locate_model(str(tmp_path / "model")))
     with pytest.raises(ValueError, match=r"prompt: token \d+ \('.+'\) comes of it, and the model has 5 tokens"):
-        codec.encode_job(prompt_job("the quick brown fox"))
+        codec.prompt_of(prompt_job("the quick brown fox"))

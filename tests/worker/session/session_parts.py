@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
-from swiftbatch.jobs.job import Job, JobRecord, SentJob
+from swiftbatch.jobs.job import Job, JobRecord, SentJob, packed
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.scheduler.driver.queue_loading import put_logs_in_place
@@ -60,7 +61,23 @@ def session(run: Run, model: Path, metrics_port: int | None = None, **changes: A
     """A worker that checkpoints often. float32: layers this small are not row-exact in bf16."""
     fields = {"dtype": "float32", "engine": "token-recycling", "checkpoint_seconds": 0.01, "checkpoint_tokens": 32}
     config = EngineConfig(model=str(model), num_threads=1, **fields | changes)
-    return WorkerSession(config, made_with(run, model).store.uri, "w0", metrics_port)
+    return WorkerWithPrompts(config, made_with(run, model).store.uri, "w0", metrics_port)
+
+
+class WorkerWithPrompts(WorkerSession):
+    """A worker whose jobs get their prompts' tokens here, as a submit would have stored them."""
+
+    def work(self, orders: Orders, seconds: float) -> WorkReport:
+        kept = {name: tuple(map(self._with_prompt, getattr(orders, name))) for name in ("assignments", "reserve")}
+        return super().work(replace(orders, **kept), seconds)
+
+    def _with_prompt(self, assignment: Assignment) -> Assignment:
+        record = assignment.record
+        if not record.prompt_token_ids:
+            prompt = self._codec.prompt_of(record.job)
+            ids = packed(prompt.token_ids)
+            record = replace(record, prompt_token_ids=ids, last_marker=prompt.last_marker)
+        return replace(assignment, sent=SentJob.of(record))
 
 
 # plain decoding that writes no checkpoint on its way: of a text that nothing disturbs

@@ -10,16 +10,15 @@ import pytest
 
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.worker.config import EngineConfig
-from swiftbatch.worker.session.session import WorkerSession
-from tests.worker.session.session_parts import body, claimed, digest, make_run, record, to_the_end, until
+from tests.worker.session.session_parts import WorkerWithPrompts, body, claimed, digest, make_run, record, to_the_end, until
 
 NUM_TOKENS = 60_000
 NUM_MORE = 2000
 KEPT = {"kv": [], "replay": ["*.arrow", "manifest.json"]}  # what each kind of resume has to do without
 
 
-def worker_at(folder: Path) -> WorkerSession:
-    return WorkerSession(EngineConfig(num_threads=2), str(folder), "w0")
+def worker_at(folder: Path) -> WorkerWithPrompts:
+    return WorkerWithPrompts(EngineConfig(num_threads=2), str(folder), "w0")
 
 
 @pytest.mark.slow

@@ -164,7 +164,7 @@ def test_jobs_copy_the_states_of_a_shared_prompt_that_ends_anywhere(tmp_path: Pa
     jobs = [record(f"j{number}", 4, prompt=prompt) for number, prompt in enumerate(prompts)]
     run = make_run(tmp_path / "run")
     worker = session(run, model, checkpoint="tokens")
-    num_shared = len(worker._codec.encode_job(jobs[0].job)) - 5
+    num_shared = len(worker._codec.prompt_of(jobs[0].job).token_ids) - 5
     together = [replace(claimed(run, job), num_shared_tokens=num_shared) for job in jobs[:2]]
     to_the_end(worker, *together)
     num_copied = worker.engine.counters.num_copied_tokens

@@ -36,7 +36,7 @@ def jobs_of(num_jobs: int, tail: str = "") -> list[JobRecord]:
 
 
 def num_prompt_tokens(worker: WorkerSession, job: JobRecord) -> int:
-    return len(worker._codec.encode_job(job.job))
+    return len(worker._codec.prompt_of(job.job).token_ids)
 
 
 def assigned(run: Run, worker: WorkerSession, job: JobRecord) -> Assignment:

@@ -175,7 +175,7 @@ def test_jobs_copy_a_shared_prompt_that_the_first_has_long_passed(
     """Two jobs come at once: one reads and the other copies; a later one copies what was kept."""
     jobs, run = ALIKE, make_run(tmp_path / "run")
     worker = session(run, model, checkpoint=checkpoint)
-    num_shared = len(worker._codec.encode_job(jobs[0].job)) - 1
+    num_shared = len(worker._codec.prompt_of(jobs[0].job).token_ids) - 1
     to_the_end(worker, *(replace(claimed(run, job), num_shared_tokens=num_shared) for job in jobs[:2]))
     to_the_end(worker, replace(claimed(run, jobs[2]), num_shared_tokens=num_shared))
     assert worker.engine.counters.num_copied_tokens >= 2 * num_shared

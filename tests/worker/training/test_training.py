@@ -136,9 +136,9 @@ def test_a_text_begins_with_the_token_that_training_puts_in_front(data: Path, tm
     target.train_target(data, tmp_path / "model", dataclasses.replace(WINDOWS_ALONE, num_steps=1), lambda line: None)
     codec, sampling = TextCodec(locate_model(str(tmp_path / "model"))), SamplingParams(max_tokens=1, seed=0)
     [first] = codec.encode("")
-    prompt = codec.encode_job(Job(custom_id="a", url="/v1/completions", prompt="The clock", sampling=sampling))
+    prompt = codec.prompt_of(Job(custom_id="a", url="/v1/completions", prompt="The clock", sampling=sampling)).token_ids
     messages = [Message(role="user", content="The clock")]
-    chat = codec.encode_job(Job(custom_id="a", url="/v1/chat/completions", messages=messages, sampling=sampling))
+    chat = codec.prompt_of(Job(custom_id="a", url="/v1/chat/completions", messages=messages, sampling=sampling)).token_ids
     assert [prompt.count(first), chat.count(first)] == [1, 1]
     assert prompt[0] == chat[0] == first
 

@@ -1,0 +1,172 @@
+"""Renders chat templates, in a process of its own: `python -m swiftbatch.worker.model.template_process`.
+
+A template is a program that came with the model. Here the system ends one that does not end, or that makes gigabytes:
+whatever it does so with, also within one call of C, which no thread could interrupt. Time, zone, locale and hashes are
+the same for all processes, and what would give another text each time is refused.
+
+The environment is that of transformers' `apply_chat_template`; it is built here since importing theirs takes seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import select
+import signal
+import sys
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import CallBlock
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.utils import Namespace
+
+from swiftbatch.worker.model.template_renderer import MOST_SECONDS
+
+MOST_BYTES = 2**30
+MOST_LETTERS = 2**26  # of a text, beyond what came in
+IDLE_SECONDS = 60.0  # after which this process ends: another one starts within half a second
+
+ADDRESS = re.compile(r"<[^<>]* at 0x[0-9a-f]+>")
+
+
+class _Refused(jinja2.TemplateError):
+    """The template asks for what no run could have twice."""
+
+
+class _Generation(Extension):
+    """The block `{% generation %}`, which marks what a model has written, and changes nothing."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> CallBlock:
+        number = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return CallBlock(self.call_method("_written"), [], [], body).set_lineno(number)
+
+    def _written(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+class _Dict:
+    """The `dict` of templates: the class itself has more than they may use."""
+
+    def __call__(self, *pairs: Any, **named: Any) -> dict[Any, Any]:
+        return dict(*pairs, **named)
+
+    def fromkeys(self, *arguments: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*arguments)
+
+    def __repr__(self) -> str:
+        return "dict"
+
+
+class _Namespace(Namespace):
+    """The `namespace` of templates, without names that lead to Python's own."""
+
+    def __init__(*pairs: Any, **named: Any) -> None:  # noqa: N805  `self` may be a name in it
+        self, *others = pairs
+        values = dict(*others, **named)
+        for name in values:
+            _refuse_underscore(name)
+        Namespace.__init__(self, values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _refuse_underscore(name)
+        super().__setitem__(name, value)
+
+
+def _refuse_underscore(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a namespace takes no name that begins with an underscore, found {name!r}")
+
+
+def environment(clock: str) -> ImmutableSandboxedEnvironment:
+    """The environment of templates that hear `clock`, an ISO time, as now."""
+    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    now = datetime.fromisoformat(clock).replace(tzinfo=None)  # as transformers' own has none
+    made.filters |= {"tojson": _to_json, "random": _refusal("the filter `random`")}
+    made.globals |= {
+        "raise_exception": _raise,
+        "strftime_now": now.strftime,
+        "dict": _Dict(),
+        "namespace": _Namespace,
+        "lipsum": _refusal("`lipsum`"),
+    }
+    return made
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    form: Any = {"ensure_ascii": ensure_ascii, "indent": indent, "separators": separators, "sort_keys": sort_keys}
+    return json.dumps(value, **form)
+
+
+def _raise(message: object) -> NoReturn:
+    raise jinja2.TemplateError(message)  # type: ignore[arg-type]  # as theirs
+
+
+def _refusal(name: str) -> Callable[..., NoReturn]:
+    def refuse(*_arguments: object, **_named: object) -> NoReturn:
+        raise _Refused(f"it asks for {name}, which gives another text each time")
+
+    return refuse
+
+
+class _Templates:
+    """The templates that the parent has sent, by the numbers that it has given them."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, jinja2.Template] = {}
+
+    def answer(self, line: bytes) -> dict[str, str]:
+        """The text of what a line asks for, or the words of an error."""
+        try:
+            asked = json.loads(line)
+            if "source" in asked:
+                self._known[asked["template"]] = environment(asked["clock"]).from_string(asked["source"])
+            text = self._known[asked["template"]].render(asked["variables"])
+            if len(text) > len(line) + MOST_LETTERS:
+                return {"beyond": f"makes a text of {len(text):,} characters"}
+            if " at 0x" in text and (found := ADDRESS.search(text)) and found[0] not in str(asked["variables"]):
+                return {"error": f"it prints {found[0]}, an address that is another one each time"}
+        except MemoryError:
+            return {"beyond": f"needs more than {MOST_BYTES / 2**30:g} GiB of memory"}
+        except Exception as error:  # of any kind: the template is a program
+            return {"error": str(error) or type(error).__name__}
+        return {"text": text}
+
+
+def _limit_memory() -> None:
+    statm = Path("/proc/self/statm")  # elsewhere than on Linux no limit of this kind holds
+    if statm.exists():
+        most = int(statm.read_text().split()[0]) * resource.getpagesize() + MOST_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+def main() -> None:
+    """Answer each line, until there are none or none has come for long."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _limit_memory()
+    templates, asked, answered = _Templates(), sys.stdin.buffer, sys.stdout.buffer
+    while select.select([asked], [], [], IDLE_SECONDS)[0] and (line := asked.readline()):
+        signal.setitimer(signal.ITIMER_PROF, MOST_SECONDS)
+        data = json.dumps(templates.answer(line)).encode()
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        answered.write(data + b"\n")
+        answered.flush()
+
+
+if __name__ == "__main__":
+    main()
