@@ -26,7 +26,10 @@ FILL: dict[str, Callable[[dict[str, Any]], Any]] = {  # columns that older table
     "choice_index": lambda job: job.get("choice_index", 0),
     "num_choices": lambda job: job.get("num_choices", 1),
 }
-DEFAULTS: dict[str, Any] = {"supersedes": None, "prompt_keys": b"", "prompt_token_ids": b"", "last_marker": None}  # the same, for what is in no job
+DEFAULTS: dict[str, Any] = {  # the same, for what is in no job
+    **{"supersedes": None, "prompt_keys": b""},
+    **{"prompt_token_ids": b"", "last_marker": None},
+}
 
 Value = TypeVar("Value")
 

@@ -26,7 +26,7 @@ BODY = ("job", "last_marker", "prompt_token_ids")
 
 
 class JobBodies:
-    """The bodies of the jobs that a driver is to hand out, in a file on its machine: in any order each is one short read."""
+    """The bodies of the jobs that a driver is to hand out, in a file on its machine: each is one short read."""
 
     def __init__(self, parts: Iterator[pa.Table], places: NDArray[np.int64]) -> None:
         """`parts` are all of the run, with the columns `BODY`; `places` are ascending. Raises StoreError."""

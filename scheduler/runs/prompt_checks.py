@@ -75,8 +75,8 @@ def make_records(
         for job in line.jobs([prompt.limit for prompt in prompts], loop_guard, thinking_end):
             prompt = prompts[job.choice_index // line.num_choices]
             job_id = job.job_id(files.fingerprint)
-            ids = {"prompt_keys": prompt.keys, "prompt_token_ids": prompt.token_ids}
-            yield JobRecord(job_id, job, line_number, prompt.num_tokens, **ids, last_marker=prompt.last_marker)
+            made = (prompt.keys, prompt.token_ids, prompt.last_marker)
+            yield JobRecord(job_id, job, line_number, prompt.num_tokens, None, *made)
 
 
 @dataclass(frozen=True)

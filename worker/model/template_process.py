@@ -21,13 +21,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import CallBlock
+from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
-
-from swiftbatch.worker.model.template_renderer import MOST_SECONDS
 
 MOST_BYTES = 2**30
 MOST_LETTERS = 2**26  # of a text, beyond what came in
@@ -43,9 +42,9 @@ class _Refused(jinja2.TemplateError):
 class _Generation(Extension):
     """The block `{% generation %}`, which marks what a model has written, and changes nothing."""
 
-    tags = {"generation"}
+    tags = frozenset(["generation"])  # type: ignore[assignment]  # a set of Jinja's own, which could be changed
 
-    def parse(self, parser: Parser) -> CallBlock:
+    def parse(self, parser: Parser) -> Node:
         number = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return CallBlock(self.call_method("_written"), [], [], body).set_lineno(number)
@@ -70,7 +69,7 @@ class _Dict:
 class _Namespace(Namespace):
     """The `namespace` of templates, without names that lead to Python's own."""
 
-    def __init__(*pairs: Any, **named: Any) -> None:  # noqa: N805  `self` may be a name in it
+    def __init__(*pairs: Any, **named: Any) -> None:
         self, *others = pairs
         values = dict(*others, **named)
         for name in values:
@@ -155,13 +154,13 @@ def _limit_memory() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
-def main() -> None:
-    """Answer each line, until there are none or none has come for long."""
+def main(most_seconds: float) -> None:
+    """Answer each line within so many seconds of computing, until there are none or none has come for long."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _limit_memory()
     templates, asked, answered = _Templates(), sys.stdin.buffer, sys.stdout.buffer
     while select.select([asked], [], [], IDLE_SECONDS)[0] and (line := asked.readline()):
-        signal.setitimer(signal.ITIMER_PROF, MOST_SECONDS)
+        signal.setitimer(signal.ITIMER_PROF, most_seconds)
         data = json.dumps(templates.answer(line)).encode()
         signal.setitimer(signal.ITIMER_PROF, 0)
         answered.write(data + b"\n")
@@ -169,4 +168,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(float(sys.argv[1]))

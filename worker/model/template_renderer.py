@@ -71,7 +71,7 @@ class _Process:
     def _started(self) -> subprocess.Popen[bytes]:
         self._sent.clear()
         self._process = subprocess.Popen(
-            module_command(MODULE),
+            module_command(MODULE, str(MOST_SECONDS)),
             env=environment_of_code() | SAME_EVERYWHERE,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

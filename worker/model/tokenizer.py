@@ -351,7 +351,7 @@ def _without_dropout(tokenizer: Any) -> Any:
     """A tokenizer that cuts a text into the same tokens every time: what it leaves to chance is for training alone."""
     if getattr(tokenizer, "sp_model_kwargs", {}).get("enable_sampling"):
         raise ValueError("it cuts texts at random (sp_model_kwargs in tokenizer_config.json: enable_sampling)")
-    model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
+    model: Any = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
     if getattr(model, "dropout", None):
         model.dropout = None
     return tokenizer

@@ -96,3 +96,9 @@ def test_status_shows_what_decides_the_bits_once_or_for_each_kind_of_worker(run:
         assert [line for line in seen if "numerics" in line] == lines
     [*_, last] = json.loads(invoke("status", run.store.uri, "--json").output)["workers"]
     assert last["numerics"] == "cuda"
+
+
+def test_the_clock_of_a_run_is_shown(run: Run) -> None:
+    clock = run.manifest.clock
+    assert f"clock of chat templates: {clock}\n" in invoke("status", run.store.uri).stdout
+    assert json.loads(invoke("status", run.store.uri, "--json").stdout)["clock"] == clock

@@ -281,3 +281,15 @@ def test_resume_with_retry_failed_gives_jobs_all_their_attempts_where_a_killed_d
     for options, strikes in (((), Strikes(4, 10)), (("--retry-failed",), None)):
         assert invoke("resume", run.store.uri, *options).exit_code == 0
         assert found.pop() == strikes
+
+
+@pytest.mark.parametrize("said", ["tomorrow", "2026-11-28", "2026-11-28T00:00:00", "10:00+01:00", ""])
+def test_a_clock_that_is_no_time_with_an_offset_is_refused_in_one_line(
+    tmp_path: Path, jobs_file: str, said: str
+) -> None:
+    result = invoke("submit", jobs_file, "--run", str(tmp_path / "run"), "--clock", said)
+    expected = "expected a time with its offset, as 2026-11-28T00:00:00+01:00"
+    assert (result.exit_code, result.stderr.splitlines()[-1]) == (
+        2,
+        f"swiftbatch: Invalid value for '--clock': found {said!r}, {expected}",
+    )

@@ -1,19 +1,17 @@
-"""A run folder that an older version has begun goes on: no job is lost, none runs twice, and all have their tokens."""
+"""A run folder that an older version has begun is read as before, and goes on to no other text: it loses nothing."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
-from swiftbatch.jobs.run.output_line import tokens_sha256
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.scheduler.cluster.ray_cluster import Cluster
 from swiftbatch.scheduler.driver.attempt_numbers import Attempts
 from swiftbatch.scheduler.driver.queue_loading import load_queue
-from tests.scheduler.driver.driver_parts import RecordingDisplay, make_driver
+from tests.scheduler.commands.command_parts import invoke
 from tests.scheduler.driver.older_jobs import write_older_run
 
 NAMES = ["done", "half", "urgent", "failed", "pair[0]", "pair[1]", "short"]
@@ -56,18 +54,31 @@ def test_each_job_of_older_tables_is_handed_out_as_it_was_written(run: Run) -> N
     assert len(run.store.list("jobs")) == 2  # none was new
 
 
-@pytest.mark.ray
-def test_an_older_run_ends_with_the_tokens_that_it_would_have_had(run: Run, cluster: Cluster) -> None:
-    assert make_driver(run, cluster, RecordingDisplay()).run() == "finished"
-    lines = {record.job.name: run.result(record.job_id) for record in run.jobs()}
-    assert [name for name, line in lines.items() if line is None] == ["failed"]
-    half = lines["half"]
-    assert half is not None
-    token_ids = list(range(7, 37))  # of the log, and then as the session counts: ten a slice
-    for number in range(30):
-        token_ids.append(7 + len(token_ids) + number % 10)
-    [choice] = half["response"]["body"]["choices"]
-    assert choice["token_ids_sha256"] == tokens_sha256(np.array(token_ids, np.uint32))
-    metrics = half["response"]["body"]["metrics"]
-    assert (metrics["num_attempts"], metrics["num_recovered_tokens"]) == (3, 30)
-    assert len((Path(run.store.uri) / "output.jsonl").read_bytes().splitlines()) == 6  # a line for each input line
+def contents(run: Run) -> dict[str, bytes]:
+    """All files of a run but for the heartbeat."""
+    folder = Path(run.store.uri)
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files if path.name != "progress.json"}
+
+
+def test_an_older_run_is_read_as_before(run: Run) -> None:
+    lines = [json.loads(line) for line in invoke("results", run.store.uri).stdout.splitlines()]
+    assert [line["custom_id"] for line in lines] == ["done", "failed", "short"]
+    assert "5 pending" in invoke("status", run.store.uri).stdout
+    assert json.loads(invoke("status", run.store.uri, "--json").stdout)["clock"] is None
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("resume",), ("resume", "--retry-failed"), ("extend", "--max-tokens", "100")],
+)
+def test_an_older_run_does_not_go_on_with_another_text_and_loses_nothing(run: Run, command: tuple[str, ...]) -> None:
+    before = contents(run)
+    result = invoke(*command, run.store.uri)
+    assert result.exit_code == 2
+    told = f"swiftbatch: the run at {run.store.uri} was made by swiftbatch "
+    assert result.stderr.splitlines()[-1].startswith(told)
+    assert "its results stay: submit the same file to a new run folder" in result.stderr
+    after = contents(run)
+    assert {name for name in before if name.startswith(("results", "jobs", "errors", "run.json"))} <= after.keys()
+    assert all(after[name] == before[name] for name in before if not name.startswith("checkpoints/workers"))

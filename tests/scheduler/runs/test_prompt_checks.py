@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from swiftbatch.jobs.errors import UserError
+from swiftbatch.jobs.job import unpacked
 from swiftbatch.jobs.repetition import RepetitionDetection, loop_guard
 from swiftbatch.jobs.run.run import Run, RunError
 from swiftbatch.jobs.shared_prompts import prompt_keys
-from swiftbatch.scheduler.driver.queue_loading import write_cancelled
+from swiftbatch.scheduler.driver.queue_loading import load_queue, write_cancelled
 from swiftbatch.scheduler.runs.default_settings import Settings
 from swiftbatch.scheduler.runs.fixed_settings import computation_of
 from swiftbatch.worker.model import thought_markers as thinking
@@ -268,3 +270,83 @@ def test_who_submits_with_another_engine_is_told_how_the_run_goes_on_with_it(tmp
     message = rf"found suffix; leave .*; `swiftbatch resume {place} --engine suffix` goes on with it"
     with pytest.raises(RunError, match=message):
         submit_file(path, place, engine="suffix")
+
+
+DATED = "{% for m in messages %}{{ m.content }}{% endfor %} {{ strftime_now('%d %B %Y %H:%M') }}"
+CHAT: dict[str, Any] = {"custom_id": "chat", "messages": [{"role": "user", "content": FOX}], "max_tokens": 3}
+
+
+@pytest.fixture
+def model(tmp_path: Path, tiny_model: Path) -> Path:
+    return Path(shutil.copytree(tiny_model, tmp_path / "model"))
+
+
+def dated(model: Path, text: str) -> list[int]:
+    return TextCodec(locate_model(str(model))).encode(text, add_special_tokens=False)
+
+
+def test_the_tokens_of_a_prompt_are_stored_once_and_travel_to_the_worker(tmp_path: Path, model: Path) -> None:
+    (model / "chat_template.jinja").write_text(DATED)
+    path = write_jobs(tmp_path / "jobs.jsonl", CHAT, OPEN | {"n": 2}, {**LIMITED, "prompt": [[5, 6], [7]]})
+    run = submit_file(path, str(tmp_path / "run"), model=str(model), clock="2026-11-28T23:30:00+14:00").run
+    records = run.jobs()
+    found = [unpacked(record.prompt_token_ids) for record in records]
+    fox = TextCodec(locate_model(str(model))).encode(FOX)
+    assert found == [dated(model, f"{FOX} 28 November 2026 23:30"), fox, fox, [5, 6], [7]]
+    assert [len(ids) for ids in found] == [record.num_prompt_tokens for record in records]
+    queue = load_queue(run, 5)
+    bodies, ids = run.job_bodies(queue.places()), dict(zip((each.job_id for each in records), found, strict=True))
+    while (entry := queue.take("w", 0.0)) is not None:
+        assert unpacked(bodies.sent(entry).read().prompt_token_ids) == ids.pop(entry.job_id)
+    assert not ids
+
+
+def test_all_files_of_a_run_have_its_clock(tmp_path: Path, model: Path) -> None:
+    (model / "chat_template.jinja").write_text(DATED)
+    place, clock = str(tmp_path / "run"), "2026-11-28T23:30:00+14:00"
+    submit_file(write_jobs(tmp_path / "a.jsonl", OPEN), place, model=str(model), clock=clock)
+    later = submit_file(write_jobs(tmp_path / "b.jsonl", CHAT), place)
+    assert later.run.manifest.clock == clock
+    assert unpacked(later.run.jobs()[-1].prompt_token_ids) == dated(model, f"{FOX} 28 November 2026 23:30")
+    with pytest.raises(RunError, match=r"was made with clock 2026-11-28T23:30:00\+14:00, found 2027"):
+        submit_file(str(tmp_path / "b.jsonl"), place, clock="2027-01-01T00:00:00+00:00")
+    said = submit_file(str(tmp_path / "a.jsonl"), str(tmp_path / "other"), model=str(model)).run.manifest
+    assert said.clock is not None
+    assert abs(datetime.fromisoformat(said.clock).timestamp() - said.created) < 2
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ [1, 2] | random }}", "refuses them: it asks for the filter `random`, which gives another text each time"),
+        ("{{ 'a' * 10 ** 10 }}", "needs more than 1 GiB of memory"),
+    ],
+)
+def test_a_template_that_can_t_be_rendered_twice_or_at_all_is_a_reject_by_name(
+    tmp_path: Path, model: Path, template: str, reason: str
+) -> None:
+    (model / "chat_template.jinja").write_text(template)
+    made = submit_file(write_jobs(tmp_path / "jobs.jsonl", OPEN, CHAT), str(tmp_path / "run"), model=str(model))
+    assert [(each.line_number, each.reason) for each in made.rejects] == [
+        (2, f"messages: the model's chat template {reason}")
+    ]
+    assert [record.job.custom_id for record in made.run.jobs()] == ["open"]
+
+
+def test_a_thought_that_a_template_leaves_open_is_stored_with_the_prompt(tmp_path: Path, model: Path) -> None:
+    (model / "chat_template.jinja").write_text(DATED + "{% if add_generation_prompt %}<think>{% endif %}{# </think> #}")
+    asked = [CHAT, CHAT | {"custom_id": "said", "add_generation_prompt": False}, OPEN, OPEN | {"prompt": "a</think>"}]
+    lines = [each | {"custom_id": str(number)} for number, each in enumerate(asked)]
+    run = submit_file(write_jobs(tmp_path / "jobs.jsonl", *lines), str(tmp_path / "run"), model=str(model)).run
+    assert [record.last_marker for record in run.jobs()] == ["start", None, None, "end"]
+
+
+def test_no_job_is_added_to_a_run_of_an_older_version(tmp_path: Path, tiny_model: Path) -> None:
+    path, place = write_jobs(tmp_path / "jobs.jsonl", OPEN), str(tmp_path / "run")
+    run = submit_file(path, place, model=str(tiny_model)).run
+    run.store.write("run.json", run.manifest.model_dump_json(exclude={"clock"}).encode())
+    assert submit_file(path, place).run.job_ids() == run.job_ids()
+    more = write_jobs(tmp_path / "more.jsonl", OPEN, LIMITED)
+    with pytest.raises(RunError, match=r"was made by swiftbatch .*submit the same file to a new run folder"):
+        submit_file(more, place)
+    assert Run.open(place).job_ids() == run.job_ids()

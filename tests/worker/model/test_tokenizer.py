@@ -21,7 +21,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from swiftbatch.jobs.chat import Message
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.jobs.job import Job
+from swiftbatch.jobs.job import Job, packed
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.scheduler.cli import main
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
@@ -238,3 +238,17 @@ def test_a_prompt_with_tokens_that_the_model_lacks_is_refused(tiny_model: Path, 
     codec = TextCodec(locate_model(str(tmp_path / "model")))
     with pytest.raises(ValueError, match=r"prompt: token \d+ \('.+'\) comes of it, and the model has 5 tokens"):
         codec.prompt_of(prompt_job("the quick brown fox"))
+
+
+def test_a_dropout_of_merges_is_for_training_alone(model: Path, tmp_path: Path) -> None:
+    said = json.loads((model / "tokenizer.json").read_text())
+    plain = TextCodec(locate_model(str(model)))
+    said["model"]["dropout"] = 0.5
+    (model / "tokenizer.json").write_text(json.dumps(said))
+    text = "the quick brown fox jumps over the lazy dog, " * 5
+    codec = TextCodec(locate_model(str(model)))
+    assert [each.token_ids for each in codec.encode_all([text] * 20)] == [plain.encode(text)] * 20
+    lines = "".join(f'{{"custom_id": "{i}", "prompt": "{text}", "max_tokens": 5}}\n' for i in range(20))
+    (tmp_path / "jobs.jsonl").write_text(lines)
+    run = submit_file(str(tmp_path / "jobs.jsonl"), str(tmp_path / "run"), model=str(model)).run
+    assert {record.prompt_token_ids for record in run.jobs()} == {packed(plain.encode(text))}

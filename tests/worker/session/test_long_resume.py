@@ -10,7 +10,16 @@ import pytest
 
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.worker.config import EngineConfig
-from tests.worker.session.session_parts import WorkerWithPrompts, body, claimed, digest, make_run, record, to_the_end, until
+from tests.worker.session.session_parts import (
+    WorkerWithPrompts,
+    body,
+    claimed,
+    digest,
+    make_run,
+    record,
+    to_the_end,
+    until,
+)
 
 NUM_TOKENS = 60_000
 NUM_MORE = 2000

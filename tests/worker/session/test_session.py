@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from swiftbatch.jobs.chat import Message
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.checkpoints.packed_logs import PackedLogs
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.jobs.job import JobRecord, SentJob
+from swiftbatch.jobs.job import JobRecord, SentJob, packed
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.jobs.storage.store import Store, StoreError
+from swiftbatch.worker.model.chat_template import ChatTemplate
+from swiftbatch.worker.model.model_files import locate_model
+from swiftbatch.worker.model.tokenizer import TextCodec
 from swiftbatch.worker.session import checkpointing
 from swiftbatch.worker.session.work_messages import Assignment, Orders
 from tests.jobs.checkpoints.checkpoint_parts import claim
@@ -28,6 +34,7 @@ from tests.worker.session.session_parts import (
     digest,
     made_with,
     make_run,
+    preempted,
     record,
     session,
     to_the_end,
@@ -246,3 +253,26 @@ def test_states_come_the_more_seldom_the_older_a_job_is(
     sizes = [entry.end - entry.start for entry in manifest.segments]
     assert all(size >= max(least, entry.end // 4) for size, entry in zip(sizes, manifest.segments, strict=True))
     assert sizes[-1] > 2 * least
+
+
+def test_no_worker_makes_a_prompt_again(
+    run: Run, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The template prints the time, and another one comes between: as a run that goes on the next day."""
+    model = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    (model / "chat_template.jinja").write_text("{{ messages[0].content }} {{ strftime_now('%d %B %Y') }}")
+    said = {"url": "/v1/chat/completions", "prompt": None, "messages": (Message(role="user", content="fox"),)}
+    prompts = {}
+    for day in ("28", "29"):
+        codec = TextCodec(locate_model(str(model)), clock=f"2026-11-{day}T00:00:00+00:00")
+        prompts[day] = packed(codec.prompt_of(record("fox", **said).job).token_ids)
+    assert prompts["28"] != prompts["29"]
+    job = replace(record("fox", 60, **said), prompt_token_ids=prompts["28"])
+    whole = undisturbed_digest(tmp_path / "whole", model, job)
+    monkeypatch.setattr(TextCodec, "encode_all", None)
+    monkeypatch.setattr(ChatTemplate, "render", None)
+    preempted(run, model, job, 20)
+    to_the_end(session(run, model), claimed(run, job))
+    assert digest(run, job) == whole
+    attempts = body(run, job)["metrics"]["attempts"]
+    assert len(attempts) == 2

@@ -138,7 +138,9 @@ def test_a_text_begins_with_the_token_that_training_puts_in_front(data: Path, tm
     [first] = codec.encode("")
     prompt = codec.prompt_of(Job(custom_id="a", url="/v1/completions", prompt="The clock", sampling=sampling)).token_ids
     messages = [Message(role="user", content="The clock")]
-    chat = codec.prompt_of(Job(custom_id="a", url="/v1/chat/completions", messages=messages, sampling=sampling)).token_ids
+    chat = codec.prompt_of(
+        Job(custom_id="a", url="/v1/chat/completions", messages=messages, sampling=sampling)
+    ).token_ids
     assert [prompt.count(first), chat.count(first)] == [1, 1]
     assert prompt[0] == chat[0] == first
 

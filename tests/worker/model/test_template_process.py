@@ -1,0 +1,139 @@
+"""Chat templates render as transformers has them, the same everywhere, and within limits."""
+
+from __future__ import annotations
+
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from transformers.utils import chat_template_utils
+
+from swiftbatch.worker.model import template_renderer
+from swiftbatch.worker.model.template_process import environment
+from swiftbatch.worker.model.template_renderer import TemplateLimitError, TemplateRenderer, _Process
+
+CLOCK = "2026-11-28T23:30:00+14:00"
+HI = {"messages": [{"role": "user", "content": "hi"}], "tools": None, "add_generation_prompt": True}
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+DOUBLING = "{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}"
+DATED = "{{ strftime_now('%d %B %Y %A %c %s') }} {{ (messages[0].keys() | list) }}"
+OURS = """
+{%- macro shown(m) %}<{{ m['role'] | upper }}>{{ m.content | trim }}{% endmacro %}
+{%- set state = namespace(n=0, seen=dict(a=1)) %}
+{% for m in messages %}
+    {%- if loop.index0 == 3 %}{% break %}{% endif %}
+    {%- set state.n = state.n + 1 %}
+    {%- generation %}{{ shown(m) }}{% endgeneration %}
+    {{- {'é': [1, 2.5, none], 'b': m.content} | tojson }}{{ m | tojson(indent=2, sort_keys=true) }}
+{% endfor %}
+{{ state.n }}{{ state.seen }}{{ tools is none }}{{ missing is defined }}{{ bos_token }}{{ missing }}
+{{ "%s-%05d" | format("x", 7) }}{{ "{:>6}".format("x") }}{{ messages | map(attribute="role") | join(", ") }}
+"""
+
+
+@pytest.fixture
+def process(monkeypatch: pytest.MonkeyPatch) -> _Process:
+    """A process of this test's own, of which a text may take half a second of computing."""
+    monkeypatch.setattr(template_renderer, "MOST_SECONDS", 0.5)
+    monkeypatch.setattr(template_renderer, "_process", made := _Process())
+    return made
+
+
+def test_templates_have_what_transformers_gives_them_and_make_the_same_texts() -> None:
+    theirs, ours = chat_template_utils._compile_jinja_template(OURS), environment(CLOCK)
+    for name in ("globals", "filters", "tests"):
+        assert getattr(ours, name).keys() == getattr(theirs.environment, name).keys()
+    messages = [{"role": "user", "content": f" näive {i} </s>\n"} for i in range(5)]
+    variables = {"messages": messages, "tools": None, "bos_token": "<s>"}
+    assert TemplateRenderer(OURS, CLOCK).render(variables) == theirs.render(variables)
+
+
+def test_a_template_makes_the_same_text_in_every_zone_and_locale_on_every_day(
+    monkeypatch: pytest.MonkeyPatch, process: _Process
+) -> None:
+    found = set()
+    for zone, locale in (("Etc/GMT+12", "C"), ("Etc/GMT-14", "de_DE.UTF-8")):
+        for name, value in {"TZ": zone, "LC_ALL": locale, "LC_TIME": locale, "PYTHONHASHSEED": "random"}.items():
+            monkeypatch.setenv(name, value)
+        template = "{{ ({'a': 1, 'b': 2, 'c': 3}.keys() - ['x']) | join }}" + DATED
+        found.add(TemplateRenderer(template, CLOCK).render(HI))
+        process.end()
+    [text] = found
+    assert "28 November 2026 Saturday Sat Nov 28 23:30:00 2026 1795908600 ['role', 'content']" in text
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{{ ['a', 'b'] | random }}", "it asks for the filter `random`, which gives another text each time"),
+        ("{{ lipsum() }}", "it asks for `lipsum`, which"),
+        ("{{ 'a' ~ 'a'.upper }}", "it prints <built-in method upper of str object at 0x[0-9a-f]+>, an address"),
+        ("{{ messages | map('upper') }}", "it prints <generator object sync_do_map at"),
+        ("{{ raise_exception('no system role') }}", "^no system role$"),
+    ],
+)
+def test_what_would_make_another_text_each_time_is_refused(template: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        TemplateRenderer(template, CLOCK).render(HI)
+    unused = "{% if false %}" + template + "{% endif %}" + "{{ messages[0].content }}"
+    assert TemplateRenderer(unused, CLOCK).render(HI) == "hi"
+
+
+def test_a_message_may_show_an_address_itself() -> None:
+    said = "<object object at 0x7f00>"
+    variables = {"messages": [{"role": "user", "content": said}]}
+    assert TemplateRenderer("{{ messages[0].content }}", CLOCK).render(variables) == said
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (ENDLESS, "did not come to an end within 0.5 s of computing"),
+        ("{{ (9 ** 99999) ** 99999 }}", "did not come to an end within 0.5 s of computing"),
+        ("{{ 'a' * 10 ** 10 }}", "needs more than 1 GiB of memory"),
+        ("{{ 'a' | center(10 ** 10) }}", "needs more than 1 GiB of memory"),
+        (DOUBLING, "needs more than 1 GiB of memory|did not come to an end"),
+        ("{{ 'a' * (3 * 2 ** 25) }}", "makes a text of 100,663,296 characters|did not come to an end"),
+    ],
+)
+def test_a_template_that_does_not_end_or_makes_gigabytes_is_refused_and_others_go_on(
+    process: _Process, template: str, words: str
+) -> None:
+    with pytest.raises(TemplateLimitError, match=words):
+        TemplateRenderer(template, CLOCK).render(HI)
+    assert TemplateRenderer("{{ messages[0].content }}", CLOCK).render(HI) == "hi"
+
+
+def test_a_template_that_never_ends_is_asked_three_times_whatever_the_number_of_lines(
+    process: _Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(template_renderer, "MOST_SECONDS", 0.1)
+    template, words = TemplateRenderer(ENDLESS, CLOCK), []
+    for _ in range(1000):
+        with pytest.raises(TemplateLimitError) as error:
+            template.render(HI)
+        words.append(str(error.value))
+    assert ["within 0.1 s" in each for each in words] == [True] * 3 + [False] * 997
+    assert "3 times, so it is not asked again" in words[-1]
+
+
+def test_a_process_that_was_ended_is_started_again(process: _Process) -> None:
+    template = TemplateRenderer("{{ messages[0].content }}", CLOCK)
+    assert template.render(HI) == "hi"
+    running: Any = process._process
+    os.kill(running.pid, signal.SIGKILL)
+    assert template.render(HI) == "hi"
+    assert process._process is not running
+    assert process.end() == 0
+
+
+def test_threads_get_their_own_texts_from_one_process(process: _Process) -> None:
+    def rendered(number: int) -> str:
+        template = TemplateRenderer(f"{number % 4}" + "{{ n }}", CLOCK)
+        return "".join(template.render({"n": number}) for _ in range(20))
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(rendered, range(40)))
+    assert found == [f"{number % 4}{number}" * 20 for number in range(40)]
