@@ -17,12 +17,12 @@ from swiftbatch.scheduler.process.signals import unheard
 from swiftbatch.worker.caches.cache_room import KVRoom, KVRoomError
 from swiftbatch.worker.constraints.grammar_definitions import StructureError
 from swiftbatch.worker.model.model_files import ModelFiles
-from swiftbatch.worker.model.tokenizer import Chat, Prompt, TextCodec
+from swiftbatch.worker.model.tokenizer import Chat, EncodedPrompt, TextCodec
 
 LINES_AT_ONCE = 256
 LETTERS_AT_ONCE = 2**20
 
-Encoded = Prompt | ValueError
+Encoded = EncodedPrompt | ValueError
 """A prompt in tokens, or why there is none."""
 
 RULED = ("thinking_token_budget", "thinking_end", "structured_outputs")  # fields that a model may not be able to follow

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from functools import cached_property
 from typing import Any
@@ -56,11 +57,21 @@ class ChatTemplate:
 
     def _rendered(self, messages: list[dict[str, Any]], options: TemplateOptions) -> str:
         """The text of messages, as transformers' `apply_chat_template` has it."""
+        text = self._renderer.render(self._variables(messages, options))
+        return _untagged(text) if options.continue_final_message else text
+
+    def _variables(self, messages: list[dict[str, Any]], options: TemplateOptions) -> dict[str, Any]:
         shown = _tagged(messages) if options.continue_final_message else messages
         fixed = {"messages": shown, "tools": None, "documents": None}
         own = {**self._tokenizer.special_tokens_map, **options.kwargs}
-        text = self._renderer.render(fixed | {"add_generation_prompt": options.add_generation_prompt} | own)
-        return _untagged(text) if options.continue_final_message else text
+        return fixed | {"add_generation_prompt": options.add_generation_prompt} | own
+
+    def prepare(self, chats: Iterable[tuple[Sequence[Message], TemplateOptions | None]]) -> None:
+        """Tell which chats `render` is about to be asked for: many at once cost less than each alone."""
+        if self._tokenizer.chat_template is not None:
+            shown = (([self._shown(each) for each in said], options or TemplateOptions()) for said, options in chats)
+            with contextlib.suppress(ValueError):  # `render` says what is wrong
+                self._renderer.prepare(self._variables(*each) for each in shown)
 
     @cached_property
     def _renderer(self) -> TemplateRenderer:

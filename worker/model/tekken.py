@@ -113,6 +113,9 @@ class TekkenChat:
         """The same: no chat of Mistral's begins an answer."""
         return self.render(messages, options)
 
+    def prepare(self, chats: Iterable[tuple[Sequence[Message], TemplateOptions | None]]) -> None:
+        """There is nothing to prepare."""
+
     def unread(self, messages: Sequence[Message], options: TemplateOptions | None) -> list[str]:
         """Name what has no effect of the messages and options."""
         names = [] if options is None else list(options.kwargs)

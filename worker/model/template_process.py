@@ -126,24 +126,32 @@ def _refusal(name: str) -> Callable[..., NoReturn]:
 class _Templates:
     """The templates that the parent has sent, by the numbers that it has given them."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_seconds: float) -> None:
+        self._most_seconds = most_seconds  # of computing, for each text
         self._known: dict[int, jinja2.Template] = {}
 
-    def answer(self, line: bytes) -> dict[str, str]:
-        """The text of what a line asks for, or the words of an error."""
+    def answers(self, line: bytes) -> list[dict[str, str]]:
+        """The texts of what a line asks for, each or the words of an error."""
+        asked = json.loads(line)
+        number, most_letters = asked["template"], len(line) + MOST_LETTERS
+        return [self._answer(number, asked, variables, most_letters) for variables in asked["many"]]
+
+    def _answer(self, number: int, asked: Any, variables: Any, most_letters: int) -> dict[str, str]:
+        signal.setitimer(signal.ITIMER_PROF, self._most_seconds)
         try:
-            asked = json.loads(line)
-            if "source" in asked:
-                self._known[asked["template"]] = environment(asked["clock"]).from_string(asked["source"])
-            text = self._known[asked["template"]].render(asked["variables"])
-            if len(text) > len(line) + MOST_LETTERS:
+            if number not in self._known:
+                self._known[number] = environment(asked["clock"]).from_string(asked["source"])
+            text = self._known[number].render(variables)
+            if len(text) > most_letters:
                 return {"beyond": f"makes a text of {len(text):,} characters"}
-            if " at 0x" in text and (found := ADDRESS.search(text)) and found[0] not in str(asked["variables"]):
+            if " at 0x" in text and (found := ADDRESS.search(text)) and found[0] not in str(variables):
                 return {"error": f"it prints {found[0]}, an address that is another one each time"}
         except MemoryError:
             return {"beyond": f"needs more than {MOST_BYTES / 2**30:g} GiB of memory"}
         except Exception as error:  # of any kind: the template is a program
             return {"error": str(error) or type(error).__name__}
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
         return {"text": text}
 
 
@@ -155,15 +163,12 @@ def _limit_memory() -> None:
 
 
 def main(most_seconds: float) -> None:
-    """Answer each line within so many seconds of computing, until there are none or none has come for long."""
+    """Answer each line, until there are none or none has come for long."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _limit_memory()
-    templates, asked, answered = _Templates(), sys.stdin.buffer, sys.stdout.buffer
+    templates, asked, answered = _Templates(most_seconds), sys.stdin.buffer, sys.stdout.buffer
     while select.select([asked], [], [], IDLE_SECONDS)[0] and (line := asked.readline()):
-        signal.setitimer(signal.ITIMER_PROF, most_seconds)
-        data = json.dumps(templates.answer(line)).encode()
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        answered.write(data + b"\n")
+        answered.write(json.dumps(templates.answers(line)).encode() + b"\n")
         answered.flush()
 
 

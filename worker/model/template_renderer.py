@@ -7,6 +7,7 @@ import contextlib
 import json
 import signal
 import subprocess
+from collections.abc import Iterable
 from itertools import count
 from threading import Lock
 from typing import Any
@@ -30,13 +31,26 @@ class TemplateRenderer:
     def __init__(self, source: str, clock: str) -> None:
         self._number, self._source, self._clock = next(_numbers), source, clock
         self._num_stopped = 0
+        self._ready: dict[str, dict[str, str]] = {}  # answers by what was asked
+
+    def prepare(self, many: Iterable[dict[str, Any]]) -> None:
+        """Have the texts made at once that `render` is about to be asked for: each alone waits for the process.
+
+        Where one of them comes to no end, nothing is prepared.
+        """
+        asked = [] if self._num_stopped else [_written(variables) for variables in many]
+        answers = self._answers(asked) if len(asked) > 1 else []
+        self._ready = dict(zip(asked, answers, strict=False)) if len(asked) == len(answers) else {}
+
+    def _answers(self, asked: list[str]) -> list[dict[str, str]]:
+        return _process.answers(self._number, asked, {"source": self._source, "clock": self._clock})
 
     def render(self, variables: dict[str, Any]) -> str:
         """The text with some variables. Raises TemplateLimitError, and ValueError with the template's own words."""
         if self._num_stopped >= MOST_STOPPED:
             raise TemplateLimitError(f"did not come to an end {MOST_STOPPED} times, so it is not asked again")
-        asked = {"template": self._number, "variables": variables}
-        answer = _process.answer(asked, {"source": self._source, "clock": self._clock})
+        asked = _written(variables)
+        answer = self._ready[asked] if asked in self._ready else self._answers([asked])[0]
         if "beyond" in answer:
             self._num_stopped += 1
             raise TemplateLimitError(answer["beyond"])
@@ -54,19 +68,19 @@ class _Process:
         self._sent: set[int] = set()  # templates that it knows
         atexit.register(self.end)
 
-    def answer(self, asked: dict[str, Any], template: dict[str, str]) -> dict[str, str]:
-        """What the process answers; it hears of a template once."""
+    def answers(self, template: int, asked: list[str], source: dict[str, str]) -> list[dict[str, str]]:
+        """What the process answers, which hears a template's source once; one answer alone where it ends at it."""
         with self._lock:
             for _ in range(2):  # it may just have ended, idle or by another's hand
                 process = self._process or self._started()
-                whole = asked if asked["template"] in self._sent else asked | template
-                if line := _answered(process, json.dumps(whole, default=str).encode() + b"\n"):
-                    self._sent.add(asked["template"])
-                    answer: dict[str, str] = json.loads(line)
-                    return answer
+                first = json.dumps({"template": template} | ({} if template in self._sent else source))
+                if line := _answered(process, f'{first[:-1]}, "many": [{", ".join(asked)}]}}\n'.encode()):
+                    self._sent.add(template)
+                    answers: list[dict[str, str]] = json.loads(line)
+                    return answers
                 if self.end() == -TIME_IS_UP:
-                    return {"beyond": f"did not come to an end within {MOST_SECONDS:g} s of computing"}
-            return {"beyond": f"ended the process that it ran in (exit code {process.returncode})"}
+                    return [{"beyond": f"did not come to an end within {MOST_SECONDS:g} s of computing"}]
+            return [{"beyond": f"ended the process that it ran in (exit code {process.returncode})"}]
 
     def _started(self) -> subprocess.Popen[bytes]:
         self._sent.clear()
@@ -88,6 +102,10 @@ class _Process:
         with contextlib.suppress(BrokenPipeError), process:
             pass
         return process.wait()
+
+
+def _written(variables: dict[str, Any]) -> str:
+    return json.dumps(variables, default=str)
 
 
 def _answered(process: subprocess.Popen[bytes], line: bytes) -> bytes:

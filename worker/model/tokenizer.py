@@ -43,7 +43,7 @@ class Chat:
 
 
 @dataclass(frozen=True)
-class Prompt:
+class EncodedPrompt:
     """A prompt in tokens, and the marker of thinking that comes last in what begins the answer."""
 
     token_ids: list[int]
@@ -82,7 +82,7 @@ class TextCodec:
         self.chat = TekkenChat(self._tokenizer) if is_tekken else ChatTemplate(self._tokenizer, clock)
         self.markers = self._found_markers(files, thinking_markers)
 
-    def prompt_of(self, job: Job) -> Prompt:
+    def prompt_of(self, job: Job) -> EncodedPrompt:
         """A job's prompt, or its messages through the tokenizer's chat template; to be made once, see `JobRecord`.
 
         Raises ValueError as `encode_prompt` and `encode_chat` do.
@@ -102,17 +102,18 @@ class TextCodec:
         """Token ids of messages. Raises ValueError as `encode_prompt`, and as `ChatTemplate.render`."""
         return self._encode_one(Chat(messages, options)).token_ids
 
-    def _encode_one(self, asked: str | tuple[int, ...] | Chat) -> Prompt:
+    def _encode_one(self, asked: str | tuple[int, ...] | Chat) -> EncodedPrompt:
         [found] = self.encode_all([asked])
         if isinstance(found, ValueError):
             raise found
         return found
 
-    def encode_all(self, asked: Sequence[str | tuple[int, ...] | Chat]) -> list[Prompt | ValueError]:
+    def encode_all(self, asked: Sequence[str | tuple[int, ...] | Chat]) -> list[EncodedPrompt | ValueError]:
         """The prompt that comes of each, or the error that `encode_prompt` or `encode_chat` would raise for it.
 
         Many at once cost less than each alone.
         """
+        self.chat.prepare((each.messages, each.options) for each in asked if isinstance(each, Chat))
         begun = [self._begun_with(each) for each in asked]
         tokens = {}
         for adds in (True, False):
@@ -234,12 +235,12 @@ class TextCodec:
 
     def _prompt_or_error(
         self, asked: str | tuple[int, ...] | Chat, begun: list[int] | _Text | ValueError, found: list[int] | ValueError
-    ) -> Prompt | ValueError:
+    ) -> EncodedPrompt | ValueError:
         if isinstance(found, ValueError):
             return found
         try:
             text = begun.text if isinstance(begun, _Text) else None
-            return Prompt(self._checked(found), self._last_marker(asked, text, found))
+            return EncodedPrompt(self._checked(found), self._last_marker(asked, text, found))
         except ValueError as error:
             return error
 

@@ -137,3 +137,17 @@ def test_threads_get_their_own_texts_from_one_process(process: _Process) -> None
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(rendered, range(40)))
     assert found == [f"{number % 4}{number}" * 20 for number in range(40)]
+
+
+def test_many_texts_at_once_are_those_of_each_alone_whatever_one_of_them_does(process: _Process) -> None:
+    picky = TemplateRenderer("{% if n == 2 %}" + ENDLESS + "{% endif %}{{ 5 // n }}", CLOCK)
+    for numbers in ((0, 1, 3), (1, 2, 5)):
+        picky.prepare({"n": number} for number in numbers)
+        found = []
+        for number in numbers:
+            try:
+                found.append(picky.render({"n": number}))
+            except ValueError as error:
+                found.append(str(error))
+        zero, endless = "integer division or modulo by zero", "did not come to an end within 0.5 s of computing"
+        assert found == [{0: zero, 2: endless}.get(number, str(5 // max(number, 1))) for number in numbers]

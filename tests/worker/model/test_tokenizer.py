@@ -26,7 +26,7 @@ from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.scheduler.cli import main
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 from swiftbatch.worker.model.token_length import max_chars_per_token
-from swiftbatch.worker.model.tokenizer import Chat, Prompt, TextCodec
+from swiftbatch.worker.model.tokenizer import Chat, EncodedPrompt, TextCodec
 from tests import ROOT
 from tests.scheduler.commands.submit_parts import submit_file
 
@@ -51,10 +51,10 @@ def test_many_prompts_come_to_the_tokens_that_each_comes_to_alone(embedded_files
             with pytest.raises(ValueError, match=re.escape(str(each))):
                 codec.encode_prompt(text)
         else:
-            assert isinstance(each, Prompt)
+            assert isinstance(each, EncodedPrompt)
             assert each.token_ids == codec._tokenizer.encode(text) == codec.encode_prompt(text)
-    assert found[-3] == Prompt(codec.encode_chat(chat.messages, None))
-    assert found[-2] == Prompt([3, 4])
+    assert found[-3] == EncodedPrompt(codec.encode_chat(chat.messages, None))
+    assert found[-2] == EncodedPrompt([3, 4])
     assert "found the token id 1,000,000" in str(found[-1])
 
 
