@@ -66,6 +66,7 @@ class RunManifest(Frozen):
     logprobs_mode: LogprobsMode = "raw_logprobs"  # the source of the log-probabilities that jobs ask for
     thinking_markers: ThinkingMarkers = None  # None, in older runs: those that each worker finds in the model's files
     clock: str | None = None  # the ISO time that chat templates hear; None in older runs, which keep no prompts' ids
+    reads_clock: bool = False  # its chat template
     versions: dict[str, str]
     exactness: Exactness
     cpu_capability: str
@@ -78,6 +79,7 @@ class RunManifest(Frozen):
         """
         model = [self.model_fingerprint, self.text_fingerprint, self.thinking_markers]
         later = [] if self.kv_dtype is None else [self.kv_dtype]
+        later += [self.clock] if self.clock is not None and self.reads_clock else []
         decisive = json.dumps([*model, self.dtype, self.logprobs_mode, *later])
         return f"fp_{hashlib.sha256(decisive.encode()).hexdigest()[:16]}"
 

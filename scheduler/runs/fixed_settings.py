@@ -121,8 +121,10 @@ def with_markers(manifest: RunManifest, codec: TextCodec) -> RunManifest:
     """The manifest with the markers between which the model thinks, none too: those named, else those that were found.
 
     Files and fingerprints would not do: another version of swiftbatch may know more pairs, or transformers read a
-    template otherwise, and a text that begins behind a thought would be another one.
+    template otherwise, and a text that begins behind a thought would be another one. Whether its chat template reads
+    the clock is noted as well.
     """
+    manifest = manifest.model_copy(update={"reads_clock": codec.chat.reads_clock})
     if manifest.thinking_markers is not None:
         return manifest
     return manifest.model_copy(update={"thinking_markers": () if codec.markers is None else codec.markers.texts})

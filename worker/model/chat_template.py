@@ -37,6 +37,11 @@ class ChatTemplate:
         except Exception as error:  # of any kind: the template is a program that came with the model
             raise ValueError(f"messages: the model's chat template refuses them: {words_of(error)}") from None
 
+    @property
+    def reads_clock(self) -> bool:
+        """True if the template may print the time."""
+        return self._tokenizer.chat_template is not None and self._mentions("strftime_now")
+
     def own_tokens(self, messages: Sequence[Message], options: TemplateOptions | None) -> list[int] | None:
         """None: the tokens of messages are those of their text."""
         return None

@@ -91,6 +91,8 @@ class TekkenBytes(TokenBytes):
 class TekkenChat:
     """Makes messages into tokens as mistral-common does; there is no template, so no variables of one."""
 
+    reads_clock = False
+
     def __init__(self, tokenizer: TekkenTokenizer) -> None:
         self._tokenizer = tokenizer
 

@@ -53,6 +53,7 @@ RUN_JSON = """{
   "logprobs_mode": "raw_logprobs",
   "thinking_markers": null,
   "clock": "2026-11-28T10:00:00+01:00",
+  "reads_clock": false,
   "versions": {
     "torch": "2.13.0"
   },

@@ -312,7 +312,15 @@ def test_all_files_of_a_run_have_its_clock(tmp_path: Path, model: Path) -> None:
         submit_file(str(tmp_path / "b.jsonl"), place, clock="2027-01-01T00:00:00+00:00")
     said = submit_file(str(tmp_path / "a.jsonl"), str(tmp_path / "other"), model=str(model)).run.manifest
     assert said.clock is not None
+    assert said.fingerprint != later.run.manifest.fingerprint  # the template reads it
     assert abs(datetime.fromisoformat(said.clock).timestamp() - said.created) < 2
+
+
+def test_runs_whose_template_reads_no_clock_have_one_fingerprint(tmp_path: Path, tiny_model: Path) -> None:
+    path = write_jobs(tmp_path / "jobs.jsonl", OPEN)
+    clocks = {name: f"202{name}-01-01T00:00:00+00:00" for name in "67"}
+    runs = [submit_file(path, str(tmp_path / n), model=str(tiny_model), clock=said).run for n, said in clocks.items()]
+    assert len({run.manifest.fingerprint for run in runs}) == 1
 
 
 @pytest.mark.parametrize(
