@@ -19,6 +19,7 @@ from swiftbatch.worker.caches.memory.page_counts import PoolSize
 from swiftbatch.worker.caches.offloaded_cache import OffloadedKVCache
 from swiftbatch.worker.caches.recurrent_cache import new_cache_of
 from swiftbatch.worker.drawing.draft_tree import DraftTree
+from swiftbatch.worker.drawing.noise import NOISE_LAW
 from swiftbatch.worker.drawing.split_rows import SplitRows
 from swiftbatch.worker.kernels.kernel_choice import DEFAULT_KERNELS, CudaKernels
 from swiftbatch.worker.model.model_files import ModelFiles
@@ -132,6 +133,11 @@ class TargetModel:
     def model(self) -> Any:
         """The `transformers` model."""
         return self.transformers.model
+
+    @property
+    def numerics(self) -> str:
+        """All that decides a job's tokens beside the weights, in a line."""
+        return f"{self.forwards.numerics}, {NOISE_LAW}"
 
     @property
     def is_offloaded(self) -> bool:
