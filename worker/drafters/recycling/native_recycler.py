@@ -47,7 +47,7 @@ class CRecyclingTables(ctypes.Structure):
 
 
 TREE_GROWTH = struct.Struct("@Q3d5q")
-"""`tree_growth` of source/recycling.h: noise key, noise scale, spread, floor; the last two tokens, length, nodes, depth."""
+"""`tree_growth` of source/recycling.h: noise key, scale; spread; floor; the last two tokens, length, nodes, depth."""
 
 
 class TextCandidates(NamedTuple):
