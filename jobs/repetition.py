@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -68,11 +67,3 @@ def loop_guard(action: LoopAction | None) -> RepetitionDetection | None:
 def without_closing(detection: RepetitionDetection) -> RepetitionDetection:
     """The same detection where no thought can be closed: a loop is then the end."""
     return detection.model_copy(update={"action": "stop"}) if detection.action == "close" else detection
-
-
-def rewind_seed(seed: int, num_rewinds: int) -> int:
-    """The seed (0 .. 2**63-1) of what a job draws after so many rewinds; its own before the first."""
-    if num_rewinds == 0:
-        return seed
-    digest = hashlib.sha256(f"rewind {num_rewinds} of {seed}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1

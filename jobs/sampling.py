@@ -27,7 +27,7 @@ TOKEN = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
 LogitBias = tuple[tuple[int, float], ...]
 """Token ids, ascending, each with the number that is added to its logit."""
 MAX_COUNT = 2**31 - 1
-MAX_SEED = 2**63 - 1
+MIN_SEED, MAX_SEED = -(2**63), 2**64 - 1  # of signed and unsigned 64-bit numbers, which other servers take
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKENS = 64
 MAX_BAD_WORDS = 128
@@ -127,7 +127,7 @@ class SamplingParams(Strict):
     eta: float = Field(default=ETA, ge=0.0, lt=1.0)
     repetition_penalty: float = Field(default=REPETITION_PENALTY, ge=MIN_PENALTY, le=MAX_PENALTY)
     penalty_window: int = Field(default=PENALTY_WINDOW, ge=1, le=MAX_COUNT)
-    seed: int | None = Field(default=None, ge=0, le=MAX_SEED)
+    seed: int | None = Field(default=None, ge=MIN_SEED, le=MAX_SEED)
     stop: tuple[StopString, ...] = Field(default=(), max_length=MAX_STOP_STRINGS)
     ignore_eos: bool = False
     frequency_penalty: OutputPenalty = 0.0

@@ -14,7 +14,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from swiftbatch.jobs.chat import Message
 from swiftbatch.jobs.input.line_parsing import JobLine, line_from_object
 from swiftbatch.jobs.job import MAX_CUSTOM_ID, Messages
-from swiftbatch.jobs.sampling import MAX_COUNT, MAX_SEED, derive_seed
+from swiftbatch.jobs.sampling import MAX_COUNT, MAX_SEED, MIN_SEED, derive_seed
 
 MAX_KINDS = 1000  # a file may have a kind for each line
 MAX_LETTERS = 4000  # of what a kind is known by
@@ -52,7 +52,7 @@ class LineKinds:
         max_tokens, seed = fields.get("max_tokens", 1), fields.get("seed", 0)
         is_named = isinstance(custom_id, str) and 0 < len(custom_id) <= MAX_CUSTOM_ID and custom_id.isascii()
         is_counted = type(max_tokens) is int and 0 < max_tokens <= MAX_COUNT
-        if not is_named or not is_counted or type(seed) is not int or not 0 <= seed <= MAX_SEED:
+        if not is_named or not is_counted or type(seed) is not int or not MIN_SEED <= seed <= MAX_SEED:
             return None
         if (prompt is None) == (messages is None) or (messages is None) != (first.messages is None):
             return None

@@ -96,12 +96,17 @@ def _asked(record: JobRecord, revision: int) -> Row:
         "prompt_ids": None if job.prompt_ids is None else list(job.prompt_ids),
         "messages": messages,
         "prompt_tokens": record.num_prompt_tokens,
-        "seed": job.sampling.seed,
+        "seed": _as_int64(job.sampling.seed),
         "max_tokens": job.sampling.max_tokens,
         "temperature": job.sampling.temperature,
         "sampling": json.dumps(job.sampling.identity(), sort_keys=True),
         "job_id": record.job_id,
     }
+
+
+def _as_int64(seed: int | None) -> int | None:
+    """Return a seed where the column can hold it; a larger one stands in `sampling` alone."""
+    return seed if seed is not None and seed < 2**63 else None
 
 
 def write_shard(target: BinaryIO, kind: ShardFormat, rows: Iterable[Row]) -> None:

@@ -10,7 +10,7 @@ import click
 from swiftbatch.jobs.job import JobUrl
 from swiftbatch.jobs.repetition import LoopAction
 from swiftbatch.jobs.run.option_values import LogprobsMode
-from swiftbatch.jobs.sampling import ThinkingEnd
+from swiftbatch.jobs.sampling import MAX_SEED, MIN_SEED, ThinkingEnd
 from swiftbatch.scheduler.commands.launching import end, launch_shown
 from swiftbatch.scheduler.commands.options.launch_options import ENGINE, launch_options, make_settings, run_option
 from swiftbatch.scheduler.commands.options.model_options import (
@@ -140,7 +140,7 @@ token_option = options_of("What decides the tokens; stored in the run")
 )
 @token_option(
     "--seed",
-    type=WholeNumber(0, 2**63 - 1),
+    type=WholeNumber(MIN_SEED, MAX_SEED),
     metavar="N",
     help=f"Seed for lines without one. [default: {Computation.seed}]",
 )

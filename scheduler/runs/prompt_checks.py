@@ -174,6 +174,10 @@ def _refuse_unfit_sampling(line: JobLine, limit: int, codec: TextCodec, vocab_si
     except StructureError as error:
         raise (ValueError(f"field '{line.format_field}': {error.reason}") if line.format_field else error) from None
     biased = [token for token, _ in sampling["logit_bias"]]
+    if biased and (textless := sorted({*biased}.intersection(codec.textless_ids))):
+        raise ValueError(
+            f"field 'logit_bias': token {textless[0]} has no text in this model's tokenizer, so it never comes"
+        )
     for field_name, token_ids in (("logit_bias", biased), ("stop_token_ids", sampling["stop_token_ids"])):
         if token_ids and token_ids[-1] >= vocab_size:
             raise ValueError(

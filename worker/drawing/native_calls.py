@@ -52,7 +52,7 @@ class CFilterParams(ctypes.Structure):
 class CSamplingParams(ctypes.Structure):
     """`sampling_params` of source/sampling.h."""
 
-    _fields_ = (("seed", c_uint64), ("temperature", c_float), ("penalty", c_float), ("filters", CFilterParams))
+    _fields_ = (("noise_key", c_uint64), ("temperature", c_float), ("penalty", c_float), ("filters", CFilterParams))
 
 
 class CPenaltyWindow(ctypes.Structure):
@@ -147,10 +147,10 @@ class NativeAdjustments:
         kernels().sampling_follow(ctypes.addressof(self.call.output), address_of(token_ids), len(token_ids))
 
 
-def sampling_params(params: SamplingParams, seed: int) -> CSamplingParams:
+def sampling_params(params: SamplingParams, noise_key: int) -> CSamplingParams:
     """Parameters as C wants them."""
     filters = CFilterParams(*filter_numbers(params))
-    return CSamplingParams(seed, params.temperature, params.repetition_penalty, filters)
+    return CSamplingParams(noise_key, params.temperature, params.repetition_penalty, filters)
 
 
 def check_logits(logits: torch.Tensor, shape: tuple[int, ...]) -> None:

@@ -42,7 +42,7 @@ class NativeSampler:
         """`adjusted`: the adjustments of the sequence that this one is a fork of. Raises ValueError as they do."""
         params = sequence.sampling
         self.sequence = sequence
-        self._params = sampling_params(params, params.seed or 0)
+        self._params = sampling_params(params, sequence.noise_key)
         self._counts = np.zeros(sequence.vocab_size, dtype=np.int32) if params.repetition_penalty != 1.0 else None
         self._window = CPenaltyWindow(address_of(self._counts), sequence.vocab_size, params.penalty_window, 0)
         self._adjusted = (adjusted or NativeAdjustments(sequence)) if adjusts(params) else None
@@ -158,7 +158,7 @@ def logprobs(
 
 
 def draw(
-    logits: torch.Tensor, position: int, params: SamplingParams, seed: int, counts: np.ndarray | None = None
+    logits: torch.Tensor, position: int, params: SamplingParams, noise_key: int, counts: np.ndarray | None = None
 ) -> int:
     """Draw the token at `position` from logits `[vocab] float32`; those not finite are drawn as the reference does.
 
@@ -168,7 +168,7 @@ def draw(
     check_logits(logits, (logits.shape[-1],))
     if counts is not None:
         check_counts(counts, len(logits))
-    given, vocab_size = sampling_params(params, seed), len(logits)
+    given, vocab_size = sampling_params(params, noise_key), len(logits)
     token_id: int = kernels().sampling_draw(
         logits.data_ptr(), vocab_size, position, ctypes.addressof(given), address_of(counts), None, scratch(vocab_size)
     )
@@ -191,7 +191,7 @@ def top_candidates(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
     return ids, logprobs
 
 
-def noise(seed: int, positions: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
+def noise(noise_key: int, positions: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
     """The noise `[count] float32` that `token_ids [count]` have at `positions [count]`, whole numbers from 0."""
     places, tokens = (np.ascontiguousarray(numbers, dtype=np.int64) for numbers in (positions, token_ids))
     if places.shape != tokens.shape or places.ndim != 1:
@@ -199,14 +199,14 @@ def noise(seed: int, positions: np.ndarray, token_ids: np.ndarray) -> np.ndarray
     if (tokens < 0).any():
         raise ValueError(f"found token {tokens.min()}, expected none below 0")
     values = np.empty(len(places), dtype=np.float32)
-    kernels().sampling_noise(seed, address_of(places), address_of(tokens), len(places), address_of(values))
+    kernels().sampling_noise(noise_key, address_of(places), address_of(tokens), len(places), address_of(values))
     return values
 
 
-def noise_row(seed: int, position: int, vocab_size: int) -> np.ndarray:
+def noise_row(noise_key: int, position: int, vocab_size: int) -> np.ndarray:
     """The noise `[vocab] float32` of all tokens at a position."""
     values = np.empty(vocab_size, dtype=np.float32)
-    kernels().sampling_noise_row(seed, position, vocab_size, address_of(values))
+    kernels().sampling_noise_row(noise_key, position, vocab_size, address_of(values))
     return values
 
 

@@ -1,9 +1,11 @@
-"""Gumbel noise of (seed, position, token) alone: the coupling that makes every drafter draw the same tokens.
+"""Gumbel noise of (seed, prompt, position, token) alone: the coupling that makes every drafter draw the same tokens.
 
 Counter-based generator Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
 """
 
 from __future__ import annotations
+
+import hashlib
 
 import numpy as np
 import torch
@@ -15,8 +17,19 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _MASK = 0xFFFFFFFF
 
+NOISE_LAW = "noise 2"  # in the numerics; the law before it left the prompt out
 NUM_BLOCKS_KEPT = 5  # drafting looks ahead by several blocks and comes back
 BLOCK = 16  # positions drawn at once: one fixed shape, so that vectorised logarithms give the same bits every time
+
+
+def noise_key(seed: int, prompt_ids: np.ndarray, num_rewinds: int = 0) -> int:
+    """The generator's 64-bit key for one job: jobs with the same seed and other prompts draw independently.
+
+    Behind each rewind a job draws with another key.
+    """
+    named = f"seed {seed}, rewind {num_rewinds}, {len(prompt_ids)} tokens: "
+    digest = hashlib.sha256(named.encode() + prompt_ids.astype("<u4").tobytes()).digest()
+    return int.from_bytes(digest[:8], "little")
 
 
 def philox4x32(counter: tuple[torch.Tensor, ...], key: tuple[int, int]) -> tuple[torch.Tensor, ...]:
@@ -36,12 +49,12 @@ def philox4x32(counter: tuple[torch.Tensor, ...], key: tuple[int, int]) -> tuple
     return c0, c1, c2, c3
 
 
-def gumbel_block(seed: int, first_position: int, vocab_size: int, device: torch.device) -> torch.Tensor:
-    """Standard Gumbel noise G(seed, t, v) for `BLOCK` positions from `first_position`: `[BLOCK, vocab] float32`."""
+def gumbel_block(key: int, first_position: int, vocab_size: int, device: torch.device) -> torch.Tensor:
+    """Standard Gumbel noise G(key, t, v) for `BLOCK` positions from `first_position`: `[BLOCK, vocab] float32`."""
     quads = torch.arange((vocab_size + 3) // 4, device=device).expand(BLOCK, -1)  # four tokens share a counter
     positions = torch.arange(first_position, first_position + BLOCK, device=device)[:, None].expand_as(quads)
     zeros = torch.zeros_like(quads)
-    words = philox4x32((quads, positions & _MASK, positions >> 32, zeros), (seed & _MASK, (seed >> 32) & _MASK))
+    words = philox4x32((quads, positions & _MASK, positions >> 32, zeros), (key & _MASK, key >> 32))
     bits = torch.stack(words, dim=-1).flatten(1)[:, :vocab_size]  # [BLOCK, vocab]
     uniform = (bits.double() + 0.5) * 2.0**-32  # inside (0, 1), never at its ends
     return (-torch.log(-torch.log(uniform))).float()
@@ -50,8 +63,8 @@ def gumbel_block(seed: int, first_position: int, vocab_size: int, device: torch.
 class GumbelNoise:
     """The noise of one sequence, drawn in blocks of positions and kept while the sequence is near them."""
 
-    def __init__(self, seed: int, vocab_size: int, device: torch.device | str = "cpu") -> None:
-        self._seed = seed
+    def __init__(self, key: int, vocab_size: int, device: torch.device | str = "cpu") -> None:
+        self._key = key
         self._vocab_size = vocab_size
         self._device = torch.device(device)
         self._is_native = self._device.type == "cpu" and chosen_variant() is not None
@@ -68,6 +81,6 @@ class GumbelNoise:
     def _block(self, first_position: int) -> torch.Tensor:
         """Noise of `BLOCK` positions, `[BLOCK, vocab] float32`."""
         if not self._is_native:
-            return gumbel_block(self._seed, first_position, self._vocab_size, self._device)
-        rows = [noise_row(self._seed, first_position + offset, self._vocab_size) for offset in range(BLOCK)]
+            return gumbel_block(self._key, first_position, self._vocab_size, self._device)
+        rows = [noise_row(self._key, first_position + offset, self._vocab_size) for offset in range(BLOCK)]
         return torch.from_numpy(np.stack(rows))

@@ -1,4 +1,4 @@
-"""Coupled sampling: x_t = argmax_v(processed_logit_t[v] / T + G(seed, t, v)), the same token whenever it is drawn.
+"""Coupled sampling: x_t = argmax_v(processed_logit_t[v] / T + G(key, t, v)), the same token whenever it is drawn.
 
 Processors and their order are those of `transformers`: what comes in front of the temperature (adjustments.py), the
 temperature, the filters in the order of filters/filter_list.py; all in float32. Each works on one row,

@@ -9,10 +9,9 @@ import torch
 
 from swiftbatch.jobs.checkpoints.token_log import Rewind
 from swiftbatch.jobs.logprobs import TokenLogprobs
-from swiftbatch.jobs.repetition import rewind_seed
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.drawing.logprobs import KeptLogprobs
-from swiftbatch.worker.drawing.noise import GumbelNoise
+from swiftbatch.worker.drawing.noise import GumbelNoise, noise_key
 from swiftbatch.worker.drawing.token_rules import Rule
 
 
@@ -43,9 +42,6 @@ class Sequence:
         self.vocab_size = vocab_size
         self.eos_token_ids: frozenset[int] = frozenset()  # the model's; known once an engine has the sequence
         self.bad_word_ids, self.rules = bad_word_ids, rules
-        self.rewinds: tuple[Rewind, ...] = ()
-        self._device, self._first_seed = device, sampling.seed or 0
-        self.noise = GumbelNoise(self._first_seed, vocab_size, device)
         self.finish_reason: str | None = None
         self.error: str | None = None  # what went wrong, where the finish reason is an error
         self.error_code: str | None = None
@@ -53,6 +49,8 @@ class Sequence:
         self._length = 0
         self.logprobs = None if sampling.logprobs is None else KeptLogprobs(sampling.max_tokens, sampling.logprobs)
         self.extend(prompt_ids)
+        self._device = device
+        self.set_rewinds(())
 
     def __len__(self) -> int:
         return self._length
@@ -107,9 +105,9 @@ class Sequence:
 
     def set_rewinds(self, rewinds: tuple[Rewind, ...]) -> None:
         """Draw what comes next with the noise that follows so many rewinds; before an engine has the sequence."""
-        seed = rewind_seed(self._first_seed, len(rewinds))
-        self.rewinds, self.sampling = rewinds, self.sampling.model_copy(update={"seed": seed})
-        self.noise = GumbelNoise(seed, self.vocab_size, self._device)
+        self.rewinds = rewinds
+        self.noise_key = noise_key(self.sampling.seed or 0, self._buffer[: self.num_prompt_tokens], len(rewinds))
+        self.noise = GumbelNoise(self.noise_key, self.vocab_size, self._device)
 
     def with_output(self, output_ids: list[int]) -> Sequence:
         """A sequence of its own with another output, which goes on behind it; log-probabilities are not asked for."""

@@ -108,7 +108,7 @@ def diagnose(config: Computation, num_rows: int = NUM_PROBED_ROWS) -> Diagnosis:
         cpu_capability=cpu_capability(),
         num_threads=config.num_threads,
         hardware=hardware_of(target.device.type),
-        numerics=target.forwards.numerics,
+        numerics=target.numerics,
         instruction_set=chosen_variant() if target.device.type == "cpu" else None,
         versions={
             "python": platform.python_version(),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
@@ -313,6 +313,16 @@ class TextCodec:
         if isinstance(self._tokenizer, TekkenTokenizer):
             return TekkenBytes(self._tokenizer)
         return TokenBytes(self._tokenizer, self._steps)
+
+    @cached_property
+    def textless_ids(self) -> tuple[int, ...]:
+        """The model's ids that are no tokens of the tokenizer and end no text, ascending: they have no text."""
+        known: Container[int]
+        if isinstance(self._tokenizer, TekkenTokenizer):
+            known = range(self._tokenizer.num_tokens)
+        else:
+            known = {*self._tokenizer.get_vocab().values(), *self._tokenizer.added_tokens_decoder}
+        return tuple(id_ for id_ in range(self._vocab_size) if id_ not in known and id_ not in self._eos_token_ids)
 
     @cached_property
     def _grammars(self) -> GrammarTokenizer:

@@ -77,9 +77,9 @@ class WorkerSession:
         self._codec = TextCodec(files, config.thinking_markers)
         slots = self._slots_wanted(files)
         computed = (config.dtype, config.device, config.kv_offload, slots, config.cuda_kernels, config.kv_dtype)
-        target = TargetModel.load(files, *computed)
+        target = TargetModel.load(files, *computed, self._codec.textless_ids)
         refuse_changed_meanwhile(files)
-        self.numerics, self.num_slots, self.pool_size = target.forwards.numerics, target.num_slots, target.pool_size
+        self.numerics, self.num_slots, self.pool_size = target.numerics, target.num_slots, target.pool_size
         self.num_free_positions, self.num_state_positions = target.num_free_positions(), target.num_state_positions()
         self.held_positions = _held(target, config)
         pages = (self.pool_size.page, self.pool_size.windows) if self.pool_size else (None, None)

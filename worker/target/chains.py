@@ -40,6 +40,7 @@ class CChainCall(ctypes.Structure):
         ("num_rounds", ctypes.c_int32),
         ("vocab", ctypes.c_int32),
         ("ends", ctypes.c_void_p),
+        ("undrawn", CTokenSet),
     )
 
 
@@ -57,13 +58,15 @@ def draw_chains(
     samplers: Many[NativeSampler],
     num_rounds: int,
     ends: Many[frozenset[int]] | None = None,
+    undrawn_ids: torch.Tensor | None = None,
 ) -> list[Drawn]:
     """Draw `num_rounds` tokens for each sequence, from 1 to `MOST_ROUNDS`, by forwards of one row behind its entries.
 
     `groups` are of one row, each sequence's newest token, with tail entries for those to come up to the block's end,
     behind which a partial cache has no more; samplers have the sequences that it ends. The tokens stand behind the
     sequences' own in their buffers, which the caller extends by them, and in as many entries. Where nothing can be
-    drawn for one sequence, all end; so they do behind one of the tokens that `ends` names for it. Raises ValueError.
+    drawn for one sequence, all end; so they do behind one of the tokens that `ends` names for it. No logit counts of
+    `undrawn_ids [num] int64`. Raises ValueError.
     """
     room = min(sampler.sequence.num_remaining_tokens for sampler in samplers)
     if not 1 <= num_rounds <= min(MOST_ROUNDS, room):
@@ -72,7 +75,7 @@ def draw_chains(
     if table.num_rows != len(samplers) or table.num_groups != len(samplers):
         raise ValueError(f"found {table.num_rows} rows of {table.num_groups} groups for {len(samplers)} sequences")
     _check_room(table, groups, num_rounds)
-    walks = _run(decoder, table, groups, samplers, num_rounds, ends)
+    walks = _run(decoder, table, groups, samplers, num_rounds, ends, undrawn_ids)
     return [_drawn(sampler, walk) for sampler, walk in zip(samplers, walks, strict=True)]
 
 
@@ -83,6 +86,7 @@ def _run(
     samplers: Many[NativeSampler],
     num_rounds: int,
     ends: Many[frozenset[int]] | None,
+    undrawn_ids: torch.Tensor | None,
 ) -> Many[CTreeWalk]:
     """Make the call; return each sequence's newest walk, whose length says how many tokens it has then."""
     sizes = decoder.sizes
@@ -108,6 +112,7 @@ def _run(
             ends=ctypes.addressof(sets) if endings else None,
             num_rounds=num_rounds,
             vocab=sizes.vocab,
+            undrawn=CTokenSet() if undrawn_ids is None else CTokenSet(undrawn_ids.data_ptr(), len(undrawn_ids)),
         )
         decoder.team.library.draw_chains(decoder.handle, decoder.team.handle, ctypes.byref(call), scratch(sizes.vocab))
         decoder.team.hold([list(groups), table, state, hidden, logits])

@@ -44,6 +44,9 @@ class Forwards(Protocol):
     hidden_size: int
     eos_token_ids: frozenset[int]
     cache_shape: CacheShape
+    undrawn_ids: torch.Tensor | None
+    """Tokens without a text, which are never drawn: the target makes their logits minus infinity."""
+
     rows_per_forward: int
     """Forwards have multiples of so many rows, padding included; 1: every row takes time of its own."""
 

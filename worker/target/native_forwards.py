@@ -30,6 +30,7 @@ class NativeForwards:
 
     arena = None
     rows_per_forward = 1
+    undrawn_ids: torch.Tensor | None = None
 
     def __init__(
         self,
@@ -89,7 +90,7 @@ class NativeForwards:
         num_rounds: int,
         ends: Many[frozenset[int]] | None = None,
     ) -> list[Drawn]:
-        return draw_chains(self._decoder, groups, samplers, num_rounds, ends)
+        return draw_chains(self._decoder, groups, samplers, num_rounds, ends, self.undrawn_ids)
 
     def room_for(self, new_cache: PartialCacheFactory, budget: int) -> NewEntries:
         return Entries

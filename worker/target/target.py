@@ -19,6 +19,7 @@ from swiftbatch.worker.caches.memory.page_counts import PoolSize
 from swiftbatch.worker.caches.offloaded_cache import OffloadedKVCache
 from swiftbatch.worker.caches.recurrent_cache import new_cache_of
 from swiftbatch.worker.drawing.draft_tree import DraftTree
+from swiftbatch.worker.drawing.noise import NOISE_LAW
 from swiftbatch.worker.drawing.split_rows import SplitRows
 from swiftbatch.worker.kernels.kernel_choice import DEFAULT_KERNELS, CudaKernels
 from swiftbatch.worker.model.model_files import ModelFiles
@@ -87,11 +88,13 @@ class TargetModel:
         slots: SlotsWanted | None = None,
         kernels: CudaKernels = DEFAULT_KERNELS,
         kv_dtype: KVDtype | None = None,
+        undrawn_ids: Many[int] = (),
     ) -> TargetModel:
         """Load a model from its folder; on a GPU shared out for `slots`, where these are said, with `kernels`.
 
-        Caches keep keys and values of `kv_dtype`, None for those of `dtype`. Raises ModelError for one that is not
-        whole or needs what we can't give, and for no finite logits; KVRoomError where a GPU has no room.
+        Caches keep keys and values of `kv_dtype`, None for those of `dtype`. The tokens `undrawn_ids` are never drawn.
+        Raises ModelError for a model that is not whole or needs what we can't give, and for no finite logits;
+        KVRoomError where a GPU has no room.
         """
         place = resolve_device(device)
         wanted = slots if place.type == "cuda" else None
@@ -102,6 +105,8 @@ class TargetModel:
         target = cls(load_forwards(files, DTYPES[dtype], place, wanted, kernels, kv_dtype), files, kv_offload)
         if kv_offload is not None and target.cache_shape.recurrent is not None:
             raise ModelError(f"--kv-offload: {files.name} has layers with a state in place of a cache; leave it out")
+        if undrawn_ids:
+            target.forwards.undrawn_ids = torch.tensor(undrawn_ids, device=target.device)
         check_model(target)
         return target
 
@@ -132,6 +137,11 @@ class TargetModel:
     def model(self) -> Any:
         """The `transformers` model."""
         return self.transformers.model
+
+    @property
+    def numerics(self) -> str:
+        """All that decides a job's tokens beside the weights, in a line."""
+        return f"{self.forwards.numerics}, {NOISE_LAW}"
 
     @property
     def is_offloaded(self) -> bool:
@@ -209,7 +219,7 @@ class TargetModel:
     @torch.inference_mode()
     def verify(self, groups: list[SequenceRows]) -> StepOutputs:
         """Run the rows of several sequences, row-exactly; returns each one's outputs."""
-        return _of_each(groups, *self.forwards.run(groups))
+        return self._of_each(groups, *self.forwards.run(groups))
 
     @torch.inference_mode()
     def read(self, cache: FullKVCache, token_ids: list[int]) -> torch.Tensor:
@@ -219,7 +229,13 @@ class TargetModel:
     @torch.inference_mode()
     def check(self, groups: list[PartialRows]) -> StepOutputs:
         """Run rows behind partial caches: good guesses of what `verify` would say, in no way exact."""
-        return _of_each(groups, *self.forwards.check(groups))
+        return self._of_each(groups, *self.forwards.check(groups))
+
+    def _of_each(self, groups: list[Any], hidden: torch.Tensor, logits: torch.Tensor) -> StepOutputs:
+        if self.forwards.undrawn_ids is not None:
+            logits.index_fill_(1, self.forwards.undrawn_ids, -math.inf)
+        sizes = [len(group) for group in groups]
+        return StepOutputs(SplitRows(hidden, sizes), SplitRows(logits, sizes))
 
     @torch.inference_mode()
     def queries(self, cache: FullKVCache, token_id: int) -> torch.Tensor:
@@ -238,11 +254,6 @@ class TargetModel:
 def _what_runs(device: torch.device) -> str:
     """Say why kernels for GPUs do not run."""
     return "the device is a CPU" if device.type == "cpu" else "transformers' layers run here"
-
-
-def _of_each(groups: list[Any], hidden: torch.Tensor, logits: torch.Tensor) -> StepOutputs:
-    sizes = [len(group) for group in groups]
-    return StepOutputs(SplitRows(hidden, sizes), SplitRows(logits, sizes))
 
 
 def check_model(target: TargetModel) -> None:

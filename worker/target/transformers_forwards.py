@@ -48,6 +48,7 @@ class TransformersForwards:
 
     arena = None
     team = None
+    undrawn_ids: torch.Tensor | None = None
     draw_chains = None
     expert_counts = None
 

@@ -28,7 +28,7 @@ OWN: list[dict[str, Any]] = [
     *({"custom_id": value} for value in ("other", "", "x" * 513, "caf\u00e9", "\ud800", 5, None)),
     *({"prompt": value} for value in ("other", "caf\u00e9", "\ud800", "", 5, ["a", "b"], [1, 2], [], None)),
     *({"max_tokens": value} for value in (1, 4, 0, -1, 2**31, 5.0, True, "5", None)),
-    *({"seed": value} for value in (0, 2**63 - 1, 2**63, -1, 1.0, False, "1", None)),
+    *({"seed": value} for value in (0, 2**64 - 1, 2**64, -1, -(2**63) - 1, 1.0, False, "1", None)),
     {"messages": [{"role": "system", "content": ["a", "b"]}, {"role": "user", "content": "hi", "name": "me"}]},
     *({"messages": value} for value in ([], None, "hi", [{"role": "user"}], [{"role": "user", "content": "\ud800"}])),
     {"messages": [{"role": "user", "content": "hi", "tool_calls": [1]}]},

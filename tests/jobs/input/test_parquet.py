@@ -75,6 +75,16 @@ def test_types_of_tables_are_those_of_lines(tmp_path: Path) -> None:
     assert (second.sampling["temperature"], second.sampling["seed"], second.max_tokens) == (1.0, 2, 6)
 
 
+@pytest.mark.parametrize(
+    ("seeds", "kind"),
+    [([-(2**63), -1], pa.int64()), ([0, 2**64 - 1], pa.uint64()), ([-1, 2**64 - 1], pa.decimal128(20, 0))],
+)
+def test_seeds_of_tables_are_whole_64_bit_numbers_of_any_kind(tmp_path: Path, seeds: list[int], kind: Any) -> None:
+    columns = {"custom_id": ["a", "b"], "prompt": TEXTS[:2], "seed": pa.array(seeds, kind)}
+    lines, rejects = read(write(tmp_path / "jobs.parquet", columns))
+    assert (rejects, [line.sampling["seed"] for line in lines]) == ([], seeds)
+
+
 def test_a_map_with_a_key_twice_is_a_reject_in_plain_words(tmp_path: Path) -> None:
     maps = pa.array([[("17", 2.5), ("17", 2.5)], [("17", 2.5)]], pa.map_(pa.string(), pa.float64()))
     columns = {"custom_id": ["a", "b"], "prompt": TEXTS[:2], "logit_bias": maps}

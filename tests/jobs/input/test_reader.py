@@ -61,6 +61,16 @@ def test_a_missing_seed_follows_from_run_seed_and_custom_id(tmp_path: Path) -> N
     assert seeds(1)[2] == 7
 
 
+def test_every_signed_and_unsigned_64_bit_number_is_a_seed_and_a_job_of_its_own(tmp_path: Path) -> None:
+    seeds = [-(2**63), -1, 0, 2**63 - 1, 2**63, 2**64 - 1]
+    given = [GOOD | {"custom_id": str(number), "seed": seed} for number, seed in enumerate(seeds)]
+    wrapped = batch({"prompt": "Once", "max_tokens": 7, "seed": -1}, custom_id="wrapped")
+    jobs, rejects = read(tmp_path, *given, wrapped)
+    assert (rejects, [job.sampling.seed for job in jobs]) == ([], [*seeds, -1])
+    same_names = [job.model_copy(update={"custom_id": "a"}) for job in jobs[: len(seeds)]]
+    assert len({job.job_id("m") for job in same_names}) == len(seeds)
+
+
 def test_a_duplicate_custom_id_is_a_reject_that_names_the_first_line(tmp_path: Path) -> None:
     jobs, rejects = read(tmp_path, GOOD | {"max_tokens": 0}, GOOD, b"", GOOD | {"prompt": "Other"})
     assert [job.prompt for job in jobs] == ["Once"]
@@ -200,7 +210,7 @@ GOOD_FIELDS = st.fixed_dictionaries(
     {"n": st.integers(1, 4)},
     optional={
         "max_tokens": st.none() | st.integers(1, 9),
-        "seed": st.none() | st.integers(0, 2**63 - 1),
+        "seed": st.none() | st.integers(-(2**63), 2**64 - 1),
         "top_k": st.integers(-1, 9),
         "user": JSON_VALUES,
         "stream": st.booleans(),

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from swiftbatch.jobs.errors import UserError
+from swiftbatch.jobs.input.reader import read_jobs
 from swiftbatch.jobs.job import unpacked
 from swiftbatch.jobs.repetition import RepetitionDetection, loop_guard
 from swiftbatch.jobs.run.run import Run, RunError
@@ -18,6 +19,7 @@ from swiftbatch.jobs.shared_prompts import prompt_keys
 from swiftbatch.scheduler.driver.queue_loading import load_queue, write_cancelled
 from swiftbatch.scheduler.runs.default_settings import Settings
 from swiftbatch.scheduler.runs.fixed_settings import computation_of
+from swiftbatch.scheduler.runs.prompt_checks import LineNotes, make_records
 from swiftbatch.worker.model import thought_markers as thinking
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.model.tokenizer import TextCodec
@@ -200,6 +202,29 @@ def test_fields_that_only_the_model_can_tell_to_be_wrong_are_rejects_with_their_
     assert bias.startswith("field 'logit_bias': found token 1000000, the model's are 0 to ")
     assert stop.startswith("field 'stop_token_ids': found token 1000000, the model's are 0 to ")
     assert limits(found.run) == {"limited": 5}
+
+
+def test_a_bias_of_a_token_without_a_text_is_a_reject(tmp_path: Path, tiny_model: Path) -> None:
+    """Vocabularies are padded to a round number: nothing of that ever comes, so no bias means anything."""
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    first, ending = config["vocab_size"], config["vocab_size"] + 2
+    (model / "config.json").write_text(json.dumps(config | {"vocab_size": first + 4}))
+    path = model / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": [config["eos_token_id"], ending]}))
+    files = locate_model(str(model))
+    codec = TextCodec(files)
+    assert codec.textless_ids == (first, first + 1, first + 3)
+    lines = [
+        LIMITED | {"custom_id": str(n), "logit_bias": {"3": 1, str(n): -1}} for n in (first - 1, first + 3, ending)
+    ]
+    found, rejects = read_jobs(str(write_jobs(tmp_path / "jobs.jsonl", *lines)), 0)
+    notes = LineNotes()
+    records = list(make_records(found, notes, files, codec))
+    assert ([record.job.custom_id for record in records], rejects) == ([str(first - 1), str(ending)], [])
+    [reject] = notes.rejects
+    reason = f"token {first + 3} has no text in this model's tokenizer, so it never comes"
+    assert (reject.line_number, reject.reason) == (2, f"field 'logit_bias': {reason}")
 
 
 def test_a_budget_of_thinking_needs_markers_which_the_run_keeps(tmp_path: Path, tiny_model: Path) -> None:

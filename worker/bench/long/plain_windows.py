@@ -47,8 +47,8 @@ class PlainWindows:
         size = min(self._size, sequence.num_remaining_tokens)
         if size == 0 or (self._measured and self._measured[-1].num_tokens == num_tokens):
             return
-        sampling = sequence.sampling.model_copy(update={"max_tokens": size})
-        plain = Sequence("plain", sequence.token_ids.tolist(), sampling, self._target.vocab_size, self._target.device)
+        plain = sequence.with_output(sequence.output_ids.tolist())
+        plain.max_length = len(plain) + size
         self._engine.start(plain, cache.prefix(cache.length))
         seconds = []
         while plain.finish_reason is None:
@@ -56,7 +56,7 @@ class PlainWindows:
             [(_, step)] = self._engine.step()  # ends with the token on the host, so a clock is right on a GPU too
             seconds += [(time.perf_counter() - started) / step.num_steps] * step.num_steps
         self._engine.stop(plain)
-        self._measured.append(_Measured(num_tokens, 1000 * statistics.median(seconds), plain.output_ids))
+        self._measured.append(_Measured(num_tokens, 1000 * statistics.median(seconds), plain.output_ids[num_tokens:]))
 
     def compared(self, output_ids: np.ndarray) -> list[PlainWindow]:
         """All windows, compared with the generation's tokens so far, `[num_generated]`."""

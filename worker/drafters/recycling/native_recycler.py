@@ -47,7 +47,7 @@ class CRecyclingTables(ctypes.Structure):
 
 
 TREE_GROWTH = struct.Struct("@Q3d5q")
-"""`tree_growth` of source/recycling.h: seed; noise scale, spread, floor; the last two tokens, length, nodes, depth."""
+"""`tree_growth` of source/recycling.h: noise key, scale; spread; floor; the last two tokens, length, nodes, depth."""
 
 
 class TextCandidates(NamedTuple):
@@ -100,7 +100,7 @@ class NativeRecycling:
             room = max(0, min(max_nodes, MOST_NODES))
             ending = self._end_of(sequence)
             TREE_GROWTH.pack_into(
-                growths, number * TREE_GROWTH.size, sequence.sampling.seed or 0, *ranking, *ending, room, max_depth
+                growths, number * TREE_GROWTH.size, sequence.noise_key, *ranking, *ending, room, max_depth
             )
             most.append(room)
         num_nodes = sum(most)

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from swiftbatch.worker.drawing.cuda.buffers import BLOCK, expect, expect_logits
 from swiftbatch.worker.drawing.cuda.cuda_noise import gumbel, noise_words
-from swiftbatch.worker.drawing.cuda.parameters import POSITION, SLOT, TEMPERATURE, real, seed_of, whole
+from swiftbatch.worker.drawing.cuda.parameters import POSITION, SLOT, TEMPERATURE, noise_key_of, real, whole
 from swiftbatch.worker.drawing.cuda.row_words import NUM_WORDS
 from swiftbatch.worker.drawing.cuda.scores import is_greedy, number_of, order_of, rank_of, row_peak, temper, token_of
 from swiftbatch.worker.drawing.drawing import UNLIKELY
@@ -61,7 +61,7 @@ def best_of_blocks(
         values = tl.where(kept, values, float("-inf"))
         if tl.max(kept.to(tl.int32), 0) > 0:  # else noise changes nothing
             low, high = whole(rows_ptr, row, POSITION), whole(rows_ptr, row, POSITION + 1)
-            values += gumbel(noise_words(seed_of(rows_ptr, row), low, high, block * BLOCK, BLOCK))
+            values += gumbel(noise_words(noise_key_of(rows_ptr, row), low, high, block * BLOCK, BLOCK))
     ranks = tl.where(inside, rank_of(values, tokens), SMALLEST)
     tl.store(best_ptr + row * num_blocks + block, tl.max(ranks, 0))
 

@@ -134,7 +134,7 @@ def fill_rows(table: NDArray[Any], ancestors: NDArray[np.int32], rows: Many[Draw
             known, words = sequence, parameter_words(sequence.sampling)
             windows[row.slot] = sequence
         place = (row.slot, row.position, len(path))
-        fill_row(table, index, sequence.sampling, *place, len(row.masked), row.allowed is not None, words)
+        fill_row(table, index, sequence, *place, len(row.masked), row.allowed is not None, words)
         if path:
             ancestors[index, : len(path)] = path
     return windows

@@ -10,7 +10,7 @@ from swiftbatch.worker.drawing.cuda import row_words as rows
 NUM_WORDS = tl.constexpr(rows.NUM_WORDS)
 NUM_DRAFTED = tl.constexpr(rows.NUM_DRAFTED)
 NUM_MASKED = tl.constexpr(rows.NUM_MASKED)
-SEED = tl.constexpr(rows.column_of("seed"))
+NOISE_KEY = tl.constexpr(rows.column_of("noise_key"))
 POSITION = tl.constexpr(rows.column_of("position"))
 SLOT = tl.constexpr(rows.column_of("slot"))
 DEPTH = tl.constexpr(rows.column_of("depth"))
@@ -37,8 +37,8 @@ def real(rows_ptr, row, COLUMN: tl.constexpr):
 
 
 @triton.jit
-def seed_of(rows_ptr, row):
-    """All 64 bits of a row's seed."""
-    low = whole(rows_ptr, row, SEED).to(tl.uint32).to(tl.uint64)
-    high = whole(rows_ptr, row, SEED + 1).to(tl.uint32).to(tl.uint64)
+def noise_key_of(rows_ptr, row):
+    """All 64 bits of a row's key."""
+    low = whole(rows_ptr, row, NOISE_KEY).to(tl.uint32).to(tl.uint64)
+    high = whole(rows_ptr, row, NOISE_KEY + 1).to(tl.uint32).to(tl.uint64)
     return (high << 32) | low

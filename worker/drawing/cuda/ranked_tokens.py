@@ -11,7 +11,7 @@ import triton.language as tl
 from swiftbatch.worker.drawing.cuda.buffers import BLOCK, SlotBuffers, expect, expect_logits
 from swiftbatch.worker.drawing.cuda.candidates import candidates_of_rows, store_block
 from swiftbatch.worker.drawing.cuda.cuda_noise import gumbel, noise_words
-from swiftbatch.worker.drawing.cuda.parameters import POSITION, SLOT, TEMPERATURE, real, seed_of, whole
+from swiftbatch.worker.drawing.cuda.parameters import POSITION, SLOT, TEMPERATURE, noise_key_of, real, whole
 from swiftbatch.worker.drawing.cuda.row_words import NUM_DRAFTED, NUM_WORDS
 from swiftbatch.worker.drawing.cuda.scores import penalise_blocks, row_peak
 from swiftbatch.worker.drawing.drawing import UNLIKELY
@@ -65,7 +65,7 @@ def rank_blocks(
         values = tl.where(kept, values, float("-inf"))
         if tl.max(kept.to(tl.int32), 0) > 0:  # else noise changes nothing
             low, high = whole(rows_ptr, row, POSITION), whole(rows_ptr, row, POSITION + 1)
-            noise = gumbel(noise_words(seed_of(rows_ptr, row), low, high, block * BLOCK, BLOCK))
+            noise = gumbel(noise_words(noise_key_of(rows_ptr, row), low, high, block * BLOCK, BLOCK))
             values += temperature * noise
     values = values / SPREAD
     store_block(values, tokens, inside, row * num_blocks + block, ranks_ptr, tops_ptr, sums_ptr, TOP)

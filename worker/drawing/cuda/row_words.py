@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,9 +12,12 @@ from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.drawing.adjustments import counts_output, has_bias
 from swiftbatch.worker.drawing.filters.filter_list import NUMBERS, filter_numbers
 
+if TYPE_CHECKING:
+    from swiftbatch.worker.drawing.sequence import Sequence
+
 ROW = np.dtype(
     [
-        ("seed", "<u8"),
+        ("noise_key", "<u8"),
         ("position", "<i8"),  # of the token to be drawn
         ("slot", "<i4"),  # -1: a padding row, of which nothing is read
         ("depth", "<i4"),  # of the row's node in its draft tree: how many tokens it has behind the committed ones
@@ -51,7 +54,7 @@ def padding_rows(num_rows: int) -> NDArray[Any]:
 def fill_row(
     rows: NDArray[Any],
     index: int,
-    params: SamplingParams,
+    sequence: Sequence,
     slot: int,
     position: int,
     depth: int,
@@ -60,8 +63,8 @@ def fill_row(
     words: tuple[float, ...] | None = None,
 ) -> None:
     """Say how row `index` is drawn; `words` are `parameter_words` of the parameters, where these are at hand."""
-    words = parameter_words(params) if words is None else words
-    rows[index] = (params.seed or 0, position, slot, depth, *words, num_masked, is_restricted)
+    words = parameter_words(sequence.sampling) if words is None else words
+    rows[index] = (sequence.noise_key, position, slot, depth, *words, num_masked, is_restricted)
 
 
 def parameter_words(params: SamplingParams) -> tuple[float, ...]:

@@ -37,10 +37,17 @@ static bool has_ended(const chain_call *call, int number) {
     return false;
 }
 
+static void mask_undrawn(const chain_call *call) {
+    for (int64_t row = 0; row < call->forward.num_rows; row++)
+        for (int64_t i = 0; i < call->undrawn.num_tokens; i++)
+            call->forward.logits[row * call->vocab + call->undrawn.token_ids[i]] = -INFINITY;
+}
+
 int32_t draw_chains(decoder *decoder, team *team, const chain_call *call, void *scratch) {
     int32_t num_rounds = 0, num_sequences = call->forward.num_groups;
     for (bool goes_on = true; goes_on && num_rounds < call->num_rounds; num_rounds++) {
         decoder_forward(decoder, team, &call->forward);
+        mask_undrawn(call);
         sampling_walk(call->walks, num_sequences, call->vocab, scratch);
         for (int i = 0; i < num_sequences; i++) goes_on &= append_drawn(call, i) && !has_ended(call, i);
     }

@@ -19,6 +19,7 @@ typedef struct {
     int64_t **texts;       // [num_groups] the tokens of each walk's sequence, with room for those to come
     int32_t num_rounds, vocab;
     const token_set *ends; // [num_groups] tokens behind which all chains end, or NULL
+    token_set undrawn;     // tokens that are never drawn
 } chain_call;
 
 // Draw so many tokens for each sequence, or until one ends, or a row is such that nothing can be drawn from it: what was

@@ -1,4 +1,4 @@
-// The noise of worker/drawing/noise.py: Philox4x32-10 (Salmon et al. 2011) on (seed, position, token), and Gumbel's law.
+// The noise of worker/drawing/noise.py: Philox4x32-10 (Salmon et al. 2011) keyed by seed and prompt, on (position, token), and Gumbel's law.
 #pragma once
 #include "elementary.h"
 
@@ -7,12 +7,12 @@
 
 // What the words of one position are made from.
 typedef struct {
-    uint32_t key[2];       // the seed
+    uint32_t key[2];       // of the job
     uint32_t position[2];  // low word first
 } noise_source;
 
-INLINE noise_source noise_at(uint64_t seed, int64_t position) {
-    return (noise_source){{(uint32_t)seed, (uint32_t)(seed >> 32)},
+INLINE noise_source noise_at(uint64_t key, int64_t position) {
+    return (noise_source){{(uint32_t)key, (uint32_t)(key >> 32)},
                       {(uint32_t)position, (uint32_t)((uint64_t)position >> 32)}};
 }
 

@@ -20,7 +20,7 @@ typedef struct {
 static void shifts_of(
     const candidate_ranking *ranking, int64_t position, const candidate *found, int count, double *shifts
 ) {
-    noise_source noise = noise_at(ranking->seed, position);
+    noise_source noise = noise_at(ranking->noise_key, position);
     int32_t ids[MOST_CANDIDATES] = {0};
     uint32_t words[MOST_CANDIDATES];
     for (int i = 0; i < count; i++) ids[i] = found[i].id;

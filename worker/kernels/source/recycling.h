@@ -25,7 +25,7 @@ typedef struct {
 
 // How sure a drafter is of its candidates, in the terms of worker/drafters/ranking.py.
 typedef struct {
-    uint64_t seed;
+    uint64_t noise_key;
     double noise_scale, spread, floor;
 } candidate_ranking;
 

@@ -1,4 +1,4 @@
-// Draws: x_t = argmax_v(processed_logit_t[v] / T + G(seed, t, v)), the tokens that worker/drawing/sampling.py draws.
+// Draws: x_t = argmax_v(processed_logit_t[v] / T + G(key, t, v)), the tokens that worker/drawing/sampling.py draws.
 #include "draw.h"
 
 #include "noise.h"
@@ -197,7 +197,7 @@ int64_t draw_token(
     process_row(&kept, position, params, counts, adjusted, mask, memory);
     if (params->temperature == 0.0f || isinf(kept.peak)) return first_of(kept.score, kept.peak);
     if (kept.id && kept.count * QUAD > vocab) spread(&kept, vocab, scratch_at(memory, vocab).filters.weight);
-    return best_with_noise(&kept, noise_at(params->seed, position));
+    return best_with_noise(&kept, noise_at(params->noise_key, position));
 }
 
 int64_t sampling_draw(
@@ -208,19 +208,19 @@ int64_t sampling_draw(
     return draw_token(row, vocab, position, params, counts, adjusted, NULL, scratch, &is_drawable);
 }
 
-void sampling_noise(uint64_t seed, const int64_t *positions, const int64_t *token_ids, int64_t count, float *noise) {
+void sampling_noise(uint64_t noise_key, const int64_t *positions, const int64_t *token_ids, int64_t count, float *noise) {
     for (int64_t i = 0; i < count; i++) {
         uint32_t words[QUAD];
-        philox(noise_at(seed, positions[i]), (uint32_t)(token_ids[i] / QUAD), words);
+        philox(noise_at(noise_key, positions[i]), (uint32_t)(token_ids[i] / QUAD), words);
         noise[i] = gumbel(words[token_ids[i] % QUAD]);
     }
 }
 
-void sampling_noise_row(uint64_t seed, int64_t position, int64_t vocab, float *noise) {
+void sampling_noise_row(uint64_t noise_key, int64_t position, int64_t vocab, float *noise) {
     for (int64_t start = 0; start < vocab; start += BLOCK) {
         uint32_t words[BLOCK];
         float block[BLOCK];
-        block_words(noise_at(seed, position), start, words);
+        block_words(noise_at(noise_key, position), start, words);
         for (int i = 0; i < BLOCK; i++) block[i] = gumbel(words[i]);
         int64_t size = vocab - start < BLOCK ? vocab - start : BLOCK;
         memcpy(noise + start, block, (size_t)size * sizeof(float));

@@ -5,7 +5,7 @@
 
 // How the tokens of one sequence are drawn, in the terms of worker/drawing/sampling.py.
 typedef struct {
-    uint64_t seed;
+    uint64_t noise_key;
     float temperature;  // 0: the best token
     float penalty;
     filter_params filters;
@@ -84,11 +84,11 @@ EXPORT void sampling_follow(penalty_window *penalties, const int64_t *token_ids,
 
 // The noise of tokens at positions, [count] each.
 EXPORT void sampling_noise(
-    uint64_t seed, const int64_t *positions, const int64_t *token_ids, int64_t count, float *noise
+    uint64_t noise_key, const int64_t *positions, const int64_t *token_ids, int64_t count, float *noise
 );
 
 // The noise of all tokens at one position, [vocab].
-EXPORT void sampling_noise_row(uint64_t seed, int64_t position, int64_t vocab, float *noise);
+EXPORT void sampling_noise_row(uint64_t noise_key, int64_t position, int64_t vocab, float *noise);
 
 // Numbers and log-probabilities of the best eight tokens of every row of logits, [num_rows, 8] each.
 EXPORT void sampling_top_candidates(

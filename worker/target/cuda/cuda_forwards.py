@@ -58,6 +58,7 @@ class CudaForwards:
 
     team = None
     draw_chains = None
+    undrawn_ids: torch.Tensor | None = None
 
     def __init__(
         self,

@@ -116,7 +116,7 @@ def step_of(branches: list[Branch | None], num_slots: int = 0) -> DrawBuffers:
             position = len(sequence) + depth
             masked = masked_behind(sequence, branch.path_ids)
             is_restricted = branch.allowed is not None
-            fill_row(rows, i, sequence.sampling, slots[id(sequence)], position, depth, len(masked), is_restricted)
+            fill_row(rows, i, sequence, slots[id(sequence)], position, depth, len(masked), is_restricted)
             if branch.allowed is not None:
                 slot_buffers.allowed[i] = torch.from_numpy(branch.allowed.view(np.int32))
             slot_buffers.masked[i, : len(masked)] = torch.tensor(masked, dtype=torch.int32)
