@@ -16,10 +16,7 @@ Utf8 = Annotated[str, Field(min_length=0)]
 """A text that can be written: a plain `str` of pydantic takes halves of characters, too."""
 
 # fields of a message; a plain text would lose what one of them holds
-TEXTLESS = (
-    *("tool_calls", "tool_call_id", "function_call", "audio", "annotations"),
-    *("refusal", "reasoning", "reasoning_content"),
-)
+TEXTLESS = ("tool_calls", "tool_call_id", "function_call", "audio", "annotations", "refusal")
 # variables that the renderer of a template takes for itself, or that fields of their own set
 NOT_KWARGS = frozenset(
     [
@@ -37,6 +34,7 @@ class Message(Strict):
     content: Utf8
     parts: Annotated[tuple[Utf8, ...], BeforeValidator(list_of("a list of texts"))] = ()
     name: Utf8 | None = None
+    reasoning_content: Utf8 | None = None  # the thought in front of an answer; "reasoning" is another name of it
 
     @model_validator(mode="before")
     @classmethod
@@ -47,7 +45,7 @@ class Message(Strict):
         for name in TEXTLESS:
             if values.get(name) not in (None, [], ""):
                 raise FieldError(name, f"found {shown(values[name])}, not supported; expected messages of text alone")
-        values = {name: value for name, value in values.items() if name not in TEXTLESS}
+        values = _with_one_thought({name: value for name, value in values.items() if name not in TEXTLESS})
         content = values.get("content", ...)
         if content is None and values.get("role") == "assistant":
             return values | {"content": ""}
@@ -61,6 +59,15 @@ class Message(Strict):
     def as_sent(self) -> dict[str, Any]:
         """The fields that the message was given."""
         return self.model_dump(mode="json", exclude_defaults=True)
+
+
+def _with_one_thought(values: dict[str, Any]) -> dict[str, Any]:
+    """Fields with the thought of a message under its one name, left out where it is empty."""
+    said = {name: values.pop(name) for name in ("reasoning_content", "reasoning") if name in values}
+    thoughts = [value for value in said.values() if value not in (None, [], "")]
+    if len(thoughts) > 1 and thoughts[0] != thoughts[1]:
+        raise FieldError("reasoning", "found it and another reasoning_content, expected one of them")
+    return values | ({"reasoning_content": thoughts[0]} if thoughts else {})
 
 
 def _text_of(part: object, number: int) -> str:

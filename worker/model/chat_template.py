@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from swiftbatch.jobs.chat import Message, TemplateOptions
+from swiftbatch.worker.model.message_texts import MessageTexts
 from swiftbatch.worker.model.template_renderer import TemplateLimitError, TemplateRenderer
 
 CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "
@@ -23,6 +24,7 @@ class ChatTemplate:
         """`clock` is the ISO time that templates hear, None for now."""
         self._tokenizer = tokenizer
         self._clock = clock or datetime.now().astimezone().isoformat(timespec="seconds")
+        self._texts = MessageTexts(self._rendered)
 
     def render(self, messages: Sequence[Message], options: TemplateOptions | None) -> str:
         """The text of messages. Raises ValueError, with a reason for the user, where there is no template, or one that
@@ -31,7 +33,7 @@ class ChatTemplate:
             raise ValueError("messages: this model's tokenizer has no chat template; send a `prompt` instead")
         options = options or TemplateOptions()
         try:
-            return self._rendered([self._shown(message) for message in messages], options)
+            return self._rendered(self._texts.as_taken(messages, options), options)
         except TemplateLimitError as error:
             raise ValueError(f"messages: the model's chat template {error}") from None
         except Exception as error:  # of any kind: the template is a program that came with the model
@@ -41,6 +43,10 @@ class ChatTemplate:
     def reads_clock(self) -> bool:
         """True if the template may print the time."""
         return self._tokenizer.chat_template is not None and self._mentions("strftime_now")
+
+    def refuse_lost(self, messages: Sequence[Message], options: TemplateOptions | None, prompt: str) -> None:
+        """Raise ValueError, with a reason for the user, where the prompt of `render` lacks a text of messages."""
+        self._texts.refuse_lost(messages, options or TemplateOptions(), prompt)
 
     def own_tokens(self, messages: Sequence[Message], options: TemplateOptions | None) -> list[int] | None:
         """None: the tokens of messages are those of their text."""
@@ -53,12 +59,9 @@ class ChatTemplate:
 
     def unread(self, messages: Sequence[Message], options: TemplateOptions | None) -> list[str]:
         """Name what the template does not read of the messages and options. To be asked where `render` took them."""
-        names = [] if options is None else [name for name in options.kwargs if not self._mentions(name)]
-        if any(message.name is not None for message in messages):
-            nameless = [message.model_copy(update={"name": None}) for message in messages]
-            if self.render(messages, options) == self.render(nameless, options):
-                names.append("messages[].name")
-        return names
+        options = options or TemplateOptions()
+        names = [name for name in options.kwargs if not self._mentions(name)]
+        return [*names, *self._texts.unread(messages, options)]
 
     def _rendered(self, messages: list[dict[str, Any]], options: TemplateOptions) -> str:
         """The text of messages, as transformers' `apply_chat_template` has it."""
@@ -74,30 +77,13 @@ class ChatTemplate:
     def prepare(self, chats: Iterable[tuple[Sequence[Message], TemplateOptions | None]]) -> None:
         """Tell which chats `render` is about to be asked for: many at once cost less than each alone."""
         if self._tokenizer.chat_template is not None:
-            shown = (([self._shown(each) for each in said], options or TemplateOptions()) for said, options in chats)
+            asked = ((said, options or TemplateOptions()) for said, options in chats)
             with contextlib.suppress(ValueError):  # `render` says what is wrong
-                self._renderer.prepare(self._variables(*each) for each in shown)
+                self._renderer.prepare(self._variables(self._texts.as_taken(*each), each[1]) for each in asked)
 
     @cached_property
     def _renderer(self) -> TemplateRenderer:
         return TemplateRenderer(self._tokenizer.get_chat_template(), self._clock)
-
-    def _shown(self, message: Message) -> dict[str, Any]:
-        """Return a message as the template takes it: several parts are one text for a template that knows no parts."""
-        values = message.as_sent()
-        if (texts := values.pop("parts", None)) and self._takes_parts:
-            values["content"] = [{"type": "text", "text": text} for text in texts]
-        return values
-
-    @cached_property
-    def _takes_parts(self) -> bool:
-        """True if the template goes over parts: one that does not shows the list as Python does, or fails at it."""
-        probe = [{"role": "user", "content": [{"type": "text", "text": "probe"}]}]
-        try:
-            text = self._rendered(probe, TemplateOptions())
-        except Exception:  # of any kind, as in `render`
-            return False
-        return "probe" in text and "'probe'" not in text
 
     def _mentions(self, name: str) -> bool:
         templates = self._tokenizer.chat_template

@@ -12,6 +12,7 @@ from typing import Any
 from swiftbatch.jobs.chat import Message, TemplateOptions
 from swiftbatch.worker.model.chat_template import words_of
 from swiftbatch.worker.model.digests import TEKKEN_FILE
+from swiftbatch.worker.model.message_texts import MessageTexts
 from swiftbatch.worker.texts.token_bytes import DecoderSteps, TokenBytes
 
 BYTES_AS_THEY_ARE = DecoderSteps(lambda name, is_first: name, str.encode, b" ", 0)
@@ -95,17 +96,20 @@ class TekkenChat:
 
     def __init__(self, tokenizer: TekkenTokenizer) -> None:
         self._tokenizer = tokenizer
+        self._texts = MessageTexts(lambda given, options: tokenizer.decode(self._tokens(given, options)))
 
     def own_tokens(self, messages: Sequence[Message], options: TemplateOptions | None) -> list[int]:
         """Token ids of messages. Raises ValueError, with a reason for the user, where the library refuses them."""
-        from mistral_common.protocol.instruct.request import ChatCompletionRequest
-
-        goes_on = options is not None and options.continue_final_message
+        options = options or TemplateOptions()
         try:
-            request = ChatCompletionRequest.from_openai(list(map(_shown, messages)), continue_final_message=goes_on)
-            return list(self._tokenizer.chats.encode_chat_completion(request).tokens)
+            token_ids = self._tokens(self._texts.as_taken(messages, options), options)
         except Exception as error:  # of any kind: the library has many, beside pydantic's
             raise ValueError(f"messages: mistral-common refuses them: {words_of(error)}") from None
+        self._texts.refuse_lost(messages, options, self._tokenizer.decode(token_ids))
+        return token_ids
+
+    def refuse_lost(self, messages: Sequence[Message], options: TemplateOptions | None, prompt: str) -> None:
+        """Do nothing: `own_tokens` has refused them."""
 
     def render(self, messages: Sequence[Message], options: TemplateOptions | None) -> str:
         """The text of messages, with the names of control tokens in it."""
@@ -120,12 +124,13 @@ class TekkenChat:
 
     def unread(self, messages: Sequence[Message], options: TemplateOptions | None) -> list[str]:
         """Name what has no effect of the messages and options."""
-        names = [] if options is None else list(options.kwargs)
-        return [*names, *(["messages[].name"] if any(message.name is not None for message in messages) else [])]
+        options = options or TemplateOptions()
+        return [*options.kwargs, *self._texts.unread(messages, options)]
 
+    def _tokens(self, messages: Sequence[dict[str, Any]], options: TemplateOptions) -> list[int]:
+        from mistral_common.protocol.instruct.request import ChatCompletionRequest
 
-def _shown(message: Message) -> dict[str, Any]:
-    """A message as the library takes it."""
-    if message.parts:
-        return {"role": message.role, "content": [{"type": "text", "text": text} for text in message.parts]}
-    return {"role": message.role, "content": message.content}
+        texts = [{name: message[name] for name in ("role", "content")} for message in messages]
+        goes_on = options.continue_final_message
+        request = ChatCompletionRequest.from_openai(texts, continue_final_message=goes_on)
+        return list(self._tokenizer.chats.encode_chat_completion(request).tokens)

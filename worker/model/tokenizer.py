@@ -130,6 +130,7 @@ class TextCodec:
                     return token_ids
                 # a template writes its own special tokens
                 text = _Text(self.chat.render(asked.messages, asked.options), adds_special_tokens=False)
+                self.chat.refuse_lost(asked.messages, asked.options, text.text)
             elif isinstance(asked, tuple):
                 return self._known(asked)
             else:

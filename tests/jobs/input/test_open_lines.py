@@ -98,9 +98,10 @@ BAD_MESSAGES: list[tuple[dict[str, Any], str]] = [
     ),
     *(
         ({name: "x"}, f"'messages[0].{name}': found \"x\", not supported")
-        for name in ("tool_calls", "tool_call_id", "function_call", "audio", "refusal", "reasoning_content")
+        for name in ("tool_calls", "tool_call_id", "function_call", "audio", "refusal")
     ),
     ({"name": 5}, "'messages[0].name': found 5, expected a string"),
+    ({"reasoning_content": 5}, "'messages[0].reasoning_content': found 5, expected a string"),
 ]
 
 
@@ -108,6 +109,23 @@ BAD_MESSAGES: list[tuple[dict[str, Any], str]] = [
 def test_a_message_that_is_no_text_is_refused(tmp_path: Path, fields: dict[str, Any], words: str) -> None:
     _, (reject,) = read(tmp_path, message(**fields))
     assert words in reject.reason
+
+
+def test_the_thought_of_a_message_is_kept_under_either_of_its_names(tmp_path: Path) -> None:
+    thoughts: list[dict[str, Any]] = [
+        {"reasoning_content": "hm"},
+        {"reasoning": "hm"},
+        {"reasoning": "hm", "reasoning_content": "hm"},
+        {"reasoning": "hm", "reasoning_content": None},
+    ]
+    jobs, rejects = read(tmp_path, *(message(**each) | {"custom_id": str(n)} for n, each in enumerate(thoughts)))
+    assert rejects == []
+    assert [job.messages for job in jobs] == [(Message(role="user", content="Hello", reasoning_content="hm"),)] * 4
+    assert [Job.model_validate_json(job.model_dump_json()) for job in jobs] == jobs
+    (job,), rejects = read(tmp_path, message(reasoning="", reasoning_content=None))
+    assert (job.messages, rejects) == ((Message(role="user", content="Hello"),), [])
+    _, (reject,) = read(tmp_path, message(reasoning="hm", reasoning_content="oh"))
+    assert "'messages[0].reasoning': found it and another reasoning_content, expected one of them" in reject.reason
 
 
 def test_what_a_template_is_told_is_kept_with_the_job(tmp_path: Path) -> None:
