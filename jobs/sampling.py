@@ -54,6 +54,7 @@ LATER_FIELDS = (
     "structured_outputs",
     "thinking_token_budget",
     "thinking_end",
+    "stop_in_reasoning",
 )
 
 WRITTEN_OTHERWISE = {"logit_bias", "repetition_detection", "structured_outputs"}  # in JSON; the others are as they are
@@ -116,7 +117,8 @@ class SamplingParams(Strict):
     top-p, min-p, eta. `repetition_detection` ends an output that has become a loop, from `min_tokens` on. `logprobs`
     asks for the log-probability of each token, and of so many of the likeliest at its place; None for nothing of it.
     A thought that has `thinking_token_budget` tokens is closed, and a structure begins behind it. With `thinking_end`
-    "close", which vLLM does not have, a thought is closed where the text would end within it.
+    "close", which vLLM does not have, a thought is closed where the text would end within it. Stop strings count in the
+    answer alone, unless `stop_in_reasoning` lets them end a thought, as vLLM does.
     """
 
     max_tokens: int = Field(ge=1, le=MAX_COUNT)
@@ -142,6 +144,7 @@ class SamplingParams(Strict):
     structured_outputs: Structure | None = None
     thinking_token_budget: int | None = Field(default=None, ge=0, le=MAX_COUNT)
     thinking_end: ThinkingEnd | None = None
+    stop_in_reasoning: bool = False
 
     @field_validator("temperature")
     @classmethod

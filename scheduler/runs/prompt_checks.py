@@ -187,5 +187,7 @@ def _refuse_unfit_sampling(line: JobLine, limit: int, codec: TextCodec, vocab_si
 
 def _without_effect(line: JobLine, codec: TextCodec) -> set[str]:
     """The names of the fields that the line has and that change nothing."""
-    unread = [] if line.messages is None else codec.chat.unread(line.messages, line.template)
-    return {*line.without_effect, *unread}
+    found = {*line.without_effect, *codec.without_effect(line.prompts, line.sampling["stop"])}
+    if line.sampling["stop_in_reasoning"] and (codec.markers is None or not line.sampling["stop"]):
+        found.add("stop_in_reasoning")
+    return found if line.messages is None else found.union(codec.chat.unread(line.messages, line.template))

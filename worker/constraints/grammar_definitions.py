@@ -16,6 +16,9 @@ from swiftbatch.worker.drawing.token_rules import ConstraintError
 
 # between the parts of JSON: a blank, or a line end and an indent; a model that drifts into blanks would never come back
 WHITESPACE = r"( |\r?\n[ \t]{0,32})?"
+# no \u: with it the library takes "\u0061" for another key than "a"; but a schema may name what has no other escape
+ESCAPES = 'nrbtf\\"'
+ESCAPED = re.compile(r"\\u00[01]|\x7f")  # in a schema as JSON
 SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$]")  # in a regular expression
 ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.?))", re.DOTALL)  # of GBNF
 # in Lark: what may hold the signs of a token without being one, and a token
@@ -57,7 +60,9 @@ def definition_of(structure: Structure) -> str:
     if structure.kind == "grammar":
         return _grammar(structure.text)
     schema = kept_schema(structure.text) if structure.kind == "json" else '{"type": "object"}'
-    return LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": WHITESPACE})
+    escapes = ESCAPES + ("u" if ESCAPED.search(schema) else "")
+    defaults = {"whitespace_pattern": WHITESPACE, "json_allowed_escapes": escapes}
+    return LLMatcher.grammar_from_json_schema(schema, defaults=defaults)
 
 
 def unforced(definition: str) -> str:

@@ -99,6 +99,13 @@ class Thought:
             return len(self) - self.opened_at
         return self.closed_at - len(self._thinking.markers.end) - self.opened_at
 
+    @property
+    def num_before_answer(self) -> int:
+        """Tokens in front of the answer: all where a thought is open, none where there is none."""
+        if self.opened_at is None:
+            return 0
+        return len(self) if self.closed_at is None else self.closed_at
+
     def push(self, token_id: int) -> None:
         """Go on behind one more token."""
         if self.closed_at is not None:

@@ -9,6 +9,7 @@ from swiftbatch.metrics.worker_counters import EngineCounters, timed
 from swiftbatch.worker.caches.cache_room import KVRoomError
 from swiftbatch.worker.caches.full_cache import MAX_TREE_NODES, FullKVCache
 from swiftbatch.worker.constraints.constrained_tree import NOTHING_LEFT, ConstrainedTree, Constraints
+from swiftbatch.worker.constraints.thinking import Thinking
 from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest
 from swiftbatch.worker.drawing.draft_tree import DraftTree
 from swiftbatch.worker.drawing.sampling import NOT_FINITE, NotFiniteError, check_finite
@@ -67,17 +68,24 @@ class Engine:
                 raise
         return self.target.new_cache(max_length, num_held, forgets)
 
-    def start(self, sequence: Sequence, cache: FullKVCache | None = None, num_shared_tokens: int = 0) -> Slot:
+    def start(
+        self,
+        sequence: Sequence,
+        cache: FullKVCache | None = None,
+        num_shared_tokens: int = 0,
+        thinking: Thinking | None = None,
+    ) -> Slot:
         """Take a sequence in; what of it is not in `cache` yet is read by the next steps.
 
         Its first `num_shared_tokens` are kept when it leaves: others that are to come have them, too.
+        `thinking` says where stop strings count: not in a thought.
         """
         sequence.eos_token_ids = self.target.eos_token_ids
         slot = Slot(
             sequence,
             cache or self.new_cache(sequence.max_length),
             self._drawing.sampler(sequence),
-            StopRule(sequence, self._output_text),
+            StopRule(sequence, self._output_text, thinking),
             Constraints(sequence),
             num_shared_tokens,
         )
@@ -101,10 +109,11 @@ class Engine:
         """Go on with a sequence in place of one of the same id: `rewound` from it, or with another output behind it."""
         slot = self._slots[again.sequence_id]
         replaced, cache, num_shared_tokens = slot.sequence, slot.cache, slot.num_shared_tokens
+        thinking = slot.stop_rule.thinking
         del slot  # a GPU's room for its counts is free again for those of the other
         self._drop(replaced)
         cache.roll_back(min(cache.length, len(again) - 1))
-        self.start(again, cache, num_shared_tokens)
+        self.start(again, cache, num_shared_tokens, thinking)
 
     def step(self) -> list[tuple[Sequence, Verification]]:
         """Advance every unfinished sequence; returns those that received tokens, with how.

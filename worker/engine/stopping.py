@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from swiftbatch.jobs.repetition import RepetitionDetection
+from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.constraints.thinking import Thinking
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.texts.output_text import OutputText
@@ -20,7 +21,11 @@ class StopRule:
     It is a function of the output's tokens: one that begins behind some of them goes on as the one that saw them come.
     """
 
-    def __init__(self, sequence: Sequence, output_text: OutputText | None = None) -> None:
+    def __init__(
+        self, sequence: Sequence, output_text: OutputText | None = None, thinking: Thinking | None = None
+    ) -> None:
+        """`thinking`: how the output thinks; None where it does not."""
+        self.thinking = thinking
         params, output_ids = sequence.sampling, sequence.output_ids.tolist()
         self._ending_token_ids = ending_tokens(sequence)
         self._last = output_ids[-1] if output_ids else None
@@ -28,7 +33,7 @@ class StopRule:
         if params.stop:
             if output_text is None:
                 raise ValueError("stop strings need a tokenizer to decode with")
-            self._search = output_text.search(params.stop, params.min_tokens, output_ids[:-1])
+            self._search = _StopStrings(params, output_text, thinking, output_ids[:-1])
             self._has_stop_string = self._last is not None and self._search.push(self._last)
         self._num_remaining = sequence.num_remaining_tokens
         self._num_before_stop = params.min_tokens - sequence.num_generated_tokens  # tokens, at this end or in front
@@ -64,6 +69,40 @@ class StopRule:
         return REPETITION if self._loops is not None and self._num_before_stop <= 0 and self._loops.is_loop() else None
 
 
+class _StopStrings:
+    """The search for the stop strings of an output. Within a thought those of the answer are not looked for."""
+
+    def __init__(
+        self, params: SamplingParams, output_text: OutputText, thinking: Thinking | None, output_ids: list[int]
+    ) -> None:
+        anywhere, in_answer = _stop_strings(params, thinking)
+        self._anywhere = output_text.search(anywhere, params.min_tokens, output_ids) if anywhere else None
+        self._thought = thinking.in_output(output_ids) if thinking is not None and in_answer else None
+        if self._thought is not None:
+            num_skipped = self._thought.num_before_answer
+            self._in_answer = output_text.search(in_answer, params.min_tokens, output_ids, num_skipped)
+
+    def push(self, token_id: int) -> bool:
+        """Go on behind one more token; return whether a stop string ends with it."""
+        is_found = self._anywhere is not None and self._anywhere.push(token_id)
+        if self._thought is None:
+            return is_found
+        self._thought.push(token_id)
+        if self._thought.num_before_answer < len(self._thought):
+            return self._in_answer.push(token_id) or is_found
+        self._in_answer.skip(token_id)
+        return is_found
+
+
+def _stop_strings(params: SamplingParams, thinking: Thinking | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The stop strings that count anywhere, among them those with a marker in them, and those of the answer alone."""
+    if thinking is None or params.stop_in_reasoning:
+        return params.stop, ()
+    markers = [marker for marker in thinking.markers.texts if marker]
+    anywhere = tuple(each for each in params.stop if any(marker in each for marker in markers))
+    return anywhere, tuple(each for each in params.stop if each not in anywhere)
+
+
 def may_rewind(sequence: Sequence) -> bool:
     """Return whether it ended in a loop and is to go back. Not at temperature 0: the same tokens would come again."""
     detection = sequence.sampling.repetition_detection
@@ -93,7 +132,7 @@ def ending_tokens(sequence: Sequence) -> frozenset[int]:
     return (frozenset() if params.ignore_eos else sequence.eos_token_ids).union(params.stop_token_ids)
 
 
-def text_of(sequence: Sequence, output_text: OutputText) -> str:
+def text_of(sequence: Sequence, output_text: OutputText, thinking: Thinking | None = None) -> str:
     """The output's text, without what ended it where that was a stop token or string and is not asked for."""
     params, output_ids = sequence.sampling, sequence.output_ids.tolist()
     is_stopped = sequence.finish_reason == STOP and len(output_ids) > params.min_tokens
@@ -101,8 +140,13 @@ def text_of(sequence: Sequence, output_text: OutputText) -> str:
         return output_text.decode(output_ids if params.include_stop_str_in_output else output_ids[:-1])
     if params.stop:  # a character that is not whole yet is none of it
         text, before = output_text.settled(output_ids), output_text.settled(output_ids[: params.min_tokens])
-        if found := first_stop(text, params.stop, len(before)):
-            return text[: found[params.include_stop_str_in_output]]
+        anywhere, in_answer = _stop_strings(params, thinking)
+        found = [first_stop(text, anywhere, len(before))]
+        if in_answer and thinking is not None:
+            thought = output_text.settled(output_ids[: thinking.in_output(output_ids).num_before_answer])
+            found.append(first_stop(text, in_answer, len(before), len(thought)))
+        if place := min(filter(None, found), default=None):
+            return text[: place[params.include_stop_str_in_output]]
     return output_text.decode(output_ids)
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ HEADS_FILE = "tokenswift_heads.safetensors"
 GRIFFIN_FILE = "griffin.safetensors"
 MTP_FILE = "mtp.safetensors"
 DRAFT_FOLDER = "draft"  # a small model with the same vocabulary
+ADDED_TOKENS = re.compile(r'"added_tokens"\s*:\s*')  # in a `tokenizer.json`
 
 
 class OtherModelError(ModelError):
@@ -189,8 +191,38 @@ def let_others_read(path: Path) -> None:
 
 
 def eos_token_ids_of(files: ModelFiles) -> frozenset[int]:
-    """End-of-sequence ids: the generation config's, else the model config's."""
-    file = files.path / GENERATION_FILE
-    said = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
+    """The tokens that end a text, as vLLM has them: the generation config's, else the config's, and the tokenizer's.
+
+    A fine-tune of a base model often has its end of a turn in the tokenizer alone. What the model has no token for
+    ends nothing.
+    """
+    said = _values_in(files.path / GENERATION_FILE).get("eos_token_id")
     eos = read_config(files.name, files.path).get("eos_token_id") if said is None else said
-    return frozenset([eos] if isinstance(eos, int) else eos or [])
+    found = [*(eos if isinstance(eos, list) else [eos]), _eos_of_tokenizer(files.path)]
+    return frozenset(each for each in found if each is not None and 0 <= each < files.vocab_size)
+
+
+def _eos_of_tokenizer(path: Path) -> int | None:
+    """The id of the token that a tokenizer's files name as `eos_token`, as `transformers` reads them; None without."""
+    config = _values_in(path / "tokenizer_config.json")
+    older = {} if "added_tokens_decoder" in config else _values_in(path / "special_tokens_map.json")
+    said = older.get("eos_token", config.get("eos_token"))
+    name = said.get("content") if isinstance(said, dict) else said
+    return next((known[name] for known in _known_tokens(path, config) if name in known), None) if name else None
+
+
+def _known_tokens(path: Path, config: dict[str, Any]) -> Iterator[dict[str, int]]:
+    """The ids of a tokenizer's tokens, first of the few where its end is most often: a vocabulary takes a second."""
+    yield {each["content"]: int(number) for number, each in config.get("added_tokens_decoder", {}).items()}
+    text = (path / "tokenizer.json").read_text(encoding="utf-8") if (path / "tokenizer.json").is_file() else "{}"
+    if found := ADDED_TOKENS.search(text):
+        yield {each["content"]: each["id"] for each in json.JSONDecoder().raw_decode(text, found.end())[0]}
+    yield _values_in(path / "added_tokens.json")
+    yield _values_in(path / "vocab.json")
+    pieces = json.loads(text).get("model", {}).get("vocab", {})
+    yield pieces if isinstance(pieces, dict) else {each[0]: number for number, each in enumerate(pieces)}
+
+
+def _values_in(file: Path) -> dict[str, Any]:
+    """The object in a file of JSON; an empty one where there is no file."""
+    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import takewhile
 from typing import Any
 
@@ -23,11 +23,12 @@ from swiftbatch.worker.model.model_files import ModelFiles, eos_token_ids_of, re
 from swiftbatch.worker.model.tekken import BYTES_AS_THEY_ARE, TekkenBytes, TekkenChat, TekkenTokenizer
 from swiftbatch.worker.model.thought_markers import markers_of
 from swiftbatch.worker.model.token_length import max_chars_per_token
-from swiftbatch.worker.texts.output_text import ByteText, LibraryText, OutputText
+from swiftbatch.worker.texts.output_text import BROKEN_CHARACTER, ByteText, LibraryText, OutputText
 from swiftbatch.worker.texts.token_bytes import DecoderSteps, TokenBytes, steps_of
 from swiftbatch.worker.texts.word_tokens import WordTokens, cuts_at_spaces
 
 GENERIC = "TokenizersBackend"  # the class that reads `tokenizer.json` and adds no rules of its own
+NUM_STOPS = 4096  # stop texts that are looked at once
 PLAIN_KINDS = ("llama", "qwen3")  # whose tokenizers are what `tokenizer.json` says
 
 
@@ -78,6 +79,7 @@ class TextCodec:
         self._max_positions, self._vocab_size = files.max_positions, files.vocab_size
         self._eos_token_ids = eos_token_ids_of(files)
         self._tokenizer.model_max_length = files.max_positions
+        self._idle_stop = lru_cache(NUM_STOPS)(self._found_idle_stop)
         is_tekken = isinstance(self._tokenizer, TekkenTokenizer)
         self.chat = TekkenChat(self._tokenizer) if is_tekken else ChatTemplate(self._tokenizer, clock)
         self.markers = self._found_markers(files, thinking_markers)
@@ -118,7 +120,8 @@ class TextCodec:
         tokens = {}
         for adds in (True, False):
             texts = [each.text for each in begun if isinstance(each, _Text) and each.adds_special_tokens == adds]
-            tokens[adds] = iter(self._encode_many(texts, adds))
+            encoded = self._encode_many(texts, adds)
+            tokens[adds] = map(self._with_one_bos, encoded) if adds else iter(encoded)
         found = [next(tokens[each.adds_special_tokens]) if isinstance(each, _Text) else each for each in begun]
         return [self._prompt_or_error(*each) for each in zip(asked, begun, found, strict=True)]
 
@@ -193,6 +196,21 @@ class TextCodec:
                 found.append(spaced)
         return tuple(dict.fromkeys(found))
 
+    def with_stop_tokens(self, params: SamplingParams) -> SamplingParams:
+        """The same parameters with the ids of the stop texts that are special tokens: no text shows these."""
+        found = {self._special_tokens[each] for each in params.stop if each in self._special_tokens}
+        if not found:
+            return params
+        return params.model_copy(update={"stop_token_ids": tuple(sorted(found.union(params.stop_token_ids)))})
+
+    def without_effect(self, prompts: Sequence[str | tuple[int, ...]], stop: tuple[str, ...]) -> set[str]:
+        """Say what changes nothing: a BOS token that the tokenizer adds as well, stop texts that can't come."""
+        found = {self._idle_stop(each) for each in stop} - {""}
+        bos = self._added_bos
+        if bos is not None and any(isinstance(each, str) and each.startswith(bos) for each in prompts):
+            found.add(f"prompt: {bos} at its start, which the tokenizer adds itself")
+        return found
+
     def thinking(self, job: Job, last: LastMarker | None) -> Thinking | None:
         """Tell how a job's output thinks behind its prompt, whose last marker is known.
 
@@ -234,6 +252,11 @@ class TextCodec:
         """The bytes that a token stands for, special ones too; none for one that the tokenizer does not have."""
         return self._bytes.of(token_id)
 
+    def _with_one_bos(self, token_ids: list[int]) -> list[int]:
+        """The tokens of a text that begins with the BOS token, without the one that was added in front of it."""
+        is_there_twice = self._added_bos is not None and len(token_ids) > 1 and token_ids[0] == token_ids[1]
+        return token_ids[1:] if is_there_twice else token_ids
+
     def _prompt_or_error(
         self, asked: str | tuple[int, ...] | Chat, begun: list[int] | _Text | ValueError, found: list[int] | ValueError
     ) -> EncodedPrompt | ValueError:
@@ -244,6 +267,41 @@ class TextCodec:
             return EncodedPrompt(self._checked(found), self._last_marker(asked, text, found))
         except ValueError as error:
             return error
+
+    def _found_idle_stop(self, text: str) -> str:
+        """Say why a stop text can't come; nothing of one that may, or that is a special token."""
+        if text in self._special_tokens:
+            return ""
+        named = [each for each in self._special_tokens if each in text and len(each) > 2]
+        if named and not set(self.encode(text, add_special_tokens=False)).isdisjoint(self._special_tokens.values()):
+            return f"stop: {max(named, key=len)} with more around it, though texts do not show special tokens"
+        if self._steps is not None and not set(text.replace(BROKEN_CHARACTER, "").encode()) <= self._written_bytes:
+            return "stop: a text with characters that no token has"
+        return ""
+
+    @cached_property
+    def _special_tokens(self) -> dict[str, int]:
+        """The ids of the model's special tokens, by their names."""
+        if isinstance(self._tokenizer, TekkenTokenizer):
+            return self._tokenizer.get_vocab()
+        entries = self._tokenizer.added_tokens_decoder.items()
+        return {str(token): number for number, token in entries if token.special and number < self._vocab_size}
+
+    @cached_property
+    def _written_bytes(self) -> set[int]:
+        """The bytes that texts may have."""
+        found = set[int]()
+        for token_id in range(self._vocab_size):
+            found.update(self._bytes[token_id])
+            if len(found) == 256:
+                break
+        return found
+
+    @cached_property
+    def _added_bos(self) -> str | None:
+        """The BOS token, where the tokenizer puts one in front of texts."""
+        bos = getattr(self._tokenizer, "bos_token", None)
+        return str(bos) if bos and self.encode("a")[:1] == [self._tokenizer.bos_token_id] else None
 
     def _checked(self, token_ids: list[int]) -> list[int]:
         if not token_ids:

@@ -226,7 +226,8 @@ class WorkerSession:
         start = AttemptStart(
             worker_id=self._worker_id, claimed=time.time(), numerics=self.numerics, attempt=assignment.num_attempts
         )
-        prompt_ids, sampling = unpacked(record.prompt_token_ids), record.job.sampling
+        prompt_ids = unpacked(record.prompt_token_ids)
+        sampling = self._codec.with_stop_tokens(record.job.sampling)
         bad_word_ids = self._codec.bad_word_ids(sampling.bad_words)
         thinking = self._codec.thinking(record.job, record.last_marker)
         rules = self._codec.rules(sampling, thinking)
@@ -237,7 +238,7 @@ class WorkerSession:
         is_first = assignment.num_attempts == 1
         recovery = None if is_first else self._resumer.recover(sequence, cache, self._config.engine)
         job = RunningJob(assignment, sequence, cache, recovery, start, started=started, thinking=thinking)
-        self.engine.start(sequence, cache, assignment.num_shared_tokens)
+        self.engine.start(sequence, cache, assignment.num_shared_tokens, thinking)
         if recovery is not None:
             self._count_resume(job)
             self._restore_drafter(sequence, recovery.drafter_state)
@@ -355,7 +356,7 @@ class WorkerSession:
 
     def _result_line(self, job: RunningJob, attempts: list[AttemptRecord]) -> dict[str, Any]:
         record, output_ids = job.assignment.record, job.sequence.output_ids.astype("uint32")
-        text, logprobs = text_of(job.sequence, self._codec.output_text), job.sequence.kept_logprobs
+        text, logprobs = text_of(job.sequence, self._codec.output_text, job.thinking), job.sequence.kept_logprobs
         exactness = exactness_of(self._run.manifest.exactness, [a.numerics for a in attempts if a.numerics])
         return success_line(
             record,

@@ -157,9 +157,8 @@ class TransformersForwards:
 
 
 def _eos_token_ids(model: Any) -> frozenset[int]:
-    """End-of-sequence ids: the generation config's, else the model config's."""
+    """The tokens that end a text: a config without any would have those of its class."""
     eos = model.generation_config.eos_token_id
-    eos = model.config.eos_token_id if eos is None else eos
     return frozenset([eos] if isinstance(eos, int) else eos or [])
 
 

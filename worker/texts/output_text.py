@@ -19,6 +19,9 @@ class StopSearch(Protocol):
     def push(self, token_id: int) -> bool:
         """Go on behind one more token; return whether a stop string is whole now, and was not before it."""
 
+    def skip(self, token_id: int) -> None:
+        """Go on behind one more token; no stop string begins within the text up to there."""
+
 
 class OutputText(Protocol):
     """The text that tokens of an output come to.
@@ -50,10 +53,13 @@ class OutputText(Protocol):
         next that has some.
         """
 
-    def search(self, stop: tuple[str, ...], min_tokens: int, token_ids: Sequence[int]) -> StopSearch:
+    def search(
+        self, stop: tuple[str, ...], min_tokens: int, token_ids: Sequence[int], num_skipped: int = 0
+    ) -> StopSearch:
         """A search behind these tokens for strings that do not end within the text of the first `min_tokens`.
 
-        Strings that do may be told of as well, with the token that they end with.
+        Strings that do may be told of as well, with the token that they end with. The first `num_skipped` tokens count
+        as skipped.
         """
 
 
@@ -82,8 +88,10 @@ class ByteText:
             num_empty, length, pending = 0, length + len(text), (pending + part)[num_used:]
         return places + [length + bool(pending)] * (num_empty + 1)
 
-    def search(self, stop: tuple[str, ...], min_tokens: int, token_ids: Sequence[int]) -> StreamSearch:
-        return StreamSearch(stop, self._stream(), token_ids)
+    def search(
+        self, stop: tuple[str, ...], min_tokens: int, token_ids: Sequence[int], num_skipped: int = 0
+    ) -> StreamSearch:
+        return StreamSearch(stop, self._stream(), token_ids, num_skipped)
 
     def _stream(self) -> ByteStream:
         return ByteStream(self._tokens, self._steps)
@@ -105,5 +113,7 @@ class LibraryText:
         places = [len(self.settled(token_ids[:end])) for end in range(len(token_ids))]
         return [*places, len(self.decode(token_ids))]
 
-    def search(self, stop: tuple[str, ...], min_tokens: int, token_ids: Sequence[int]) -> PrefixSearch:
-        return PrefixSearch(stop, min_tokens, self.settled, token_ids)
+    def search(
+        self, stop: tuple[str, ...], min_tokens: int, token_ids: Sequence[int], num_skipped: int = 0
+    ) -> PrefixSearch:
+        return PrefixSearch(stop, min_tokens, self.settled, token_ids, num_skipped)

@@ -54,6 +54,7 @@ LATER = {
     "structured_outputs": {"regex": "a+"},
     "thinking_token_budget": 0,
     "thinking_end": "close",
+    "stop_in_reasoning": True,
 }
 
 

@@ -43,6 +43,7 @@ TAKEN: list[tuple[tuple[str, ...], str, Any]] = [
     *((BOTH, "response_format", value) for value in FORMATS),
     *((BOTH, "structured_outputs", value) for value in STRUCTURES),
     *((BOTH, "thinking_token_budget", value) for value in (0, 5, -1, None)),
+    *((BOTH, "stop_in_reasoning", value) for value in (True, False, None)),
     *((ONE, "prompt", value) for value in ("a", [1, 2], ["a", "b"], [[1, 2], [3]])),
     *((ONE, "logprobs", value) for value in (5, 0, False, None)),
     *((CHATS, "logprobs", value) for value in (True, False, 0, None)),

@@ -185,6 +185,50 @@ def test_fields_without_effect_are_told_of_in_one_line(tmp_path: Path, tiny_mode
     assert "without effect" not in invoke("submit", path, "--run", str(tmp_path / "run"), "--quiet").output
 
 
+def test_stop_texts_that_can_t_come_and_a_second_bos_are_told_of(tmp_path: Path, tiny_model: Path) -> None:
+    model = with_bos(Path(shutil.copytree(tiny_model, tmp_path / "model")))
+    stops = ("<|endoftext|>", "END", "<|endoftext|>\n", "a\ufffd")
+    path = write_jobs(
+        tmp_path / "jobs.jsonl",
+        *({**LIMITED, "custom_id": f"stop-{number}", "stop": stop} for number, stop in enumerate(stops)),
+        LIMITED | {"custom_id": "bos", "prompt": ["<|endoftext|>" + FOX, FOX, [1, 2]]},
+        LIMITED | {"custom_id": "thought", "stop": "a", "stop_in_reasoning": True},
+    )
+    submission = submit_file(path, str(tmp_path / "run"), model=str(model))
+    assert submission.rejects == []
+    assert submission.without_effect == {
+        "stop: <|endoftext|> with more around it, though texts do not show special tokens": 1,
+        "prompt: <|endoftext|> at its start, which the tokenizer adds itself": 1,
+        "stop_in_reasoning": 1,
+    }
+    lengths = {record.job.name: record.num_prompt_tokens for record in submission.run.jobs()}
+    assert lengths["bos[0]"] == lengths["bos[1]"] == lengths["stop-0"]
+    codec = TextCodec(locate_model(str(model)))
+    assert codec.encode_prompt("<|endoftext|>" * 2 + FOX) == [0, *codec.encode_prompt(FOX)]
+    assert codec.encode_prompt("<|endoftext|>") == [0]
+    assert TextCodec(locate_model(str(tiny_model))).encode_prompt("<|endoftext|>" * 2) == [0, 0]
+
+
+def with_bos(model: Path) -> Path:
+    """Have a tokenizer add its BOS token in front of texts."""
+    said = json.loads((model / "tokenizer.json").read_text())
+    pieces = [{"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    ids = {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}}
+    said["post_processor"] = {"type": "TemplateProcessing", "single": pieces, "pair": pieces, "special_tokens": ids}
+    (model / "tokenizer.json").write_text(json.dumps(said))
+    return model
+
+
+def test_a_stop_text_with_a_byte_that_no_token_has_is_told_of(tmp_path: Path, tiny_model: Path) -> None:
+    model = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    said = json.loads((model / "tokenizer.json").read_text())
+    assert said["model"]["vocab"].pop("!") is not None  # no merge has it
+    (model / "tokenizer.json").write_text(json.dumps(said))
+    path = write_jobs(tmp_path / "jobs.jsonl", LIMITED | {"stop": ["fox", "fox!"]})
+    submission = submit_file(path, str(tmp_path / "run"), model=str(model))
+    assert submission.without_effect == {"stop: a text with characters that no token has": 1}
+
+
 def test_fields_that_only_the_model_can_tell_to_be_wrong_are_rejects_with_their_line(
     tmp_path: Path, tiny_model: Path, num_fox_tokens: int
 ) -> None:

@@ -272,6 +272,38 @@ def test_a_property_called_as_a_keyword_is_none(codec: TextCodec, kept: dict[str
     rule(codec, json={"type": "object", "properties": kept})
 
 
+def accepts(codec: TextCodec, schema: dict[str, Any], text: str) -> bool:
+    matcher = rule(codec, json=schema).matcher()
+    matcher.try_consume_tokens(token_ids := codec.encode(text, add_special_tokens=False))
+    return bool(matcher.is_accepting()) and codec.decode(token_ids) == text
+
+
+NAMES = {"a": {"type": "integer"}, 'say "b"': {"type": "integer"}, "two\nlines": {"type": "integer"}}
+OTHER_SPELLINGS = (r"\u0061", r"say \u0022b\u0022", r"say \"\u0062\"", r"two\u000alines", r"tw\u006F\nlines")
+OPEN_OBJECTS = {
+    "open": {"type": "object", "properties": NAMES},
+    "other values": {"type": "object", "properties": NAMES, "additionalProperties": {"type": "string"}},
+    "patterns": {"type": "object", "properties": NAMES, "patternProperties": {"^x-": {"type": "string"}}},
+    "in parts": {"allOf": [{"type": "object", "properties": {name: value}} for name, value in NAMES.items()]},
+    "referred to": {"$ref": "#/$defs/one", "$defs": {"one": {"type": "object", "properties": NAMES}}},
+}
+
+
+@pytest.mark.parametrize("schema", OPEN_OBJECTS.values(), ids=OPEN_OBJECTS)
+def test_a_key_of_the_schema_does_not_come_as_another_key_in_another_spelling(
+    codec: TextCodec, schema: dict[str, Any]
+) -> None:
+    assert accepts(codec, schema, r'{"a":1,"say \"b\"":2,"two\nlines":3,"x-é\t":"\b\f\r\\"}')
+    for spelling in OTHER_SPELLINGS:
+        assert not accepts(codec, schema, f'{{"{spelling}":"s"}}')
+        assert not accepts(codec, schema, f'{{"{spelling}":1}}')
+
+
+def test_a_schema_may_name_characters_that_have_no_other_escape(codec: TextCodec) -> None:
+    assert accepts(codec, {"enum": ["a\x01", "b\x7f"]}, r'"a\u0001"')
+    assert accepts(codec, {"enum": ["a\x01", "b\x7f"]}, r'"b\u007f"')
+
+
 SPELLED = [
     ({"choice": ["<|endoftext|>"]}, "<|endoftext|>"),
     ({"regex": r"x<\|endoftext\|>y"}, "x<|endoftext|>y"),

@@ -34,7 +34,7 @@ OTHER_FIELDS = {  # what decides a draw, or an output's end, and is no filter
     *("max_tokens", "temperature", "repetition_penalty", "penalty_window", "seed", "stop", "ignore_eos"),
     *("frequency_penalty", "presence_penalty", "logit_bias", "min_tokens", "stop_token_ids", "bad_words"),
     *("include_stop_str_in_output", "repetition_detection", "logprobs", "structured_outputs", "thinking_end"),
-    "thinking_token_budget",
+    *("thinking_token_budget", "stop_in_reasoning"),
 }
 CUTTING: dict[str, list[float]] = {  # values at which a filter cuts rows of `VOCAB` tokens
     "top_k": [3, 6, 12],

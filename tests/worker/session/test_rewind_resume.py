@@ -41,7 +41,7 @@ WITH_STATE_FIRST = [  # one that keeps something beside its tokens; the others h
     *(pytest.param(name, marks=pytest.mark.slow) for name in ENGINES[:2]),
     ENGINES[2],
 ]
-REWINDING = {
+REWINDING: dict[str, Any] = {
     "top_k": 3,
     "repetition_penalty": 0.95,
     "presence_penalty": -1.0,

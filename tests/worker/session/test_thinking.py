@@ -106,12 +106,12 @@ def test_what_a_budget_leaves_is_told(run: Run, model: Path, name: str) -> None:
     assert MARKERS[1][:9] not in message["reasoning_content"][-20:]
 
 
-def test_a_stop_text_ends_a_thought_and_all_behind_it(run: Run, model: Path) -> None:
+def test_a_stop_text_ends_a_thought_that_it_may_end_and_all_behind_it(run: Run, model: Path) -> None:
     whole = done(run, model, chat(), engine="suffix")["choices"][0]["message"]
     for number, name in enumerate(("reasoning_content", "content")):
         text = whole[name]
         stop = next(text[i : i + 4] for i in range(8, len(text)) if "\ufffd" not in text[i : i + 4])
-        job = chat("fox", stop=(stop,), seed=3)
+        job = chat("fox", stop=(stop,), stop_in_reasoning=True, seed=3)
         found = done(make_run(Path(run.store.uri).parent / str(number)), model, job, engine="suffix")
         message = found["choices"][0]["message"]
         assert found["choices"][0]["finish_reason"] == "stop"

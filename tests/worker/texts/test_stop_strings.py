@@ -9,6 +9,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.constraints.thinking import Markers, Thinking
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.stopping import StopRule, text_of
 from swiftbatch.worker.texts.output_text import LibraryText, OutputText
@@ -23,11 +24,17 @@ LLAMA, GEMMA = KINDS["byte fallback, a space in front"], KINDS["byte fallback"]
 MANY = 1000  # tokens that specials may be
 
 
-def stopped(output_text: OutputText, params: SamplingParams, token_ids: list[int], num_before: int = 0) -> Sequence:
+def stopped(
+    output_text: OutputText,
+    params: SamplingParams,
+    token_ids: list[int],
+    num_before: int = 0,
+    thinking: Thinking | None = None,
+) -> Sequence:
     """A sequence with the tokens up to its end; the first ones were there when its rule began."""
     sequence = Sequence("s", [5], params, 10**6)
     sequence.extend(token_ids[:num_before])
-    rule = StopRule(sequence, output_text)
+    rule = StopRule(sequence, output_text, thinking)
     sequence.finish_reason = rule.now()
     for token_id in token_ids[num_before:]:
         if sequence.finish_reason is not None:
@@ -99,6 +106,49 @@ def test_a_rule_that_begins_behind_any_tokens_goes_on_as_the_one_that_saw_them(
     resumed = stopped(kind.output_text, params, token_ids, num_before)
     assert resumed.output_ids.tolist() == whole.output_ids.tolist()
     assert resumed.finish_reason == whole.finish_reason
+
+
+@settings(max_examples=75)
+@given(data=st.data(), name=NAMES, min_tokens=st.integers(0, 4), is_open=st.booleans())
+def test_a_stop_string_ends_the_answer_and_no_thought_whoever_goes_on(
+    data: st.DataObject, name: str, min_tokens: int, is_open: bool
+) -> None:
+    kind = KINDS[name]
+    token_ids = data.draw(kind.tokens.filter(bool))
+    start, end = (tuple(data.draw(st.lists(st.sampled_from(token_ids), min_size=1, max_size=2))) for _ in range(2))
+    thinking = Thinking(Markers(start, end), is_open)
+    params = params_of((data.draw(stops(kind.text(token_ids))),), min_tokens)
+    num_tokens = num_up_to_stop_of_an_answer(kind, params, token_ids, thinking)
+    whole = stopped(kind.output_text, params, token_ids, 0, thinking)
+    reason = None if num_tokens is None else "stop"
+    assert (whole.finish_reason, whole.num_generated_tokens) == (reason, num_tokens or len(token_ids))
+    num_before = data.draw(st.integers(0, whole.num_generated_tokens))
+    resumed = stopped(kind.output_text, params, token_ids, num_before, thinking)
+    assert (resumed.finish_reason, len(resumed)) == (whole.finish_reason, len(whole))
+    text = text_of(whole, kind.output_text, thinking)
+    if num_tokens is None:
+        assert text == kind.text(token_ids)
+    else:
+        assert kind.settled(token_ids[:num_tokens]).startswith(text + params.stop[0])
+        everywhere = params.model_copy(update={"stop_in_reasoning": True})
+        plain = stopped(kind.output_text, params, token_ids)
+        assert len(stopped(kind.output_text, everywhere, token_ids, 0, thinking)) == len(plain) <= len(whole)
+
+
+def num_up_to_stop_of_an_answer(
+    kind: Kind, params: SamplingParams, token_ids: list[int], thinking: Thinking
+) -> int | None:
+    """Return, by definition, after how many tokens a stop string is there that begins with the answer or in it."""
+    num_before = len(kind.settled(token_ids[: params.min_tokens]))
+    for num_tokens in range(params.min_tokens + 1, len(token_ids) + 1):
+        thought = thinking.in_output(token_ids[:num_tokens])
+        first = 0 if thought.opened_at is None else len(kind.settled(token_ids[: thought.closed_at]))
+        place = kind.settled(token_ids[:num_tokens]).find(
+            params.stop[0], max(first, num_before - len(params.stop[0]) + 1)
+        )
+        if place >= 0 and not thought.is_open:
+            return num_tokens
+    return None
 
 
 def test_a_character_of_byte_tokens_stops_with_its_last_byte() -> None:
