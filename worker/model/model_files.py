@@ -12,7 +12,7 @@ from typing import Any
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.model.config_conflicts import config_fault, keys_fault, unsaid_fault
-from swiftbatch.worker.model.digests import TEXT_FILES, Digests, digests_of, weight_files
+from swiftbatch.worker.model.digests import TEXT_FILES, Digests, digests_of, download_fault, weight_files
 from swiftbatch.worker.model.folder_faults import (
     ADAPTER_FILE,
     GENERATION_FILE,
@@ -103,6 +103,9 @@ def locate_model(model: str, known_weights: Mapping[str, str] | None = None) -> 
     if fault := keys_fault(config, stored_layout(model, path).heads):
         raise ModelError(f"model {model}: {fault}")
     digests = digests_of(path, known_weights)
+    hashed = {name: digest for name, digest in digests.model.items() if name not in (known_weights or {})}
+    if fault := download_fault(path, hashed):
+        raise ModelError(f"model {model}: {fault}")
     return ModelFiles(model, path, digests, config["max_position_embeddings"], config["vocab_size"])
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.worker.kernels.packed_weights import Weight, plain
+from swiftbatch.worker.kernels.packed_weights import PackedExperts, PackedMatrix, Weight, plain
 from swiftbatch.worker.model.digests import Hashing, exactly, fill, weight_files
 from swiftbatch.worker.model.formats.contract import FormatError
 from swiftbatch.worker.model.formats.layout import Layout, PackedTensor
@@ -96,6 +96,7 @@ def read_tensors(
             hashing = Hashing(thread)
             try:
                 for name, weight in _weights_in(file, cast(RawIOBase, stream), hashing, assembly, config):
+                    _refuse_blank(name, weight)
                     weights[name] = weight if name in kept else place(weight)
             except FormatError as error:
                 raise ModelError(f"model {files.name}: {file} has {error}") from None
@@ -120,6 +121,32 @@ def _weights_in(
     for name, tensor in _stored(stream, hashing):
         if (found := assembly.take(name, tensor)) is not None:
             yield found
+
+
+def _refuse_blank(name: str, weight: Weight) -> None:
+    """Raise FormatError for a matrix without any number: a download that reserved its room has left it out.
+
+    Biases may be zeros, and so may norms that are stored as distances from one.
+    """
+    if len(weight.shape) < 2 or min(weight.shape[-2:]) < 2 or name.endswith("bias") or "norm" in name:
+        return
+    if isinstance(weight, PackedExperts):
+        is_blank = any(map(_is_packed_blank, weight.experts()))
+    elif isinstance(weight, PackedMatrix):
+        is_blank = _is_packed_blank(weight)
+    else:
+        matrices = weight if weight.dim() > 2 else weight[None]
+        is_blank = not all(bool(each[0].any()) or bool(each.any()) for each in matrices)
+    if is_blank:
+        raise FormatError(f"nothing but zeros in {name}: it was cut off, or is damaged; copy it again")
+
+
+def _is_packed_blank(weight: PackedMatrix) -> bool:
+    """Tell whether a matrix has one code alone, or nothing but zeros to multiply codes by and to add."""
+    first = weight.codes.flatten()[0]
+    if not bool((weight.codes[0] != first).any()) and not bool((weight.codes != first).any()):
+        return True
+    return not any(each is not None and bool(each.any()) for each in (weight.scales, weight.offsets))
 
 
 def _drop_head_of(weights: dict[str, Weight], files: ModelFiles) -> None:
