@@ -20,7 +20,7 @@ from swiftbatch.worker.model.compute_path import path_on
 from swiftbatch.worker.model.config_conflicts import config_fault, keys_fault
 from swiftbatch.worker.model.config_value_rules import shown
 from swiftbatch.worker.model.digests import has_tekken_alone, weight_files
-from swiftbatch.worker.model.folder_faults import adapter_fault, folder_fault, small_files_fault
+from swiftbatch.worker.model.folder_faults import SINGLE_FILE, adapter_fault, folder_fault, small_files_fault
 from swiftbatch.worker.model.formats.catalogue import format_of
 from swiftbatch.worker.model.formats.contract import FormatError, StoredTensor
 from swiftbatch.worker.model.formats.layout import Layout, heads_in, layout_of
@@ -39,6 +39,7 @@ from swiftbatch.worker.model.recurrent_sizes import recurrent_shape
 from swiftbatch.worker.model.text_config import is_of_text, text_view
 from swiftbatch.worker.model.thought_markers import KNOWN
 
+OTHER_WEIGHTS = frozenset((".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".npz", ".onnx", ".pt", ".pth", ".safetensors"))
 SMALL_FILES = ("*config.json", "*.index.json", "*.jinja", "chat_template*.json")
 
 
@@ -49,6 +50,7 @@ class Source:
     name: str
     path: Path
     tensors: tuple[tuple[str, StoredTensor], ...] | None  # by their stored names
+    has_files: bool  # of its weights: on the hub it has the heads of tensors alone
 
 
 def source_of(model: str) -> Source:
@@ -57,8 +59,12 @@ def source_of(model: str) -> Source:
     if path.suffix == SUFFIX and path.is_file():
         path = model_folder(model, CONFIG_FILES)
     if path.is_dir():
-        return Source(model, path, _stored_in(path))
-    return Source(model, hub_snapshot(model, SMALL_FILES), _stored_on_hub(model))
+        stored = _stored_in(path)
+        return Source(model, path, stored, has_files=stored is not None or _has_others(path))
+    path = hub_snapshot(model, SMALL_FILES)
+    stored = _stored_on_hub(model)
+    files = weight_files(path)  # which the hub's cache may have
+    return Source(model, path, stored, has_files=bool(files) and all(file.is_file() for file in files))
 
 
 def _stored_in(path: Path) -> tuple[tuple[str, StoredTensor], ...] | None:
@@ -69,12 +75,25 @@ def _stored_in(path: Path) -> tuple[tuple[str, StoredTensor], ...] | None:
         raise ModelError(f"model {path}: {error}") from None
 
 
+def _has_others(path: Path) -> bool:
+    """Tell whether weights of other programs lie in a folder. One with a config alone is looked at as it is."""
+    return any(file.suffix in OTHER_WEIGHTS for file in path.iterdir())
+
+
 def _stored_on_hub(model: str) -> tuple[tuple[str, StoredTensor], ...] | None:
-    """The heads of the files on the hub, by requests of their first bytes; None where it has none or can't be asked."""
+    """The heads of the files on the hub, by requests of their first bytes; None where it can't be asked.
+
+    Raises ModelError for a model that has other weights alone.
+    """
     from huggingface_hub import get_safetensors_metadata
+    from huggingface_hub.errors import NotASafetensorsRepoError
 
     try:
         files = get_safetensors_metadata(model).files_metadata.values()
+    except NotASafetensorsRepoError:
+        raise ModelError(
+            f"model {model}: no {SINGLE_FILE} on the hub, nor an index; other weights are not loaded"
+        ) from None
     except Exception:  # the hub's client raises many kinds; each means: not to be had
         return None
     return tuple(
@@ -183,7 +202,7 @@ def _refusal(source: Source, whole: dict[str, Any]) -> str | None:
     """Say why a model does not run here, without the list of those that do."""
     if said := what_refuses(whole, source.path):
         return said.split("; kinds that run here")[0]
-    return (folder_fault if source.tensors else small_files_fault)(source.path)
+    return (folder_fault if source.has_files else small_files_fault)(source.path)
 
 
 def _formats(source: Source, layout: Layout | None) -> dict[str, int]:

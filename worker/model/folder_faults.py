@@ -29,8 +29,11 @@ def adapter_fault(path: Path) -> str | None:
 
 def folder_fault(path: Path) -> str | None:
     """Say what beside `config.json` makes a folder another model than it seems; None where nothing does."""
-    fault = small_files_fault(path) or _shards_fault(path)
-    return fault or zero_tail_fault(path / name for name in sorted(weight_names(path)))
+    if fault := small_files_fault(path) or _shards_fault(path):
+        return fault
+    if not (names := sorted(weight_names(path))):
+        return f"no {SINGLE_FILE} in {path}, nor an index; other weights are not loaded"
+    return zero_tail_fault(path / name for name in names)
 
 
 def small_files_fault(path: Path) -> str | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.model.config_conflicts import config_fault, keys_fault, unsaid_fault
-from swiftbatch.worker.model.digests import TEXT_FILES, Digests, digests_of, download_fault, weight_files
+from swiftbatch.worker.model.digests import TEXT_FILES, Digests, digests_of, download_fault
 from swiftbatch.worker.model.folder_faults import (
     ADAPTER_FILE,
     GENERATION_FILE,
@@ -98,8 +98,6 @@ def locate_model(model: str, known_weights: Mapping[str, str] | None = None) -> 
     config = read_config(model, path)
     if fault := folder_fault(path):
         raise ModelError(f"model {model}: {fault}")
-    if not weight_files(path):
-        raise ModelError(f"model {model}: no model.safetensors in {path}, nor an index; other weights are not loaded")
     if fault := keys_fault(config, stored_layout(model, path).heads):
         raise ModelError(f"model {model}: {fault}")
     digests = digests_of(path, known_weights)

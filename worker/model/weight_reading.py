@@ -40,6 +40,7 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E8M0": torch.float8_e8m0fnu,
 }
+NOTHING = "nothing but zeros in"
 LONGEST_HEADER = 100_000_000  # bytes; safetensors' own limit
 
 
@@ -69,8 +70,12 @@ class Assembly:
         return None if len(parts) < len(matrix.parts) else (matrix.name, self._whole(matrix))
 
     def _whole(self, matrix: PackedTensor) -> Weight:
+        parts = self._parts.pop(matrix.name)
+        codes = max(parts.values(), key=lambda part: part.nbytes)
+        if codes.dim() > 1 and _has_blank(codes.view(torch.uint8)):  # which may stand for other numbers than zero
+            raise FormatError(f"{NOTHING} {matrix.name}: it was cut off, or is damaged; copy it again")
         try:
-            return matrix.scheme.weight(self._parts.pop(matrix.name), self.dtype)
+            return matrix.scheme.weight(parts, self.dtype)
         except FormatError as error:
             raise FormatError(f"{matrix.name}: {error}") from None
 
@@ -124,29 +129,31 @@ def _weights_in(
 
 
 def _refuse_blank(name: str, weight: Weight) -> None:
-    """Raise FormatError for a matrix without any number: a download that reserved its room has left it out.
+    """Raise FormatError for a matrix of zeros: a download that reserved its room has left it out.
 
     Biases may be zeros, and so may norms that are stored as distances from one.
     """
     if len(weight.shape) < 2 or min(weight.shape[-2:]) < 2 or name.endswith("bias") or "norm" in name:
         return
-    if isinstance(weight, PackedExperts):
-        is_blank = any(map(_is_packed_blank, weight.experts()))
-    elif isinstance(weight, PackedMatrix):
-        is_blank = _is_packed_blank(weight)
+    if isinstance(weight, PackedMatrix):
+        matrices = weight.experts() if isinstance(weight, PackedExperts) else [weight]
+        is_blank = any(
+            _is_blank(each.scales) and (each.offsets is None or _is_blank(each.offsets)) for each in matrices
+        )
     else:
-        matrices = weight if weight.dim() > 2 else weight[None]
-        is_blank = not all(bool(each[0].any()) or bool(each.any()) for each in matrices)
+        is_blank = _has_blank(weight)
     if is_blank:
-        raise FormatError(f"nothing but zeros in {name}: it was cut off, or is damaged; copy it again")
+        raise FormatError(f"{NOTHING} {name}: it was cut off, or is damaged; copy it again")
 
 
-def _is_packed_blank(weight: PackedMatrix) -> bool:
-    """Tell whether a matrix has one code alone, or nothing but zeros to multiply codes by and to add."""
-    first = weight.codes.flatten()[0]
-    if not bool((weight.codes[0] != first).any()) and not bool((weight.codes != first).any()):
-        return True
-    return not any(each is not None and bool(each.any()) for each in (weight.scales, weight.offsets))
+def _has_blank(matrices: Tensor) -> bool:
+    """Tell whether a matrix, or one of several in a tensor, is zeros."""
+    return any(map(_is_blank, matrices if matrices.dim() > 2 else [matrices]))
+
+
+def _is_blank(matrix: Tensor) -> bool:
+    """Tell whether all is zeros; most often the first row says that it is not."""
+    return not bool(matrix[0].any()) and not bool(matrix.any())
 
 
 def _drop_head_of(weights: dict[str, Weight], files: ModelFiles) -> None:
