@@ -89,7 +89,7 @@ def serve(
     except OSError as error:
         if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
             raise MetricsError(
-                f"metrics host {host}: {error.strerror}; expected an IPv4 address of this machine, or {EVERYWHERE}"
+                f"metrics host {host}: {error.strerror}; expected an IPv4 address of this machine, or 0.0.0.0"
             ) from None
         raise MetricsError(
             f"metrics port {port}: {error.strerror}; choose another one or 0 for any free port"

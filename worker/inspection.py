@@ -20,7 +20,7 @@ from swiftbatch.worker.model.compute_path import path_on
 from swiftbatch.worker.model.config_conflicts import config_fault, keys_fault
 from swiftbatch.worker.model.config_value_rules import shown
 from swiftbatch.worker.model.digests import has_tekken_alone, weight_files
-from swiftbatch.worker.model.folder_faults import SINGLE_FILE, adapter_fault, folder_fault, small_files_fault
+from swiftbatch.worker.model.folder_faults import adapter_fault, folder_fault, small_files_fault
 from swiftbatch.worker.model.formats.catalogue import format_of
 from swiftbatch.worker.model.formats.contract import FormatError, StoredTensor
 from swiftbatch.worker.model.formats.layout import Layout, heads_in, layout_of
@@ -92,7 +92,7 @@ def _stored_on_hub(model: str) -> tuple[tuple[str, StoredTensor], ...] | None:
         files = get_safetensors_metadata(model).files_metadata.values()
     except NotASafetensorsRepoError:
         raise ModelError(
-            f"model {model}: no {SINGLE_FILE} on the hub, nor an index; other weights are not loaded"
+            f"model {model}: no model.safetensors on the hub, nor an index; other weights are not loaded"
         ) from None
     except Exception:  # the hub's client raises many kinds; each means: not to be had
         return None

@@ -243,7 +243,7 @@ def _refuse_unreachable(address: str) -> None:
 
 
 def _protect() -> None:
-    """Give our own Ray a secret of its own: its ports are open to the network, and who may call it may run code.
+    """Give our own Ray a secret of its own: other users of this machine reach its ports, and who may call it runs code.
 
     Ray reads the secret once per process, so it stays for the life of the process.
     """

@@ -32,7 +32,7 @@ def folder_fault(path: Path) -> str | None:
     if fault := small_files_fault(path) or _shards_fault(path):
         return fault
     if not (names := sorted(weight_names(path))):
-        return f"no {SINGLE_FILE} in {path}, nor an index; other weights are not loaded"
+        return f"no model.safetensors in {path}, nor an index; other weights are not loaded"
     return zero_tail_fault(path / name for name in names)
 
 

@@ -40,7 +40,6 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E8M0": torch.float8_e8m0fnu,
 }
-NOTHING = "nothing but zeros in"
 LONGEST_HEADER = 100_000_000  # bytes; safetensors' own limit
 
 
@@ -73,7 +72,7 @@ class Assembly:
         parts = self._parts.pop(matrix.name)
         codes = max(parts.values(), key=lambda part: part.nbytes)
         if codes.dim() > 1 and _has_blank(codes.view(torch.uint8)):  # which may stand for other numbers than zero
-            raise FormatError(f"{NOTHING} {matrix.name}: it was cut off, or is damaged; copy it again")
+            raise _blank(matrix.name)
         try:
             return matrix.scheme.weight(parts, self.dtype)
         except FormatError as error:
@@ -143,7 +142,11 @@ def _refuse_blank(name: str, weight: Weight) -> None:
     else:
         is_blank = _has_blank(weight)
     if is_blank:
-        raise FormatError(f"{NOTHING} {name}: it was cut off, or is damaged; copy it again")
+        raise _blank(name)
+
+
+def _blank(name: str) -> FormatError:
+    return FormatError(f"nothing but zeros in {name}: it was cut off, or is damaged; copy it again")
 
 
 def _has_blank(matrices: Tensor) -> bool:

@@ -255,8 +255,11 @@ def check_model(target: TargetModel) -> None:
         least, most = (float(each) for each in outputs.logits[0].aminmax())
         if math.isfinite(most) and least < most:
             return
-    found = "all equal" if math.isfinite(most) else "not finite"
+    if math.isfinite(most):
+        raise ModelError(
+            f"model {target.files.name}: its logits are all equal, whichever token they follow; its weights are damaged"
+        )
     raise ModelError(
-        f"model {target.files.name}: its logits are {found}, whichever token they follow; its weights are damaged, "
+        f"model {target.files.name}: its logits are not finite, whichever token they follow; its weights are damaged, "
         "or outgrow the dtype"
     )

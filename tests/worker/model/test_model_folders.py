@@ -173,7 +173,7 @@ def test_an_adapter_is_refused_and_neither_dropped_nor_followed(folder: Path) ->
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.bool])
 def test_weights_of_numbers_that_are_no_floats_are_refused(folder: Path, dtype: torch.dtype) -> None:
-    change_weights(folder, lambda weights: weights.update({NAME: weights[NAME].to(dtype)}))
+    change_weights(folder, lambda weights: weights.update({NAME: torch.ones_like(weights[NAME], dtype=dtype)}))
     assert f"its weights have {NAME} as " in refusal(folder, load=False)
 
 
@@ -190,6 +190,13 @@ def test_an_index_of_shards_that_are_not_in_the_folder_is_refused(folder: Path, 
     (folder / "model-1.safetensors").unlink()
     write(folder / INDEX_FILE, {"weight_map": {NAME: "model-1.safetensors"}})
     assert inspect_model(str(folder)).refusal is None  # a config without weights is looked at as it is
+
+
+def test_weights_of_other_programs_alone_are_refused_by_inspect_as_by_a_run(folder: Path) -> None:
+    (folder / WEIGHTS).rename(folder / "pytorch_model.bin")
+    said = refusal(folder, load=False)
+    assert "no model.safetensors in" in said
+    assert said == f"model {folder}: {inspect_model(str(folder)).refusal}"
 
 
 def test_a_damaged_head_is_told_in_a_line_whatever_it_holds(folder: Path) -> None:
