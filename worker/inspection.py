@@ -38,6 +38,7 @@ from swiftbatch.worker.model.mtp_layers import NoPredictorError, predictor_of
 from swiftbatch.worker.model.recurrent_sizes import recurrent_shape
 from swiftbatch.worker.model.text_config import is_of_text, text_view
 from swiftbatch.worker.model.thought_markers import KNOWN
+from swiftbatch.worker.model.zero_tails import zero_tail_fault
 
 OTHER_WEIGHTS = frozenset((".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".npz", ".onnx", ".pt", ".pth", ".safetensors"))
 SMALL_FILES = ("*config.json", "*.index.json", "*.jinja", "chat_template*.json")
@@ -153,6 +154,7 @@ def inspect_model(model: str) -> Inspection:
     has_numbers = config_fault(config) is None
     layout, fault = _layout(source, whole) if has_numbers else (None, None)
     refusal = _refusal(source, whole) or fault or (keys_fault(config, layout.heads) if layout else None)
+    refusal = refusal or (zero_tail_fault(weight_files(source.path)) if source.has_files else None)
     heads = {name: each for name, each in layout.heads.items() if is_of_text(name, config)} if layout else {}
     number = sum(each.num_numbers for each in heads.values()) or None
     sizes = sizes_of_stored(config, heads, DTYPE) if number and refusal is None else None

@@ -1,4 +1,4 @@
-"""Finds faults in a model's folder, by its small files and the ends of its weights. No torch: the driver asks.
+"""Finds faults in a model's folder, by its small files and the heads of its weights. No torch: the driver asks.
 
 `transformers` takes much of this in silence, and runs another model than the one that is meant.
 """
@@ -12,7 +12,6 @@ from typing import Any
 
 from swiftbatch.worker.model.config_value_rules import shown
 from swiftbatch.worker.model.gguf.links import link_names
-from swiftbatch.worker.model.zero_tails import zero_tail_fault
 
 ADAPTER_FILE = "adapter_config.json"
 GENERATION_FILE = "generation_config.json"
@@ -31,9 +30,9 @@ def folder_fault(path: Path) -> str | None:
     """Say what beside `config.json` makes a folder another model than it seems; None where nothing does."""
     if fault := small_files_fault(path) or _shards_fault(path):
         return fault
-    if not (names := sorted(weight_names(path))):
-        return f"no model.safetensors in {path}, nor an index; other weights are not loaded"
-    return zero_tail_fault(path / name for name in names)
+    if weight_names(path):
+        return None
+    return f"no model.safetensors in {path}, nor an index; other weights are not loaded"
 
 
 def small_files_fault(path: Path) -> str | None:

@@ -173,7 +173,7 @@ def test_an_adapter_is_refused_and_neither_dropped_nor_followed(folder: Path) ->
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.bool])
 def test_weights_of_numbers_that_are_no_floats_are_refused(folder: Path, dtype: torch.dtype) -> None:
-    change_weights(folder, lambda weights: weights.update({NAME: torch.ones_like(weights[NAME], dtype=dtype)}))
+    change_weights(folder, lambda weights: weights.update({NAME: weights[NAME].to(dtype)}))
     assert f"its weights have {NAME} as " in refusal(folder, load=False)
 
 
