@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import socket
 import sys
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 Page = Callable[[str], str]  # the address of the endpoint's own metrics to a JSON document
 
 OUTSIDE_ADDRESS = ("192.0.2.1", 9)  # reserved for documentation: no packet is sent to it
+EVERYWHERE = "0.0.0.0"  # as a host: all interfaces
 METRICS_PATH = "/metrics"
 MAX_CONNECTIONS = 16
 CLIENT_SECONDS = 10.0  # for a client to send or take the next bytes
@@ -74,22 +76,25 @@ class _SilentHandler(WSGIRequestHandler):
 
 
 def serve(
-    registry: CollectorRegistry, port: int, pages: Mapping[str, Page] | None = None
+    registry: CollectorRegistry, port: int, pages: Mapping[str, Page] | None = None, host: str = EVERYWHERE
 ) -> tuple[str, Callable[[], None]]:
-    """Serve a registry's metrics, and JSON `pages` by path, over HTTP on all interfaces; port 0 takes any free one.
+    """Serve a registry's metrics, and JSON `pages` by path, over HTTP at a host's address; port 0 takes any free one.
 
     Returns the address `http://HOST:PORT/metrics` and a function that stops the endpoint.
-    Raises MetricsError if the port is taken.
+    Raises MetricsError if the port is taken, or the address is none of this machine.
     """
-    host = own_host()
     app = _app(make_wsgi_app(registry), pages or {}, lambda: own_address)
     try:
-        server = make_server("", port, app, _Server, _SilentHandler)
+        server = make_server(host, port, app, _Server, _SilentHandler)
     except OSError as error:
+        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+            raise MetricsError(
+                f"metrics host {host}: {error.strerror}; expected an IPv4 address of this machine, or 0.0.0.0"
+            ) from None
         raise MetricsError(
             f"metrics port {port}: {error.strerror}; choose another one or 0 for any free port"
         ) from None
-    own_address = f"http://{host}:{server.server_port}{METRICS_PATH}"
+    own_address = f"http://{own_host() if host == EVERYWHERE else host}:{server.server_port}{METRICS_PATH}"
     thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
     thread.start()
 

@@ -21,7 +21,8 @@ HEAD = """# Metrics
 Written from the code by `python -m swiftbatch.metrics.reference`; a test says when it is stale.
 
 `swiftbatch submit ... --metrics-port 9400` serves `/metrics` of the driver on that port, and of each worker on a free
-one. Both come and go, so Prometheus is to ask the driver where they are:
+one, at 127.0.0.1 unless `--address` or `--metrics-host` is given. Both come and go, so Prometheus is to ask the driver
+where they are:
 
 ```yaml
 scrape_configs:

@@ -38,7 +38,9 @@ from swiftbatch.worker.model.mtp_layers import NoPredictorError, predictor_of
 from swiftbatch.worker.model.recurrent_sizes import recurrent_shape
 from swiftbatch.worker.model.text_config import is_of_text, text_view
 from swiftbatch.worker.model.thought_markers import KNOWN
+from swiftbatch.worker.model.zero_tails import zero_tail_fault
 
+OTHER_WEIGHTS = frozenset((".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".npz", ".onnx", ".pt", ".pth", ".safetensors"))
 SMALL_FILES = ("*config.json", "*.index.json", "*.jinja", "chat_template*.json")
 
 
@@ -49,6 +51,7 @@ class Source:
     name: str
     path: Path
     tensors: tuple[tuple[str, StoredTensor], ...] | None  # by their stored names
+    has_files: bool  # of its weights: on the hub it has the heads of tensors alone
 
 
 def source_of(model: str) -> Source:
@@ -57,8 +60,12 @@ def source_of(model: str) -> Source:
     if path.suffix == SUFFIX and path.is_file():
         path = model_folder(model, CONFIG_FILES)
     if path.is_dir():
-        return Source(model, path, _stored_in(path))
-    return Source(model, hub_snapshot(model, SMALL_FILES), _stored_on_hub(model))
+        stored = _stored_in(path)
+        return Source(model, path, stored, has_files=stored is not None or _has_others(path))
+    path = hub_snapshot(model, SMALL_FILES)
+    stored = _stored_on_hub(model)
+    files = weight_files(path)  # which the hub's cache may have
+    return Source(model, path, stored, has_files=bool(files) and all(file.is_file() for file in files))
 
 
 def _stored_in(path: Path) -> tuple[tuple[str, StoredTensor], ...] | None:
@@ -69,12 +76,25 @@ def _stored_in(path: Path) -> tuple[tuple[str, StoredTensor], ...] | None:
         raise ModelError(f"model {path}: {error}") from None
 
 
+def _has_others(path: Path) -> bool:
+    """Tell whether weights of other programs lie in a folder. One with a config alone is looked at as it is."""
+    return any(file.suffix in OTHER_WEIGHTS for file in path.iterdir())
+
+
 def _stored_on_hub(model: str) -> tuple[tuple[str, StoredTensor], ...] | None:
-    """The heads of the files on the hub, by requests of their first bytes; None where it has none or can't be asked."""
+    """The heads of the files on the hub, by requests of their first bytes; None where it can't be asked.
+
+    Raises ModelError for a model that has other weights alone.
+    """
     from huggingface_hub import get_safetensors_metadata
+    from huggingface_hub.errors import NotASafetensorsRepoError
 
     try:
         files = get_safetensors_metadata(model).files_metadata.values()
+    except NotASafetensorsRepoError:
+        raise ModelError(
+            f"model {model}: no model.safetensors on the hub, nor an index; other weights are not loaded"
+        ) from None
     except Exception:  # the hub's client raises many kinds; each means: not to be had
         return None
     return tuple(
@@ -134,6 +154,7 @@ def inspect_model(model: str) -> Inspection:
     has_numbers = config_fault(config) is None
     layout, fault = _layout(source, whole) if has_numbers else (None, None)
     refusal = _refusal(source, whole) or fault or (keys_fault(config, layout.heads) if layout else None)
+    refusal = refusal or (zero_tail_fault(weight_files(source.path)) if source.has_files else None)
     heads = {name: each for name, each in layout.heads.items() if is_of_text(name, config)} if layout else {}
     number = sum(each.num_numbers for each in heads.values()) or None
     sizes = sizes_of_stored(config, heads, DTYPE) if number and refusal is None else None
@@ -183,7 +204,7 @@ def _refusal(source: Source, whole: dict[str, Any]) -> str | None:
     """Say why a model does not run here, without the list of those that do."""
     if said := what_refuses(whole, source.path):
         return said.split("; kinds that run here")[0]
-    return (folder_fault if source.tensors else small_files_fault)(source.path)
+    return (folder_fault if source.has_files else small_files_fault)(source.path)
 
 
 def _formats(source: Source, layout: Layout | None) -> dict[str, int]:

@@ -24,6 +24,7 @@ from swiftbatch.scheduler.process import signals
 if TYPE_CHECKING:
     from ray.job_config import JobConfig
 
+LOOPBACK = "127.0.0.1"
 PREFIX = "swiftbatch-ray-"
 REMOVE_SECONDS = 10.0  # for killed processes to be gone; what is left then goes after a day
 LOOK_SECONDS = 0.05
@@ -62,12 +63,15 @@ class EmbeddedRay:
         Those are the autoscaler's monitor, as there are no nodes to add, the one that would send logs to a driver, and
         the server of the dashboard, which Ray starts without pages where none is asked for. With the `job` to come, the
         agents of the node are left out, too: Ray would wait seconds for them.
+
+        A node at LOOPBACK listens there alone, which Ray's servers decide by that address. But `ray.init` turns it into
+        that of a network first, as for a node that others join.
         """
         from ray._private import node, parameter, services
 
         has_ended = self._has_ended.is_set
         known, sessions, params = services.ConsolePopen, self._sessions, parameter.RayParams
-        start_api_server = node.Node.start_api_server
+        start_api_server, resolve = node.Node.start_api_server, services.resolve_ip_for_localhost
 
         class Apart(known):  # type: ignore[misc, valid-type]
             def __init__(
@@ -89,12 +93,14 @@ class EmbeddedRay:
         services.ConsolePopen = Apart
         parameter.RayParams = functools.partial(params, no_monitor=True, include_log_monitor=False)
         node.Node.start_api_server = lambda self, **options: None
+        services.resolve_ip_for_localhost = lambda host: host
         try:
             yield
         finally:
             services.ConsolePopen = known
             parameter.RayParams = params
             node.Node.start_api_server = start_api_server
+            services.resolve_ip_for_localhost = resolve
 
     def keep_logs(self) -> Path:
         """Leave the folder where it is, and return it: Ray has failed, and its logs say why."""

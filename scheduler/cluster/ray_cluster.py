@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.scheduler.cluster.cluster_watch import ANSWER_SECONDS, ClusterLostError, ClusterWatch
-from swiftbatch.scheduler.cluster.embedded_ray import EmbeddedRay
+from swiftbatch.scheduler.cluster.embedded_ray import LOOPBACK, EmbeddedRay
 from swiftbatch.scheduler.cluster.worker_code import linked_code
 from swiftbatch.scheduler.process.signals import INTERRUPTED, call_interruptibly
 
@@ -155,6 +155,7 @@ def _start(num_workers: int, embedded: EmbeddedRay, job: JobConfig) -> None:
         object_store_memory=OBJECT_STORE_BYTES,
         log_to_driver=False,
         logging_level=logging.ERROR,
+        _node_ip_address=LOOPBACK,
         _temp_dir=str(embedded.folder),
     )
 
@@ -242,7 +243,7 @@ def _refuse_unreachable(address: str) -> None:
 
 
 def _protect() -> None:
-    """Give our own Ray a secret of its own: its ports are open to the network, and who may call it may run code.
+    """Give our own Ray a secret of its own: other users of this machine reach its ports, and who may call it runs code.
 
     Ray reads the secret once per process, so it stays for the life of the process.
     """

@@ -26,7 +26,7 @@ class WorkerSpec:
 
     config: EngineConfig
     run_uri: str
-    metrics_port: int | None = None  # 0 = any free port, None = no endpoint
+    metrics_host: str | None = None  # of an endpoint on any free port; None = no endpoint
     session_factory: str = SESSION_FACTORY  # "module:name", called as `WorkerSession` is
     log_folder: str | None = None  # a local folder, or None to leave the logs to Ray
 
@@ -61,7 +61,7 @@ class WorkerActor:
         spec = self._spec
         module, _, name = spec.session_factory.partition(":")
         factory = getattr(importlib.import_module(module), name)
-        self._session: WorkerSession = factory(spec.config, spec.run_uri, self._worker_id, spec.metrics_port)
+        self._session: WorkerSession = factory(spec.config, spec.run_uri, self._worker_id, spec.metrics_host)
         session = self._session
         for number in (signal.SIGTERM, signal.SIGINT):  # Ray would end a call at the latter, with a traceback
             signal.signal(number, lambda _number, _frame: session.request_drain())

@@ -65,7 +65,7 @@ def page(found: Inspection) -> str:
 
 
 def _running(found: Inspection) -> list[tuple[str, str]]:
-    rows = [("runs here", "yes")]
+    rows = [("runs here", "yes" if found.num_bytes else "yes, by its config: its weights were not seen")]
     if found.max_positions:
         rows.append(("positions", f"{found.max_positions:,}"))
     if found.bytes_per_position:

@@ -85,13 +85,13 @@ class Census:
 
 
 @contextmanager
-def served_metrics(context: DriverContext, config: EngineConfig, port: int) -> Iterator[None]:
+def served_metrics(context: DriverContext, config: EngineConfig, host: str, port: int) -> Iterator[None]:
     """Serve the driver's metrics, and a service discovery of all that is served now. Raises MetricsError."""
     store, fleet = context.run.store, context.fleet
     run_uri = store.uri if store.is_local else store.shown_uri  # an object store's may hold credentials
     pages = {endpoint.PATH: lambda own_address: endpoint.document([own_address, *_addresses(fleet)], run_uri)}
     labels = Labels(model_name=config.model, drafter=config.engine, worker="driver")
-    address, stop = serve(registry_of(DriverCollector(context.counters, labels)), port, pages)
+    address, stop = serve(registry_of(DriverCollector(context.counters, labels)), port, pages, host)
     context.display.note(MetricsServed(address, address.removesuffix(METRICS_PATH) + endpoint.PATH))
     try:
         yield

@@ -31,6 +31,7 @@ class Settings:
     max_attempts: int = 5
     worker_timeout: float | None = None  # seconds without a report; None for the default
     metrics_port: int | None = None
+    metrics_host: str | None = None  # None: this machine alone where Ray is embedded, all interfaces on a cluster
     limits: Limits = field(default_factory=Limits)
     shards: ShardSettings | None = None  # of a submission, kept in the run; None: as the run has it
 

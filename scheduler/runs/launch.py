@@ -13,7 +13,9 @@ from swiftbatch.jobs.storage.object_stores import local_path
 from swiftbatch.jobs.storage.retries import Retries
 from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.metrics.driver_counters import DriverCounters
+from swiftbatch.metrics.endpoint import EVERYWHERE
 from swiftbatch.scheduler.cluster.cluster_watch import ClusterLostError
+from swiftbatch.scheduler.cluster.embedded_ray import LOOPBACK
 from swiftbatch.scheduler.cluster.ray_cluster import Cluster, ClusterError, connect
 from swiftbatch.scheduler.cluster.worker_actor import WorkerSpec
 from swiftbatch.scheduler.display.display import Display
@@ -107,10 +109,12 @@ def _drive(
         display.note(slow)
     if cluster.is_embedded and cluster.num_gpus_per_worker(config.device) and settings.num_workers > cluster.num_gpus:
         display.note(FewGpus(settings.num_workers, cluster.num_gpus))
+    metrics_host = settings.metrics_host or (LOOPBACK if cluster.is_embedded else EVERYWHERE)
+    worker_host = metrics_host if cluster.is_embedded else EVERYWHERE  # an address of one node is none of the others
     spec = WorkerSpec(
         config=config,
         run_uri=run.store.uri,
-        metrics_port=None if settings.metrics_port is None else 0,
+        metrics_host=None if settings.metrics_port is None else worker_host,
         log_folder=_log_folder(run, cluster),
     )
     most_positions = _most_positions(config, settings, cluster)
@@ -131,7 +135,7 @@ def _drive(
             most_positions=most_positions,
         )
         if settings.metrics_port is not None:
-            stack.enter_context(served_metrics(context, config, settings.metrics_port))
+            stack.enter_context(served_metrics(context, config, metrics_host, settings.metrics_port))
         driver = Driver(context, hold)
         stack.enter_context(held(driver.request_stop))
         return driver.run(), driver.reached_limit

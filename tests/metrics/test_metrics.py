@@ -132,6 +132,22 @@ def test_a_taken_port_is_one_clear_line() -> None:
         stop()
 
 
+def test_an_endpoint_is_at_the_address_that_was_asked_for_alone() -> None:
+    address, stop = serve(registry_of(DriverCollector(DriverCounters(), LABELS)), 0, host="127.0.0.1")
+    assert address.startswith("http://127.0.0.1:")
+    try:
+        assert scrape(address)
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.2", int(address.split(":")[2].split("/")[0])), timeout=60)
+    finally:
+        stop()
+
+
+def test_an_address_of_another_machine_is_one_clear_line() -> None:
+    with pytest.raises(MetricsError, match=r"metrics host 192\.0\.2\.77: .*; expected an IPv4 address of this machine"):
+        serve(registry_of(DriverCollector(DriverCounters(), LABELS)), 0, host="192.0.2.77")
+
+
 @contextmanager
 def idle_clients(num: int) -> Iterator[tuple[str, list[socket.socket]]]:
     """An endpoint's address, and clients of it: every other one begins a request, none ends it."""

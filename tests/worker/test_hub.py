@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from swiftbatch.jobs.child_processes import environment_of_code, module_command
 from tests.worker.hub import Hub, hub_of
@@ -48,6 +49,24 @@ def test_a_model_that_does_not_run_is_refused_without_its_weights(refused: Path,
     )
     assert set(hub.sent) == {"config.json"}
     assert sum(hub.sent.values()) < 10_000
+
+
+def test_inspect_takes_a_model_in_several_files_without_them(tiny_model: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny_model, tmp_path / "parts", ignore=shutil.ignore_patterns("parts")))
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+    index = {"weight_map": dict.fromkeys(tensors, "model-1.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with hub_of({"some/model": folder}) as hub:
+        ran = run(hub, tmp_path, "inspect", "some/model", "--json")
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+        assert json.loads(ran.stdout)["num_bytes"] > 0
+        (folder / "model.safetensors.index.json").unlink()
+        (folder / "model-1.safetensors").rename(folder / "pytorch_model.bin")
+        shutil.rmtree(tmp_path / "cache")
+        ran = run(hub, tmp_path, "inspect", "some/model")
+    assert ran.returncode == 1
+    assert "model some/model: no model.safetensors on the hub, nor an index; other weights" in ran.stdout
 
 
 def test_inspect_reads_the_heads_of_weights_alone(tiny_model: Path, tmp_path: Path) -> None:

@@ -204,7 +204,7 @@ def decoder_weights(model: Any) -> DecoderWeights | None:
         return None
     config, decoder = model.config, model.model
     windows = _windows(model)
-    if windows is None or config.hidden_act != "silu" or model.device.type != "cpu":
+    if windows is None or config.hidden_act != "silu" or model.device.type not in ("cpu", "meta"):
         return None
     if decoder.rotary_emb.rope_type not in STEADY_ROTARY or not all(_is_plain(part) for part in model.modules()):
         return None

@@ -11,9 +11,12 @@ from swiftbatch.worker.model.dense_config import (
     read_dense,
     refuse_other_tensors,
 )
+from swiftbatch.worker.model.formats.catalogue import CONFIG_KEYS
 from swiftbatch.worker.model.recurrent_sizes import RECURRENT, STATELESS, layer_types
 
 PathName = Literal["kernels", "kernels attend", "transformers"]
+LOADED_BY_OTHERS = ("llama", "mistral", "qwen2", "qwen3")  # kinds of `decoder_weights`
+MOST_LAYERS = 1000
 CHUNKED = ("llama4_text",)  # kinds that attend in chunks, whatever their config says of layers
 KNOWN_LAYERS = {"attention", "full_attention", "sliding_attention", "*"} | RECURRENT | STATELESS
 
@@ -34,8 +37,33 @@ def path_on(device: Literal["cpu", "cuda"], config: dict[str, Any], stored: set[
             refuse_other_tensors(dense, stored)
         return ComputePath("kernels")
     except OtherDecoderError as error:
+        if device == "cpu" and _are_taken_over(config):
+            return ComputePath("kernels")
         can_attend = device == "cpu" and _attends_in_kernels(config)
         return ComputePath("kernels attend" if can_attend else "transformers", str(error))
+
+
+def _are_taken_over(config: dict[str, Any]) -> bool:
+    """Tell whether the kernels take the layers once `transformers` has loaded them, and filled in its defaults.
+
+    As whoever loads a model asks, on one without numbers: `transformers` takes seconds, and few models need it.
+    """
+    num_layers = config.get("num_hidden_layers")
+    if config.get("model_type") not in LOADED_BY_OTHERS or not isinstance(num_layers, int) or num_layers > MOST_LAYERS:
+        return False
+    import torch
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+    from swiftbatch.worker.kernels.decoder_weights import decoder_weights
+
+    try:
+        said = AutoConfig.for_model(**{key: each for key, each in config.items() if key not in CONFIG_KEYS})
+        with torch.device("meta"):
+            model = MODEL_FOR_CAUSAL_LM_MAPPING[type(said)]._from_config(said, dtype=torch.bfloat16)
+        model.model.rotary_emb = type(model.model.rotary_emb)(said)
+        return decoder_weights(model) is not None
+    except Exception:  # of any kind: a config's values reach code that never looked at them
+        return False
 
 
 def _attends_in_kernels(config: dict[str, Any]) -> bool:

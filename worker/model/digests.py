@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from swiftbatch.worker.model.folder_faults import GENERATION_FILE, INDEX_FILE, w
 HASHED_FIRST = ("config.json", GENERATION_FILE, INDEX_FILE, "tokenizer.json", "tokenizer_config.json")
 TEKKEN_FILE = "tekken.json"  # of Mistral's models, some of which have no other tokenizer
 OTHER_TOKENIZERS = ("tokenizer.json", "tokenizer.model")
+BLOBS, SHA256 = "blobs", re.compile("[0-9a-f]{64}")  # of the hub's cache, in which a model's files are links
 TEXT_FILES = (
     "*.jinja",
     "*.model",
@@ -59,6 +61,19 @@ def digests_of(path: Path, known_weights: Mapping[str, str] | None = None) -> Di
     first = {name: _digest(path / name) for name in names if (path / name).is_file()}
     weights = {file.name: known.get(file.name) or _digest(file) for file in weight_files(path)}
     return Digests(first | weights, {file.relative_to(path).as_posix(): _digest(file) for file in text_files(path)})
+
+
+def download_fault(path: Path, hashed: Mapping[str, str]) -> str | None:
+    """Say that weights in the hub's cache are not the hub's, which names large files there by their SHA-256."""
+    for file in weight_files(path):
+        download = file.resolve()
+        expected, found = download.name, hashed.get(file.name, download.name)
+        if download.parent.name == BLOBS and SHA256.fullmatch(expected) and found != expected:
+            return (
+                f"{file} is damaged: the hub has SHA-256 {expected[:12]}, found {found[:12]}; remove {download} and "
+                "give the command again"
+            )
+    return None
 
 
 def has_tekken_alone(path: Path) -> bool:

@@ -28,7 +28,11 @@ def adapter_fault(path: Path) -> str | None:
 
 def folder_fault(path: Path) -> str | None:
     """Say what beside `config.json` makes a folder another model than it seems; None where nothing does."""
-    return small_files_fault(path) or _shards_fault(path)
+    if fault := small_files_fault(path) or _shards_fault(path):
+        return fault
+    if weight_names(path):
+        return None
+    return f"no model.safetensors in {path}, nor an index; other weights are not loaded"
 
 
 def small_files_fault(path: Path) -> str | None:

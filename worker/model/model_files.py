@@ -13,7 +13,7 @@ from typing import Any
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.model.config_conflicts import config_fault, keys_fault, unsaid_fault
-from swiftbatch.worker.model.digests import TEXT_FILES, Digests, digests_of, weight_files
+from swiftbatch.worker.model.digests import TEXT_FILES, Digests, digests_of, download_fault, weight_files
 from swiftbatch.worker.model.folder_faults import (
     ADAPTER_FILE,
     GENERATION_FILE,
@@ -28,6 +28,7 @@ from swiftbatch.worker.model.gguf.links import SUFFIX
 from swiftbatch.worker.model.model_kinds import SUPPORTED_KINDS, what_it_lacks
 from swiftbatch.worker.model.shifting_rotary import shifting_rotary
 from swiftbatch.worker.model.text_config import NESTING, nested_config, text_view
+from swiftbatch.worker.model.zero_tails import zero_tail_fault
 
 CONFIG_FILES = ("config.json", ADAPTER_FILE, QUANTIZATION_FILE)  # a few KB that decide whether a model runs here
 ALL_FILES = ("*.json", "*.safetensors", *TEXT_FILES)
@@ -100,11 +101,12 @@ def locate_model(model: str, known_weights: Mapping[str, str] | None = None) -> 
     config = read_config(model, path)
     if fault := folder_fault(path):
         raise ModelError(f"model {model}: {fault}")
-    if not weight_files(path):
-        raise ModelError(f"model {model}: no model.safetensors in {path}, nor an index; other weights are not loaded")
-    if fault := keys_fault(config, stored_layout(model, path).heads):
+    if fault := keys_fault(config, stored_layout(model, path).heads) or zero_tail_fault(weight_files(path)):
         raise ModelError(f"model {model}: {fault}")
     digests = digests_of(path, known_weights)
+    hashed = {name: digest for name, digest in digests.model.items() if name not in (known_weights or {})}
+    if fault := download_fault(path, hashed):
+        raise ModelError(f"model {model}: {fault}")
     return ModelFiles(model, path, digests, config["max_position_embeddings"], config["vocab_size"])
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.worker.kernels.packed_weights import Weight, plain
+from swiftbatch.worker.kernels.packed_weights import PackedExperts, PackedMatrix, Weight, plain
 from swiftbatch.worker.model.digests import Hashing, exactly, fill, weight_files
 from swiftbatch.worker.model.formats.contract import FormatError
 from swiftbatch.worker.model.formats.layout import Layout, PackedTensor
@@ -69,8 +69,12 @@ class Assembly:
         return None if len(parts) < len(matrix.parts) else (matrix.name, self._whole(matrix))
 
     def _whole(self, matrix: PackedTensor) -> Weight:
+        parts = self._parts.pop(matrix.name)
+        codes = max(parts.values(), key=lambda part: part.nbytes)
+        if codes.dim() > 1 and _has_blank(codes.view(torch.uint8)):  # which may stand for other numbers than zero
+            raise _blank(matrix.name)
         try:
-            return matrix.scheme.weight(self._parts.pop(matrix.name), self.dtype)
+            return matrix.scheme.weight(parts, self.dtype)
         except FormatError as error:
             raise FormatError(f"{matrix.name}: {error}") from None
 
@@ -96,6 +100,7 @@ def read_tensors(
             hashing = Hashing(thread)
             try:
                 for name, weight in _weights_in(file, cast(RawIOBase, stream), hashing, assembly, config):
+                    _refuse_blank(name, weight)
                     weights[name] = weight if name in kept else place(weight)
             except FormatError as error:
                 raise ModelError(f"model {files.name}: {file} has {error}") from None
@@ -120,6 +125,38 @@ def _weights_in(
     for name, tensor in _stored(stream, hashing):
         if (found := assembly.take(name, tensor)) is not None:
             yield found
+
+
+def _refuse_blank(name: str, weight: Weight) -> None:
+    """Raise FormatError for a matrix of zeros: a download that reserved its room has left it out.
+
+    Biases may be zeros, and so may norms that are stored as distances from one.
+    """
+    if len(weight.shape) < 2 or min(weight.shape[-2:]) < 2 or name.endswith("bias") or "norm" in name:
+        return
+    if isinstance(weight, PackedMatrix):
+        matrices = weight.experts() if isinstance(weight, PackedExperts) else [weight]
+        is_blank = any(
+            _is_blank(each.scales) and (each.offsets is None or _is_blank(each.offsets)) for each in matrices
+        )
+    else:
+        is_blank = _has_blank(weight)
+    if is_blank:
+        raise _blank(name)
+
+
+def _blank(name: str) -> FormatError:
+    return FormatError(f"nothing but zeros in {name}: it was cut off, or is damaged; copy it again")
+
+
+def _has_blank(matrices: Tensor) -> bool:
+    """Tell whether a matrix, or one of several in a tensor, is zeros."""
+    return any(map(_is_blank, matrices if matrices.dim() > 2 else [matrices]))
+
+
+def _is_blank(matrix: Tensor) -> bool:
+    """Tell whether all is zeros; most often the first row says that it is not."""
+    return not bool(matrix[0].any()) and not bool(matrix.any())
 
 
 def _drop_head_of(weights: dict[str, Weight], files: ModelFiles) -> None:

@@ -64,7 +64,7 @@ class WorkerSession:
     `work` and `drain` raise StoreError when the store has failed for good: no job is to blame, the run has to stop.
     """
 
-    def __init__(self, config: EngineConfig, run_uri: str, worker_id: str, metrics_port: int | None = None) -> None:
+    def __init__(self, config: EngineConfig, run_uri: str, worker_id: str, metrics_host: str | None = None) -> None:
         torch.set_num_threads(config.num_threads)
         check_folder(config.kv_offload)
         counters = EngineCounters(checkpoint_interval_seconds=config.checkpoint_seconds)
@@ -96,9 +96,9 @@ class WorkerSession:
         self._counted = -math.inf  # when counters were last reported
         self._must_drain = False
         self.metrics_address: str | None = None
-        if metrics_port is not None:
+        if metrics_host is not None:
             labels = Labels(model_name=config.model, drafter=config.engine, worker=worker_id)
-            self.metrics_address, _ = serve(registry_of(EngineCollector(counters, labels)), metrics_port)
+            self.metrics_address, _ = serve(registry_of(EngineCollector(counters, labels)), 0, host=metrics_host)
 
     def _slots_wanted(self, files: ModelFiles) -> SlotsWanted | None:
         """Return the slots for the run's longest job on a GPU; None on a CPU, where caches come one by one."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import importlib.metadata
 import os
 from pathlib import Path
@@ -18,6 +19,13 @@ if TYPE_CHECKING:
 DRIVER = Path("/proc/driver/nvidia/version")
 AVX512 = {"avx512f", "avx512vl", "avx512bw", "avx512dq", "fma"}  # what torch asks for
 AVX2 = {"avx2", "fma"}
+LIBRARY_SETTINGS = (  # variables that change the bits of torch's products on a CPU; its own is `cpu_capability`'s
+    *(f"{library}_{name}" for library in ("ONEDNN", "DNNL") for name in ("MAX_CPU_ISA", "CPU_ISA_HINTS")),
+    *("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE"),
+    *("MKL_CBWR", "MKL_DISABLE_FAST_MM", "MKL_DYNAMIC", "MKL_ENABLE_INSTRUCTIONS"),
+    *("TORCH_LINEAR_FLATTEN_3D", "TORCH_MKLDNN_MATMUL_MIN_DIM", "TORCH_MKLDNN_MATMUL_MIN_SIZE"),
+)
+PROBED_SHAPES = ((1, 512, 1024), (16, 512, 1024), (16, 2048, 512), (16, 576, 1536))  # rows, depth, columns
 
 
 def has_cuda() -> bool:
@@ -58,10 +66,12 @@ def cpu_capability() -> str:
 def hardware_of(device_type: str) -> str:
     """A line that differs wherever bits may: a CPU's instructions; a GPU's name, multiprocessors, driver and cuBLAS.
 
-    `device_type` as in `torch.device`; a GPU that this machine does not have is `no GPU`.
+    `device_type` as in `torch.device`; a GPU that this machine does not have is `no GPU`. On a CPU variables may take
+    instructions from torch's libraries.
     """
     if device_type != "cuda":
-        return " ".join([cpu_capability(), *_cpu_features()])
+        settings = (f"{name}={os.environ[name]}" for name in LIBRARY_SETTINGS if name in os.environ)
+        return " ".join([cpu_capability(), *_cpu_features(), *settings])
     if not has_cuda():
         return "no GPU"
     import torch
@@ -71,6 +81,43 @@ def hardware_of(device_type: str) -> str:
         f"{properties.name} with {properties.multi_processor_count} SMs, driver {driver_version()}, "
         f"cuBLAS {cublas_version()}"
     )
+
+
+def torch_products() -> str:
+    """A short name for the bits that torch's products have here, with as many threads as it has now.
+
+    oneDNN and MKL choose their kernels by the processor, the system and the environment, and do not say which. So their
+    results are compared: equal names mean that fixed products, and what MKL computes of single numbers, are equal.
+    """
+    import torch
+
+    return _torch_products(torch.get_num_threads())
+
+
+@functools.cache
+def _torch_products(_num_threads: int) -> str:
+    import torch
+    from torch.nn.functional import linear
+
+    found = hashlib.sha256()
+    for rows, depth, columns in PROBED_SHAPES:
+        left, right = _scattered(rows, depth), _scattered(columns, depth)
+        for dtype in (torch.bfloat16, torch.float32):
+            found.update(linear(left.to(dtype), right.to(dtype)).float().numpy().tobytes())
+        for function in (torch.exp, torch.tanh, torch.sigmoid):
+            found.update(function(8 * left).numpy().tobytes())
+    return found.hexdigest()[:8]
+
+
+def _scattered(num_rows: int, num_columns: int) -> torch.Tensor:
+    """Numbers of both signs and several sizes, the same ones everywhere: sums in another order have other bits."""
+    import torch
+
+    mixed = (torch.arange(num_rows * num_columns) + num_columns) * 6364136223846793005 + 1442695040888963407
+    mixed = (mixed ^ (mixed >> 29)) * -4658895280553007687
+    mixed ^= mixed >> 32
+    numbers = torch.ldexp((mixed & 0xFFFFFF).float() / 2**23 - 1, -((mixed >> 24) & 7).int())
+    return numbers.view(num_rows, num_columns)
 
 
 def gpu_here() -> tuple[int, int]:

@@ -257,14 +257,19 @@ def _what_runs(device: torch.device) -> str:
 
 
 def check_model(target: TargetModel) -> None:
-    """Raise ModelError where logits are not finite behind any of some single tokens: then no job can run."""
+    """Raise ModelError where logits are not finite, or all equal, behind any of some single tokens: no job can run."""
     step = max(1, target.vocab_size // NUM_PROBED_TOKENS)
     token_ids = range(0, target.vocab_size, step)
     cache = target.new_cache(1)  # made as jobs' caches are: a GPU's rows lie in the slots of its arena
     for token_id in token_ids:
         [outputs] = target.verify([tree_rows(cache, token_id, DraftTree())])
-        if math.isfinite(float(outputs.logits[0].max())):
+        least, most = (float(each) for each in outputs.logits[0].aminmax())
+        if math.isfinite(most) and least < most:
             return
+    if math.isfinite(most):
+        raise ModelError(
+            f"model {target.files.name}: its logits are all equal, whichever token they follow; its weights are damaged"
+        )
     raise ModelError(
         f"model {target.files.name}: its logits are not finite, whichever token they follow; its weights are damaged, "
         "or outgrow the dtype"

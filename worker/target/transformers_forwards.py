@@ -27,7 +27,7 @@ from swiftbatch.worker.model.model_files import ModelFiles
 from swiftbatch.worker.target.attention_choice import attends_of, attention_numerics
 from swiftbatch.worker.target.exact_elementwise import WholeVectors, has_rests
 from swiftbatch.worker.target.experts import EXPERTS_NAME
-from swiftbatch.worker.target.hardware import hardware_of
+from swiftbatch.worker.target.hardware import hardware_of, torch_products
 from swiftbatch.worker.target.partial_rows import PartialRows
 from swiftbatch.worker.target.recurrent_rows import runs_in_kernels, take_over_recurrent_layers
 from swiftbatch.worker.target.tiles import SequenceRows, Tile, chain_rows, needs_whole_tiles, pack_tiles, tree_rows
@@ -87,9 +87,10 @@ class TransformersForwards:
 
     @property
     def numerics(self) -> str:
-        """Hardware, dtype, threads, torch version and attention kernels."""
+        """Hardware, dtype, threads, torch's version and the bits of its products on a CPU, and attention kernels."""
         device, dtype = self.device.type, str(self.dtype).removeprefix("torch.")
         library = f"{torch.get_num_threads()} threads, torch {torch.__version__}"
+        library += f", products {torch_products()}" if device == "cpu" else ""
         attention = attention_numerics(self._attends, device, self.dtype, self._variant)
         computed = f"{device} {hardware_of(device)}, {dtype}, {library}, {attention}{self._states_numerics()}"
         return with_kv(computed, self.cache_shape.kv_dtype)

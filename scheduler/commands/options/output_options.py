@@ -41,6 +41,11 @@ OUTPUT = (
         help="Serve metrics, and the workers' addresses at /sd (0: any port).",
     ),
     output_option(
+        "--metrics-host",
+        metavar="ADDRESS",
+        help="IPv4 address that metrics are served at (default: 127.0.0.1, on a cluster 0.0.0.0, which are all).",
+    ),
+    output_option(
         "--webhook", metavar="URL", callback=receiver_of, help="Post a message when the run ends: see docs/watching.md."
     ),
     output_option("--webhook-jobs", is_flag=True, help="Post a message when each job ends, too."),

@@ -139,6 +139,42 @@ def test_no_thread_hears_a_signal_while_ray_starts(place: Path, tmp_path: Path) 
     assert re.search(r"does not start: ([0-9]+) threads, 0 hear;", ended.stderr), ended.stderr
 
 
+LISTENING = """
+import os, sys
+from pathlib import Path
+from swiftbatch.scheduler.cluster.ray_cluster import connect
+
+def parent_of(process):
+    return int((process / "stat").read_text().rpartition(")")[2].split()[1])
+
+with connect(None, 1):
+    import ray
+
+    def inside():
+        return os.getpid()
+
+    ray.get(ray.remote(inside).remote())
+    ours, processes = {os.getpid()}, list(Path("/proc").glob("[0-9]*"))
+    for _ in range(4):
+        ours |= {int(process.name) for process in processes if process.exists() and parent_of(process) in ours}
+    rows = [row.split() for name in ("tcp", "tcp6") for row in Path("/proc/net", name).read_text().splitlines()[1:]]
+    sockets = {row[9]: row[1].partition(":")[0] for row in rows if row[3] == "0A"}
+    for pid in ours:
+        links = [os.readlink(link) for link in Path("/proc", str(pid), "fd").iterdir() if link.is_symlink()]
+        held = [link[len("socket:[") : -1] for link in links if link.startswith("socket:[")]
+        sys.stderr.writelines(f"{sockets[number]}\\n" for number in held if number in sockets)
+"""
+
+
+def test_every_port_of_an_embedded_ray_is_on_the_loopback(place: Path) -> None:
+    """The driver's, the head's, the node's two, and a worker's."""
+    ended = subprocess.run([sys.executable, "-c", LISTENING], capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == 0, ended.stderr
+    addresses = ended.stderr.split()
+    assert len(addresses) >= 5
+    assert set(addresses) <= {"0100007F", "0000000000000000FFFF00000100007F"}  # 127.0.0.1, in IPv6 the second time
+
+
 LOST_LISTENER = """
 import threading
 from swiftbatch.scheduler.cluster.ray_cluster import _silence_ray

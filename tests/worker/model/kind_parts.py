@@ -295,8 +295,9 @@ positions. All others of these two types are refused.
 
 Not supported: Mamba's first form and other recurrent layers than those below, position biases, learned positions,
 adapters (merge them first). Weights that lack a tensor of the model, or have one that the model has
-no place for, are refused, because `transformers` would fill gaps with random numbers. Layers that predict further
-tokens (MTP) are no part of the model: `auto` [drafts with them](engines.md#the-engine-that-chooses) where it can.
+no place for, are refused, because `transformers` would fill gaps with random numbers. So are files whose end is
+zeros, as an unfinished download leaves them, and matrices of zeros. Layers that predict further tokens (MTP) are no
+part of the model: `auto` [drafts with them](engines.md#the-engine-that-chooses) where it can.
 
 ## Latent attention
 

@@ -192,6 +192,13 @@ def test_an_index_of_shards_that_are_not_in_the_folder_is_refused(folder: Path, 
     assert inspect_model(str(folder)).refusal is None  # a config without weights is looked at as it is
 
 
+def test_weights_of_other_programs_alone_are_refused_by_inspect_as_by_a_run(folder: Path) -> None:
+    (folder / WEIGHTS).rename(folder / "pytorch_model.bin")
+    said = refusal(folder, load=False)
+    assert "no model.safetensors in" in said
+    assert said == f"model {folder}: {inspect_model(str(folder)).refusal}"
+
+
 def test_a_damaged_head_is_told_in_a_line_whatever_it_holds(folder: Path) -> None:
     head = json.dumps({NAME: {"dtype": "of\nmine" * 90, "shape": [1], "data_offsets": [0, 4]}}).encode()
     (folder / WEIGHTS).write_bytes(len(head).to_bytes(8, "little") + head + bytes(4))

@@ -17,15 +17,17 @@ from transformers import AutoConfig
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.caches.full_cache import CacheShape, FullKVCache
 from swiftbatch.worker.caches.memory.model_sizes import read_sizes
+from swiftbatch.worker.inspection import inspect_model
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights, decoder_weights
 from swiftbatch.worker.model.causal_lm import load_causal_lm
 from swiftbatch.worker.model.dense_loading import dense_weights
 from swiftbatch.worker.model.model_files import ModelFiles
 from swiftbatch.worker.model.text_config import text_view
+from swiftbatch.worker.target.native_forwards import NativeForwards
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.kernels.kernel_parts import chain
 from tests.worker.kernels.reference import ReferenceDecoder
-from tests.worker.model.dense_configs import LLAMA3, PUBLISHED, SMALL, YARN
+from tests.worker.model.dense_configs import LLAMA3, PUBLISHED, YARN
 from tests.worker.model.test_dense_loading import files_in, saved
 
 BF16, CPU = torch.bfloat16, torch.device("cpu")
@@ -107,4 +109,24 @@ def test_what_says_more_is_left_to_transformers_and_ends_in_no_traceback(change:
         with pytest.raises(ModelError, match=r"\A.*\Z"):  # in one line
             TargetModel.load(files, "bfloat16", "cpu")
     else:
-        assert TargetModel.load(files, "bfloat16", "cpu").vocab_size == SMALL["vocab_size"]
+        assert_told(TargetModel.load(files, "bfloat16", "cpu"))
+
+
+def test_kernels_that_take_over_what_transformers_has_loaded_are_told(tmp_path: Path) -> None:
+    """Llama 2 leaves the base of its angles to a default."""
+    folder_of("Llama 3.1 8B Instruct", tmp_path)
+    config = PUBLISHED["Llama 3.1 8B Instruct"] | {"rope_scaling": None, "max_position_embeddings": 4096}
+    del config["rope_theta"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    target = TargetModel.load(files_in(tmp_path), "bfloat16", "cpu")
+    assert isinstance(target.forwards, NativeForwards)
+    assert_told(target)
+
+
+def assert_told(target: TargetModel) -> None:
+    found = inspect_model(str(target.files.path))
+    assert found.refusal is None
+    assert found.cpu is not None
+    assert found.cuda is not None
+    assert (found.cpu.name == "kernels") == isinstance(target.forwards, NativeForwards)
+    assert found.cuda.name == "transformers"

@@ -59,7 +59,7 @@ class CountingSession:
     held_positions = None
     num_slots = pool_size = None
 
-    def __init__(self, config: EngineConfig, run_uri: str, worker_id: str, metrics_port: int | None = None) -> None:
+    def __init__(self, config: EngineConfig, run_uri: str, worker_id: str, metrics_host: str | None = None) -> None:
         self._run, self._worker_id = Run.open(run_uri), worker_id
         self._checkpoints = CheckpointStore.of(self._run)
         rule = SealingRule(config.checkpoint_seconds, config.checkpoint_tokens)
@@ -198,21 +198,21 @@ class CountingSession:
 class BrokenSession(CountingSession):
     """Can't start."""
 
-    def __init__(self, config: EngineConfig, run_uri: str, worker_id: str, metrics_port: int | None = None) -> None:
+    def __init__(self, config: EngineConfig, run_uri: str, worker_id: str, metrics_host: str | None = None) -> None:
         raise MemoryError("no room for the model")
 
 
 class RefusingSession(CountingSession):
     """Finds what no other try would change."""
 
-    def __init__(self, config: EngineConfig, run_uri: str, worker_id: str, metrics_port: int | None = None) -> None:
+    def __init__(self, config: EngineConfig, run_uri: str, worker_id: str, metrics_host: str | None = None) -> None:
         raise ModelError("model counting: it can't count")
 
 
 class OtherModelSession(CountingSession):
     """A session of which only the first worker finds the model that the run was made with."""
 
-    def __init__(self, config: EngineConfig, run_uri: str, worker_id: str, metrics_port: int | None = None) -> None:
+    def __init__(self, config: EngineConfig, run_uri: str, worker_id: str, metrics_host: str | None = None) -> None:
         if worker_id != "w1":
             raise OtherModelError("model counting: its weights are not the file that was expected")
-        super().__init__(config, run_uri, worker_id, metrics_port)
+        super().__init__(config, run_uri, worker_id, metrics_host)

@@ -57,11 +57,11 @@ def made_with(run: Run, model: Path) -> Run:
     return run
 
 
-def session(run: Run, model: Path, metrics_port: int | None = None, **changes: Any) -> WorkerSession:
+def session(run: Run, model: Path, metrics_host: str | None = None, **changes: Any) -> WorkerSession:
     """A worker that checkpoints often. float32: layers this small are not row-exact in bf16."""
     fields = {"dtype": "float32", "engine": "token-recycling", "checkpoint_seconds": 0.01, "checkpoint_tokens": 32}
     config = EngineConfig(model=str(model), num_threads=1, **fields | changes)
-    return WorkerWithPrompts(config, made_with(run, model).store.uri, "w0", metrics_port)
+    return WorkerWithPrompts(config, made_with(run, model).store.uri, "w0", metrics_host)
 
 
 class WorkerWithPrompts(WorkerSession):

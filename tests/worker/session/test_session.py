@@ -113,7 +113,7 @@ def test_cancelled_jobs_are_dropped_without_a_result(run: Run, tiny_model: Path)
 
 
 def test_the_metrics_endpoint_shows_what_was_generated(run: Run, tiny_model: Path) -> None:
-    worker = session(run, tiny_model, metrics_port=0)
+    worker = session(run, tiny_model, metrics_host="127.0.0.1")
     to_the_end(worker, claimed(run, record("fox")))
     with urllib.request.urlopen(str(worker.metrics_address), timeout=60) as page:
         text = page.read().decode()

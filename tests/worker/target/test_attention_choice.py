@@ -12,6 +12,7 @@ from swiftbatch.worker.exactness.transformers_agreement import compare
 from swiftbatch.worker.kernels.instruction_sets import NO_KERNELS, OVERRIDE
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.target.attention_choice import attends_of
+from swiftbatch.worker.target.hardware import torch_products
 from swiftbatch.worker.target.target import TargetModel
 from swiftbatch.worker.target.torch_attention import attention_kernel
 from swiftbatch.worker.target.transformers_attention import attend_in_torch
@@ -92,7 +93,8 @@ def test_the_numerics_name_what_attends(tmp_path: Path, monkeypatch: pytest.Monk
             monkeypatch.setenv(OVERRIDE, variant)
             kernels = f"native {variant if variant.endswith('bf16') else 'f32'} 1"
             numerics = TargetModel.load(files, "bfloat16", "cpu").forwards.numerics
-            assert numerics.endswith(f", torch {torch.__version__}, {attends.format(kernels)}")
+            products = f"torch {torch.__version__}, products {torch_products()}"
+            assert numerics.endswith(f", {products}, {attends.format(kernels)}")
         monkeypatch.setenv(OVERRIDE, NO_KERNELS)
         assert TargetModel.load(files, "bfloat16", "cpu").forwards.numerics.endswith(f", {in_torch}")
 

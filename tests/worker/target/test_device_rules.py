@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,8 +11,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from swiftbatch.jobs.child_processes import environment_of_code
 from swiftbatch.worker.exactness.doctor_verdicts import verdict_key
 from swiftbatch.worker.exactness.row_exactness import probe_rows
+from swiftbatch.worker.kernels.instruction_sets import cpu_flags
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK, TILE_ROWS
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.target import hardware, step_costs, torch_attention, transformers_attention
@@ -142,6 +146,29 @@ def test_torch_s_words_for_this_machine_are_known_without_torch() -> None:
 def test_what_a_shell_says_of_torch_s_instructions_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
     assert hardware.cpu_capability() == torch.backends.cpu.get_cpu_capability()
+
+
+def test_what_a_shell_says_to_torch_s_libraries_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in hardware.LIBRARY_SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    found = {hardware.hardware_of.__wrapped__("cpu")}
+    for name, value in {"ONEDNN_MAX_CPU_ISA": "AVX2", "DNNL_MAX_CPU_ISA": "AVX2", "MKL_CBWR": "AVX2"}.items():
+        monkeypatch.setenv(name, value)
+        found.add(words := hardware.hardware_of.__wrapped__("cpu"))
+        assert f"{name}={value}" in words.split()
+    assert len(found) == 4
+
+
+def test_products_have_another_name_where_one_dnn_takes_other_instructions() -> None:
+    """The library looks once in a process."""
+    code = "import torch; from swiftbatch.worker.target.hardware import torch_products as name"
+    command = [sys.executable, "-c", f"{code}; torch.set_num_threads({torch.get_num_threads()}); print(name())"]
+    found = []
+    for settings in ({}, {"ONEDNN_MAX_CPU_ISA": "AVX2"}):
+        ran = subprocess.run(command, env=environment_of_code() | settings, capture_output=True, text=True, check=True)
+        found.append(ran.stdout.strip())
+    assert found[0] == hardware.torch_products()
+    assert (found[1] != found[0]) == ("avx512_bf16" in cpu_flags())
 
 
 def test_the_driver_s_version_is_read_where_the_kernel_tells_it(tmp_path: Path) -> None:
