@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
@@ -71,7 +70,7 @@ def launch(hold: Hold, settings: Settings, display: Display) -> Outcome:
         for path, problem, kept in run.set_damaged_aside(queue.unfinished()):
             display.note(LineDamaged(path, problem, kept))
         spent = Spending.so_far(hold.before, queue.num_generated_tokens)
-        reached = settings.limits.reached(spent, time.time()) if queue.num_unfinished else None
+        reached = settings.limits.reached(spent) if queue.num_unfinished else None
         if queue.num_unfinished and reached is None:
             config = _engine_config(run.manifest, settings)
             with connect(settings.address, settings.num_workers) as cluster:

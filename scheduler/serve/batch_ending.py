@@ -189,7 +189,7 @@ def _reason_to_end(batch: Batch, driver: DriverProcess | None) -> Reason | None:
     if lines is not None and running_status(batch.store, lines).state == "finalizing":
         return "finished"
     can_name_lines = lines is not None or driver is not None
-    return "expired" if can_name_lines and batch.has_expired(time.time()) else None
+    return "expired" if can_name_lines and batch.has_expired() else None
 
 
 def _end_state(batch: Batch, delivered: Delivered) -> EndState:

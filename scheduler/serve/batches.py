@@ -14,6 +14,7 @@ from swiftbatch.jobs.job import JobUrl
 from swiftbatch.jobs.run.checked_reading import NUM_READERS, DamagedError, RunError, pretty, read_model
 from swiftbatch.jobs.run.error_files import DAMAGED
 from swiftbatch.jobs.storage.store import Store
+from swiftbatch.scheduler.limits import Deadline, steady_seconds
 from swiftbatch.scheduler.process.streams import Lines
 from swiftbatch.scheduler.serve.client_errors import no_such_batch
 from swiftbatch.scheduler.serve.server_records import (
@@ -41,6 +42,11 @@ class Batch:
     cancellation: Cancellation | None = None
     ended: Ended | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
+    _deadline: Deadline = field(init=False)
+
+    def __post_init__(self) -> None:
+        seconds_left = self.record.expires - time.time()
+        self._deadline = Deadline(self.record.expires, steady_seconds() + seconds_left)
 
     @property
     def id(self) -> str:
@@ -54,8 +60,13 @@ class Batch:
     def owner(self) -> str | None:
         return self.record.owner
 
-    def has_expired(self, now: float) -> bool:
-        return now >= self.record.expires
+    def has_expired(self) -> bool:
+        """Return whether its window has passed since the server began with it, however the clock was set meanwhile."""
+        return self._deadline.has_passed()
+
+    @property
+    def seconds_left(self) -> float:
+        return self._deadline.seconds_left()
 
 
 class Batches:
