@@ -16,7 +16,7 @@ from swiftbatch.jobs.run.error_files import DAMAGED
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.limits import Deadline, steady_seconds
 from swiftbatch.scheduler.process.streams import Lines
-from swiftbatch.scheduler.serve.client_errors import no_such_batch
+from swiftbatch.scheduler.serve.client_errors import RefusedError, no_such_batch, other_request
 from swiftbatch.scheduler.serve.server_records import (
     BATCH,
     BATCHES,
@@ -27,6 +27,7 @@ from swiftbatch.scheduler.serve.server_records import (
     Catalogue,
     Ended,
     Order,
+    id_of_key,
     is_batch_id,
     new_batch_id,
     read_record,
@@ -99,11 +100,16 @@ class Batches:
         owner: str | None,
         priority: int = 0,
         webhook: str | None = None,
+        key: str | None = None,
     ) -> Batch:
-        """A new batch, which may take so many seconds; it is kept when this returns."""
+        """A new batch, which may take so many seconds; it is kept when this returns.
+
+        With the `key` of a batch that is there, it is that one. Raises RefusedError where that is of another request,
+        or damaged.
+        """
         now = time.time()
         record = BatchRecord(
-            id=new_batch_id(),
+            id=new_batch_id() if key is None else id_of_key("batch_", owner, key),
             created=now,
             input_file_id=input_file_id,
             endpoint=endpoint,
@@ -114,10 +120,25 @@ class Batches:
             priority=priority,
             webhook=webhook,
         )
+        known = None if key is None else self.with_key(owner, key)
+        if known is not None:
+            if known.record != record.model_copy(update=known.record.model_dump(include={"created", "expires"})):
+                raise other_request(str(key))
+            return known
         batch = Batch(record, self._folder(record.id))
         batch.store.write(BATCH, pretty(record))
         self._catalogue.add(batch)
         return batch
+
+    def with_key(self, owner: str | None, key: str) -> Batch | None:
+        """The batch that an earlier request with this key made. Raises RefusedError where it is damaged."""
+        batch_id = id_of_key("batch_", owner, key)
+        known = self._catalogue.get(batch_id, owner)
+        if known is None and (known := self._read(batch_id)) is not None:  # the store failed behind the write
+            self._catalogue.add(known)
+        if known is None and self._folder(batch_id).exists(BATCH):
+            raise RefusedError(f"{batch_id}, which this Idempotency-Key has made, is damaged", 409, code="damaged_run")
+        return known
 
     def get(self, batch_id: str, owner: str | None) -> Batch:
         """The owner's batch with this id. Raises RefusedError if there is none."""
