@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -10,13 +9,11 @@ from functools import partial
 from itertools import tee
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pydantic import TypeAdapter
-
-from swiftbatch.jobs.input.reader import Reject
+from swiftbatch.jobs.input.rejects import Reject, Rejects
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.json_lines import dump_line
 from swiftbatch.jobs.run import job_table
-from swiftbatch.jobs.run.checked_reading import RunError, pretty, read_model, read_parsed
+from swiftbatch.jobs.run.checked_reading import RunError, pretty, read_model
 from swiftbatch.jobs.run.error_files import LineFiles, LinePlace, parsed_line, read_lines, written_line
 from swiftbatch.jobs.run.job_table import newest_with
 from swiftbatch.jobs.run.output import joined, write_output
@@ -27,6 +24,7 @@ from swiftbatch.jobs.run.run_records import Progress, RunManifest, WorkerStatus
 from swiftbatch.jobs.run.segment_format import SEGMENTS, SealedResult
 from swiftbatch.jobs.storage.retries import Retries
 from swiftbatch.jobs.storage.store import Store
+from swiftbatch.jobs.storage.temporary_files import at_hand, spool
 
 if TYPE_CHECKING:
     from swiftbatch.jobs.run.job_index import JobIndex
@@ -38,8 +36,6 @@ REJECTS = "rejects.jsonl"
 PROGRESS = "progress.json"
 CANCEL_RUN = "cancel/run.json"
 CANCEL_JOBS = "cancel/jobs"
-
-REJECT = TypeAdapter(Reject)
 
 
 class EndedJob(NamedTuple):
@@ -104,17 +100,22 @@ class Run(RunJobs):
         """The run of a folder with a damaged manifest: its jobs, rejects, results and errors are read without it."""
         return cls(Store(uri), None)
 
-    def write_rejects(self, rejects: Sequence[Reject]) -> None:
+    def write_rejects(self, rejects: Iterable[Reject]) -> None:
         """The rejects of the newest submission, in place of older ones."""
-        self.store.write(REJECTS, b"".join(dump_line(asdict(reject)) for reject in rejects))
+        with spool() as file:
+            for reject in rejects:
+                file.write(dump_line(asdict(reject)))
+            file.seek(0)
+            self.store.write_from(REJECTS, file)
 
-    def rejects(self) -> list[Reject]:
+    def rejects(self) -> Rejects:
         """The rejects of the newest submission, in file order; none where the file is damaged, see `damaged`."""
-        try:
-            return read_parsed(self.store, REJECTS, _parse_rejects) or []
-        except RunError:
-            self.damaged[REJECTS] = "found no list of rejected lines"
-            return []
+        with at_hand(self.store, REJECTS) as file:
+            try:
+                return Rejects() if file is None else Rejects.read(file)
+            except (ValueError, TypeError, RecursionError):
+                self.damaged[REJECTS] = "found no list of rejected lines"
+                return Rejects()
 
     def lacks_its_jobs(self) -> bool:
         """Return whether its only submission ended before its jobs were here: rejects are written behind them."""
@@ -330,7 +331,3 @@ class Run(RunJobs):
                 f"the run at {self.store.shown_uri} was made with {shown}: expected {field} {here}, found {asked}; "
                 "use the same one, or another run folder"
             )
-
-
-def _parse_rejects(data: bytes) -> list[Reject]:
-    return [REJECT.validate_python(json.loads(line)) for line in data.splitlines()]

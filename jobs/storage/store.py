@@ -7,7 +7,7 @@ import errno
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
-from io import SEEK_SET, RawIOBase
+from io import SEEK_SET, BufferedReader, RawIOBase
 from typing import IO, Any, BinaryIO, Protocol, TypeVar, cast
 
 from swiftbatch.jobs.errors import UserError
@@ -85,9 +85,10 @@ class _SeekableFile(RawIOBase):
     def __init__(self, source: LocalReader, patiently: Callable[[Callable[[], Any]], Any]) -> None:
         self._source, self._patiently = source, patiently
 
-    def read(self, size: int = -1) -> bytes:
-        data: bytes = self._patiently(lambda: self._source.read(size))
-        return data
+    def readinto(self, buffer: Any, /) -> int:
+        data: bytes = self._patiently(lambda: self._source.read(len(buffer)))
+        buffer[: len(data)] = data
+        return len(data)
 
     def seek(self, offset: int, whence: int = SEEK_SET) -> int:
         place: int = self._patiently(lambda: self._source.seek(offset, whence))
@@ -199,8 +200,8 @@ class Store:
         if source is None:
             yield None
             return
-        with closing(_SeekableFile(cast(LocalReader, source), partial(self._try, "read", path))) as file:
-            yield cast(BinaryIO, file)
+        with BufferedReader(_SeekableFile(cast(LocalReader, source), partial(self._try, "read", path))) as file:
+            yield file
 
     def copy_to(self, path: str, target: IO[bytes]) -> bool:
         """Write the bytes of a file to `target`, a piece at a time; False when there is none.

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from swiftbatch.jobs.input.parquet_rows import Columns
-    from swiftbatch.jobs.input.reader import Reject
+    from swiftbatch.jobs.input.rejects import Reject
     from swiftbatch.jobs.shards.shard_settings import ShardSettings
     from swiftbatch.scheduler.display.display import Display
 

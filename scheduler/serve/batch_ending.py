@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from swiftbatch.jobs.errors import UserError
-from swiftbatch.jobs.input.reader import Reject
+from swiftbatch.jobs.input.rejects import Reject
 from swiftbatch.jobs.json_lines import dump_line
 from swiftbatch.jobs.run.checked_reading import DamagedError, read_model
 from swiftbatch.jobs.run.output import temporary_file
