@@ -25,11 +25,11 @@ from swiftbatch.worker.model.formats.catalogue import format_of
 from swiftbatch.worker.model.formats.contract import FormatError, StoredTensor
 from swiftbatch.worker.model.formats.layout import Layout, heads_in, layout_of
 from swiftbatch.worker.model.gguf.links import SUFFIX
+from swiftbatch.worker.model.hub import hub_snapshot, split_revision
 from swiftbatch.worker.model.model_files import (
     CONFIG_FILES,
     EMBEDDED,
     PARTS_FOLDER,
-    hub_snapshot,
     model_folder,
     read_whole_config,
     what_refuses,
@@ -73,8 +73,9 @@ def _stored_on_hub(model: str) -> tuple[tuple[str, StoredTensor], ...] | None:
     """The heads of the files on the hub, by requests of their first bytes; None where it has none or can't be asked."""
     from huggingface_hub import get_safetensors_metadata
 
+    name, revision = split_revision(model)
     try:
-        files = get_safetensors_metadata(model).files_metadata.values()
+        files = get_safetensors_metadata(name, revision=revision).files_metadata.values()
     except Exception:  # the hub's client raises many kinds; each means: not to be had
         return None
     return tuple(

@@ -310,24 +310,38 @@ class Run(RunJobs):
         """
         write_output(self.store, self.joined_lines(), check)
 
-    def refuse_other_model(self, model_fingerprint: str, text_fingerprint: str | None) -> None:
-        """Raise `RunError` for a model that has changed since the run was made: its tokens would be others."""
-        shown = f"model {self.manifest.model}"
-        self._refuse_other("model_fingerprint", shown, model_fingerprint)
+    def refuse_other_model(
+        self,
+        model_fingerprint: str,
+        text_fingerprint: str | None,
+        files: Mapping[str, str] | None = None,
+        commit: str | None = None,
+    ) -> None:
+        """Raise `RunError` for a model that has changed since the run was made: its tokens would be others.
+
+        `files` are the SHA-256s of those that were found, at a `commit` of the hub.
+        """
+        shown, known = f"model {self.manifest.stored_model}", self.manifest.model_files
+        differing = [] if files is None or known is None else [name for name in known if known[name] != files.get(name)]
+        of_commit = "" if commit is None else f" of commit {commit}"
+        found = f" ({differing[0]}{of_commit} is another)" if differing else ""
+        self._refuse_other("model_fingerprint", shown, model_fingerprint, found)
         if self.manifest.text_fingerprint is not None and text_fingerprint is not None:
             shown += ", with another chat template or another file of its tokenizer"
-            self._refuse_other("text_fingerprint", shown, text_fingerprint)
+            self._refuse_other("text_fingerprint", shown, text_fingerprint, found)
 
     def _fit_for(self, manifest: RunManifest) -> Run:
-        self.refuse_other_model(manifest.model_fingerprint, manifest.text_fingerprint)
+        self.refuse_other_model(
+            manifest.model_fingerprint, manifest.text_fingerprint, manifest.model_files, manifest.model_commit
+        )
         self._refuse_other("dtype", f"dtype {self.manifest.dtype}", manifest.dtype)
         self._refuse_other("kv_dtype", f"kv_dtype {self.manifest.kv_dtype}", manifest.kv_dtype)
         return self
 
-    def _refuse_other(self, field: str, shown: str, asked: str | None) -> None:
+    def _refuse_other(self, field: str, shown: str, asked: str | None, found: str = "") -> None:
         here = getattr(self.manifest, field)
         if here != asked:
             raise RunError(
-                f"the run at {self.store.shown_uri} was made with {shown}: expected {field} {here}, found {asked}; "
+                f"the run at {self.store.shown_uri} was made with {shown}: expected {field} {here}, found {asked}{found}; "
                 "use the same one, or another run folder"
             )

@@ -77,7 +77,7 @@ def follow_text(run: Run, custom_id: str, follow: bool, choice: int = 0) -> Iter
 
     record = _find_choice(run, custom_id, choice)
     checkpoints, packed = CheckpointStore.of(run), PackedLogs.of(run)
-    settled = TextCodec(locate_model(run.manifest.model)).output_text.settled
+    settled = TextCodec(locate_model(run.manifest.stored_model)).output_text.settled
     shown = ""
     while True:
         # looked up before the text, so that what was written in between is not missed

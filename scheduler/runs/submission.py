@@ -107,7 +107,7 @@ def submission(
     manifest = kept_or_new_manifest(run_uri, settings)
     is_for_gpus = not manifest.model_fingerprint and manifest.device != "cpu"  # a new run, or it has its rows
     said = [jobs] if isinstance(jobs, str) else jobs
-    files = locate_model(manifest.model)
+    files = locate_model(manifest.stored_model)
     codec = TextCodec(files, manifest.thinking_markers)
     manifest = with_markers(with_model(manifest, files), codec)
     reader, notes = JobReader(manifest.seed, columns, endpoint), LineNotes()
