@@ -342,6 +342,6 @@ class Run(RunJobs):
         here = getattr(self.manifest, field)
         if here != asked:
             raise RunError(
-                f"the run at {self.store.shown_uri} was made with {shown}: expected {field} {here}, found {asked}{found}; "
-                "use the same one, or another run folder"
+                f"the run at {self.store.shown_uri} was made with {shown}: expected {field} {here}, found {asked}"
+                f"{found}; use the same one, or another run folder"
             )

@@ -63,7 +63,7 @@ def hub_snapshot(model: str, wanted: Sequence[str]) -> Path:
 def _alone_on_this_machine(name: str) -> Iterator[None]:
     """Wait until no other process here asks the hub for this model: what it gets is in the cache then."""
     from huggingface_hub.constants import HF_HUB_CACHE
-    from huggingface_hub.utils import WeakFileLock
+    from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
 
     folder = Path(HF_HUB_CACHE) / ".locks"
     try:
@@ -86,8 +86,8 @@ def _patiently(model: str, ask: Callable[[], Result]) -> Result:
             return ask()
         except Exception as error:  # the hub's client raises many kinds
             causes = _causes(error)
-            status = next((found for each in causes if (found := _status(each)) is not None), None)
-            told = next((found for each in causes if (found := _told_pause(each)) is not None), None)
+            status = next(filter(None.__ne__, map(_status, causes)), None)
+            told = next(filter(None.__ne__, map(_told_pause, causes)), None)
             seconds = pause if told is None else told
             if status not in BUSY or time.monotonic() + seconds > last:
                 raise ModelError(f"model {model}: {_problem(model, causes, status)}") from error
