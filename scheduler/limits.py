@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import time
+from bisect import bisect_left
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,6 +18,26 @@ AMOUNT = r"[0-9]+(?:\.[0-9]+)?"  # "\d" is a digit of any script
 DURATION = re.compile("".join(f"(?:({AMOUNT}){unit})?" for unit in UNITS))
 TIME_OF_DAY = re.compile(r"[0-9]{1,2}:[0-9]{2}(?::[0-9]{2})?")
 EXPECTED = "expected a duration as 90m or 1d12h, a time of the day as 06:30, or a date and time as 2030-01-31T06:30"
+
+
+def steady_seconds() -> float:
+    """Seconds on a clock that nobody sets; on Linux it counts on while the machine sleeps."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """A moment in seconds since the epoch. That of a duration does not move when somebody sets the clock."""
+
+    moment: float
+    steady_moment: float | None = None  # the same in `steady_seconds`, for a duration
+
+    def seconds_left(self) -> float:
+        """Seconds until then, fewer than 0 behind it."""
+        return self.moment - time.time() if self.steady_moment is None else self.steady_moment - steady_seconds()
+
+    def has_passed(self) -> bool:
+        return self.seconds_left() <= 0
 
 
 @dataclass
@@ -41,15 +63,15 @@ class Spending:
 class Limits:
     """The limits at which a run stops in good order; None is no limit."""
 
-    deadline: float | None = None  # in seconds since the epoch
+    deadline: Deadline | None = None
     max_total_tokens: int | None = None
     max_worker_hours: float | None = None
 
-    def reached(self, spent: Spending, now: float) -> str | None:
-        """Name the limits that are reached, in a text for people; None if none is. `now` in seconds since the epoch."""
+    def reached(self, spent: Spending) -> str | None:
+        """Name the limits that are reached, in a text for people; None if none is."""
         found = []
-        if self.deadline is not None and now >= self.deadline:
-            moment = datetime.fromtimestamp(self.deadline).astimezone().isoformat(" ", "seconds")
+        if self.deadline is not None and self.deadline.has_passed():
+            moment = datetime.fromtimestamp(self.deadline.moment).astimezone().isoformat(" ", "seconds")
             found.append(f"--deadline {moment}")
         if self.max_total_tokens is not None and spent.num_tokens >= self.max_total_tokens:
             found.append(f"--max-total-tokens {self.max_total_tokens:,} ({spent.num_tokens:,} were generated)")
@@ -58,33 +80,43 @@ class Limits:
         return " and ".join(found) or None
 
 
-def parse_deadline(text: str, now: float) -> float:
-    """The moment that is meant, in seconds since the epoch, as `now` is. Raises ValueError.
+def parse_deadline(text: str, now: float) -> Deadline:
+    """The moment that is meant; `now` is in seconds since the epoch. Raises ValueError.
 
     A duration counts from `now`; a time of the day is the next one; what names no zone is in the local one.
     """
     try:
-        moment = _moment(text.strip(), datetime.fromtimestamp(now).astimezone())
-        return moment.timestamp()
+        if (seconds := _duration(text.strip())) is not None:
+            until = datetime.fromtimestamp(now, UTC) + timedelta(seconds=seconds)
+            return Deadline(until.timestamp(), steady_seconds() + seconds)
+        return Deadline(_moment(text.strip(), now))
     except (ValueError, OverflowError, OSError):
         raise ValueError(f"found {text!a}, {EXPECTED}") from None
 
 
-def _moment(text: str, now: datetime) -> datetime:
-    if text and (duration := DURATION.fullmatch(text)):
-        amounts = dict(zip(UNITS.values(), duration.groups(), strict=True))
-        return now + timedelta(**{unit: float(amount) for unit, amount in amounts.items() if amount})
+def _duration(text: str) -> float | None:
+    """The seconds of a duration; None for another text."""
+    if not text or (found := DURATION.fullmatch(text)) is None:
+        return None
+    amounts = dict(zip(UNITS.values(), found.groups(), strict=True))
+    return timedelta(**{unit: float(amount) for unit, amount in amounts.items() if amount}).total_seconds()
+
+
+def _moment(text: str, now: float) -> float:
     if TIME_OF_DAY.fullmatch(text):
-        return _next(text, now)
-    return datetime.fromisoformat(text).astimezone()
+        hour, minute, *rest = map(int, text.split(":"))
+        today = datetime.fromtimestamp(now).replace(hour=hour, minute=minute, second=0, microsecond=0)
+        days = [today.replace(second=rest[0] if rest else 0) + timedelta(days=days) for days in (0, 1)]
+        return min(moment for day in days for moment in _shown(day) if moment > now)
+    said = datetime.fromisoformat(text)
+    moments = [said.timestamp()] if said.tzinfo else _shown(said)
+    return next((moment for moment in moments if moment > now), moments[0])
 
 
-def _next(text: str, now: datetime) -> datetime:
-    """The next moment with this time of the day."""
-    hour, minute, *rest = map(int, text.split(":"))
-    for days in (0, 1):
-        day = now.replace(tzinfo=None) + timedelta(days=days)  # the zone's offset may differ from today's
-        moment = day.replace(hour=hour, minute=minute, second=rest[0] if rest else 0, microsecond=0).astimezone()
-        if moment > now:
-            return moment
-    return moment
+def _shown(local: datetime) -> list[float]:
+    """The moments when the local clock shows a time: two where it is set back, the jump where it is set past it."""
+    first, second = sorted(local.replace(fold=fold).timestamp() for fold in (0, 1))
+    if datetime.fromtimestamp(first) == local:
+        return [first] if first == second else [first, second]
+    seconds = range(int(first), int(second) + 1)
+    return [seconds[bisect_left(seconds, local, key=datetime.fromtimestamp)]]

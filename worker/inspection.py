@@ -25,11 +25,11 @@ from swiftbatch.worker.model.formats.catalogue import format_of
 from swiftbatch.worker.model.formats.contract import FormatError, StoredTensor
 from swiftbatch.worker.model.formats.layout import Layout, heads_in, layout_of
 from swiftbatch.worker.model.gguf.links import SUFFIX
+from swiftbatch.worker.model.hub import hub_snapshot, split_revision
 from swiftbatch.worker.model.model_files import (
     CONFIG_FILES,
     EMBEDDED,
     PARTS_FOLDER,
-    hub_snapshot,
     model_folder,
     read_whole_config,
     what_refuses,
@@ -89,8 +89,9 @@ def _stored_on_hub(model: str) -> tuple[tuple[str, StoredTensor], ...] | None:
     from huggingface_hub import get_safetensors_metadata
     from huggingface_hub.errors import NotASafetensorsRepoError
 
+    name, revision = split_revision(model)
     try:
-        files = get_safetensors_metadata(model).files_metadata.values()
+        files = get_safetensors_metadata(name, revision=revision).files_metadata.values()
     except NotASafetensorsRepoError:
         raise ModelError(
             f"model {model}: no model.safetensors on the hub, nor an index; other weights are not loaded"

@@ -26,32 +26,16 @@ from swiftbatch.jobs.input.input_file import (
 from swiftbatch.jobs.input.line_kinds import LineKinds
 from swiftbatch.jobs.input.line_parsing import JobLine, LineError, parse_object
 from swiftbatch.jobs.input.parquet_rows import MAGIC, Columns, Row, parquet_rows
+from swiftbatch.jobs.input.rejects import Reject, Rejects
 from swiftbatch.jobs.input.validation_errors import shown
 from swiftbatch.jobs.job import MAX_CUSTOM_ID, JobUrl
 
 MAX_LINE_BYTES = 32 * 2**20
 SKIP_BYTES = 2**20
-MAX_REJECTS = 1_000_000  # are kept in memory; a small compressed file may hold any number
+MAX_REJECTS = 1_000_000  # a small compressed file may hold any number
+MAX_FIRST_REJECTS = 10_000  # in front of the first job
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 PARQUET_SUFFIX = ".parquet"
-
-
-@dataclass(frozen=True)
-class Reject:
-    """A line that is no job: its number (from 1), its `custom_id` where it could be read, and the reason.
-
-    `file` is its file's name where there were several.
-    """
-
-    line_number: int
-    custom_id: str | None
-    reason: str
-    file: str | None = None
-
-    @property
-    def place(self) -> str:
-        """`line 7`, or `part-2.jsonl:7`."""
-        return f"line {self.line_number}" if self.file is None else f"{self.file}:{self.line_number}"
 
 
 @dataclass
@@ -65,7 +49,7 @@ class JobReader:
     columns: Columns = field(default_factory=Columns)
     endpoint: JobUrl | None = None  # None: lines for any
     is_for_many: bool = False  # files: then places are named with theirs
-    rejects: list[Reject] = field(default_factory=list)
+    rejects: Rejects = field(default_factory=Rejects)
     _files: list[tuple[int, str]] = field(default_factory=list)  # number of lines before each file, and its name
     _num_lines: int = 0
     _num_jobs: int = 0
@@ -87,8 +71,8 @@ class JobReader:
                 job = self._job(values, passed_over)
             except LineError as error:
                 custom_id = _readable_custom_id(values.get("custom_id")) if isinstance(values, dict) else None
-                self.rejects.append(Reject(self._num_lines, custom_id, str(error)))
-                self._refuse_endless()
+                self.rejects.add(Reject(self._num_lines, custom_id, str(error)))
+                self.refuse_endless(self.rejects)
                 continue
             self._num_jobs += 1
             yield self._num_lines, job
@@ -128,12 +112,14 @@ class JobReader:
             job = replace(job, without_effect=(*job.without_effect, *passed_over))
         return job
 
-    def _refuse_endless(self) -> None:
-        if len(self.rejects) > MAX_REJECTS:
-            first = self.placed(self.rejects[0])
+    def refuse_endless(self, rejects: Rejects) -> None:
+        """Raise InputFileError where so many lines of the files are bad that they are hardly meant to be jobs."""
+        most = MAX_REJECTS if self._num_jobs else MAX_FIRST_REJECTS
+        if len(rejects) > most:
+            first = self.placed(rejects[0])
             raise InputFileError(
-                f"{self._files[-1][1]} is no job file: found over {MAX_REJECTS:,} bad lines, "
-                f"the first is {first.place}: {first.reason}"
+                f"{self._files[-1][1]} is no job file: found over {most:,} bad lines"
+                f"{'' if self._num_jobs else ' and no good one'}, the first is {first.place}: {first.reason}"
             )
 
 
@@ -145,7 +131,7 @@ def read_jobs(path: str, run_seed: int) -> tuple[list[tuple[int, JobLine]], list
     reader = JobReader(run_seed)
     jobs = list(reader.lines(path, shown_input(path)))
     reader.end()
-    return jobs, reader.rejects
+    return jobs, list(reader.rejects)
 
 
 def _rows(path: str, name: str, columns: Columns) -> Iterator[Row]:

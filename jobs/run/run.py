@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -10,13 +9,11 @@ from functools import partial
 from itertools import tee
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pydantic import TypeAdapter
-
-from swiftbatch.jobs.input.reader import Reject
+from swiftbatch.jobs.input.rejects import Reject, Rejects
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.json_lines import dump_line
 from swiftbatch.jobs.run import job_table
-from swiftbatch.jobs.run.checked_reading import RunError, pretty, read_model, read_parsed
+from swiftbatch.jobs.run.checked_reading import RunError, pretty, read_model
 from swiftbatch.jobs.run.error_files import LineFiles, LinePlace, parsed_line, read_lines, written_line
 from swiftbatch.jobs.run.job_table import newest_with
 from swiftbatch.jobs.run.output import joined, write_output
@@ -27,6 +24,7 @@ from swiftbatch.jobs.run.run_records import Progress, RunManifest, WorkerStatus
 from swiftbatch.jobs.run.segment_format import SEGMENTS, SealedResult
 from swiftbatch.jobs.storage.retries import Retries
 from swiftbatch.jobs.storage.store import Store
+from swiftbatch.jobs.storage.temporary_files import at_hand, spool
 
 if TYPE_CHECKING:
     from swiftbatch.jobs.run.job_index import JobIndex
@@ -38,8 +36,6 @@ REJECTS = "rejects.jsonl"
 PROGRESS = "progress.json"
 CANCEL_RUN = "cancel/run.json"
 CANCEL_JOBS = "cancel/jobs"
-
-REJECT = TypeAdapter(Reject)
 
 
 class EndedJob(NamedTuple):
@@ -104,17 +100,22 @@ class Run(RunJobs):
         """The run of a folder with a damaged manifest: its jobs, rejects, results and errors are read without it."""
         return cls(Store(uri), None)
 
-    def write_rejects(self, rejects: Sequence[Reject]) -> None:
+    def write_rejects(self, rejects: Iterable[Reject]) -> None:
         """The rejects of the newest submission, in place of older ones."""
-        self.store.write(REJECTS, b"".join(dump_line(asdict(reject)) for reject in rejects))
+        with spool() as file:
+            for reject in rejects:
+                file.write(dump_line(asdict(reject)))
+            file.seek(0)
+            self.store.write_from(REJECTS, file)
 
-    def rejects(self) -> list[Reject]:
+    def rejects(self) -> Rejects:
         """The rejects of the newest submission, in file order; none where the file is damaged, see `damaged`."""
-        try:
-            return read_parsed(self.store, REJECTS, _parse_rejects) or []
-        except RunError:
-            self.damaged[REJECTS] = "found no list of rejected lines"
-            return []
+        with at_hand(self.store, REJECTS) as file:
+            try:
+                return Rejects() if file is None else Rejects.read(file)
+            except (ValueError, TypeError, RecursionError):
+                self.damaged[REJECTS] = "found no list of rejected lines"
+                return Rejects()
 
     def lacks_its_jobs(self) -> bool:
         """Return whether its only submission ended before its jobs were here: rejects are written behind them."""
@@ -309,28 +310,38 @@ class Run(RunJobs):
         """
         write_output(self.store, self.joined_lines(), check)
 
-    def refuse_other_model(self, model_fingerprint: str, text_fingerprint: str | None) -> None:
-        """Raise `RunError` for a model that has changed since the run was made: its tokens would be others."""
-        shown = f"model {self.manifest.model}"
-        self._refuse_other("model_fingerprint", shown, model_fingerprint)
+    def refuse_other_model(
+        self,
+        model_fingerprint: str,
+        text_fingerprint: str | None,
+        files: Mapping[str, str] | None = None,
+        commit: str | None = None,
+    ) -> None:
+        """Raise `RunError` for a model that has changed since the run was made: its tokens would be others.
+
+        `files` are the SHA-256s of those that were found, at a `commit` of the hub.
+        """
+        shown, known = f"model {self.manifest.stored_model}", self.manifest.model_files
+        differing = [] if files is None or known is None else [name for name in known if known[name] != files.get(name)]
+        of_commit = "" if commit is None else f" of commit {commit}"
+        found = f" ({differing[0]}{of_commit} is another)" if differing else ""
+        self._refuse_other("model_fingerprint", shown, model_fingerprint, found)
         if self.manifest.text_fingerprint is not None and text_fingerprint is not None:
             shown += ", with another chat template or another file of its tokenizer"
-            self._refuse_other("text_fingerprint", shown, text_fingerprint)
+            self._refuse_other("text_fingerprint", shown, text_fingerprint, found)
 
     def _fit_for(self, manifest: RunManifest) -> Run:
-        self.refuse_other_model(manifest.model_fingerprint, manifest.text_fingerprint)
+        self.refuse_other_model(
+            manifest.model_fingerprint, manifest.text_fingerprint, manifest.model_files, manifest.model_commit
+        )
         self._refuse_other("dtype", f"dtype {self.manifest.dtype}", manifest.dtype)
         self._refuse_other("kv_dtype", f"kv_dtype {self.manifest.kv_dtype}", manifest.kv_dtype)
         return self
 
-    def _refuse_other(self, field: str, shown: str, asked: str | None) -> None:
+    def _refuse_other(self, field: str, shown: str, asked: str | None, found: str = "") -> None:
         here = getattr(self.manifest, field)
         if here != asked:
             raise RunError(
-                f"the run at {self.store.shown_uri} was made with {shown}: expected {field} {here}, found {asked}; "
-                "use the same one, or another run folder"
+                f"the run at {self.store.shown_uri} was made with {shown}: expected {field} {here}, found {asked}"
+                f"{found}; use the same one, or another run folder"
             )
-
-
-def _parse_rejects(data: bytes) -> list[Reject]:
-    return [REJECT.validate_python(json.loads(line)) for line in data.splitlines()]

@@ -49,6 +49,7 @@ class RunManifest(Frozen):
     model_fingerprint: str
     text_fingerprint: str | None = None  # of chat template and further files of the tokenizer; None in older runs
     model_files: dict[str, str] | None = None  # the SHA-256 of each of its files, by its place; None in older runs
+    model_commit: str | None = None  # of a model of the hub; None for others, and in older runs
     engine: str
     draft_model: str | None = None  # folder of the engine's trained parts; None: the model's own
     kv_offload: str | None = None  # folder that key-value caches are kept in; None: on the device
@@ -70,6 +71,11 @@ class RunManifest(Frozen):
     versions: dict[str, str]
     exactness: Exactness
     cpu_capability: str
+
+    @property
+    def stored_model(self) -> str:
+        """The model's name with the commit that the run was made with, where it is one of the hub."""
+        return self.model if self.model_commit is None else f"{self.model.partition('@')[0]}@{self.model_commit}"
 
     @property
     def fingerprint(self) -> str:

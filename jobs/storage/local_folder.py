@@ -14,16 +14,77 @@ import shutil
 import stat
 import time
 from collections.abc import Callable
+from contextlib import closing
 from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 from uuid import uuid4
+
+Answer = TypeVar("Answer")
 
 ASIDE = re.compile(r"\..+\.[0-9a-f]{32}")  # the name of a file that has yet to get its own
 COPY_BYTES = 2**23
 NUM_DELETE_TRIES = NUM_WRITE_TRIES = 5
 NO_FILE = {errno.ENXIO, errno.ELOOP}  # a socket, a link to itself
+ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}
 NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
+
+
+class ReplacedError(OSError):
+    """The file is no longer the one that was opened."""
+
+    def __init__(self) -> None:
+        super().__init__(errno.ECANCELED, "it was replaced while it was read; try again")
+
+
+class LocalReader:
+    """Reads one file. After an error the same can be asked for again: then the file is opened anew.
+
+    The handle of a file on a network disk may stay stale.
+    """
+
+    def __init__(self, path: str) -> None:
+        """Raises `FileNotFoundError` when there is no such file."""
+        self._path = path
+        self._file = _opened(path)
+        self._identity = _identity(self._file)
+        self._is_doubtful = False
+
+    def read(self, size: int = -1) -> bytes:
+        """The next `size` bytes, or the rest; b"" at the end. Raises `ReplacedError` where another file is there."""
+        return self._ask(lambda file: file.read(size)) or b""
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        return self._ask(lambda file: file.seek(offset, whence))
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _ask(self, ask: Callable[[FileIO], Answer]) -> Answer:
+        if self._is_doubtful:
+            self._open_anew()
+        start = self._file.tell()
+        try:
+            return ask(self._file)
+        except OSError:
+            self._file.seek(start)
+            self._is_doubtful = True
+            raise
+
+    def _open_anew(self) -> None:
+        try:
+            file = _opened(self._path)
+        except FileNotFoundError:
+            raise ReplacedError from None
+        file.seek(self._file.tell())
+        self._file.close()
+        self._file = file
+        if _identity(file) != self._identity:
+            raise ReplacedError
+        self._is_doubtful = False
 
 
 class LocalFolder:
@@ -67,7 +128,7 @@ class LocalFolder:
         source = self.open(path)
         if source is None:
             return None
-        with source:
+        with closing(source):
             return source.read(-1)
 
     def read_part(self, path: str, start: int, length: int) -> bytes | None:
@@ -80,15 +141,19 @@ class LocalFolder:
         finally:
             os.close(number)
 
-    def open(self, path: str) -> FileIO | None:
+    def open(self, path: str) -> LocalReader | None:
         try:
-            # a pipe without a writer would hold us up
-            return open(f"{self._root}/{path}", "rb", buffering=0, opener=_open_file)
+            return LocalReader(f"{self._root}/{path}")
         except FileNotFoundError:
             return None
 
     def exists(self, path: str) -> bool:
-        return (self._root / path).is_file()
+        try:  # `Path.is_file` of Python 3.14 takes every error for an absent file
+            return stat.S_ISREG(os.stat(self._root / path).st_mode)
+        except OSError as error:
+            if error.errno in ABSENT:
+                return False
+            raise
 
     def list(self, folder: str) -> list[str]:
         try:
@@ -185,11 +250,22 @@ def _open_file(path: str, flags: int) -> int:
     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
 
 
+def _opened(path: str) -> FileIO:
+    return open(path, "rb", buffering=0, opener=_open_file)  # a pipe without a writer would hold us up
+
+
+def _identity(file: FileIO) -> tuple[int, int, int]:
+    status = os.fstat(file.fileno())
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
 def _size(entry: os.DirEntry[str]) -> int | None:
     try:
         status = entry.stat()
-    except OSError:  # gone, or a link that leads nowhere
-        return None
+    except OSError as error:
+        if error.errno in ABSENT:  # or a link that leads nowhere
+            return None
+        raise
     return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from io import SEEK_END, UnsupportedOperation
@@ -12,14 +11,8 @@ from typing import Any, BinaryIO
 
 from tenacity import Retrying, retry_if_exception_type, stop_after_attempt
 
+from swiftbatch.jobs.storage.local_folder import ReplacedError
 from swiftbatch.jobs.storage.object_stores import Place, as_os_error
-
-
-class ReplacedError(OSError):
-    """The object is no longer the one that was opened."""
-
-    def __init__(self) -> None:
-        super().__init__(errno.ECANCELED, "it was replaced while it was read; try again")
 
 
 class ObjectReader:

@@ -6,10 +6,12 @@ import builtins
 import errno
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
-from typing import IO, BinaryIO, Protocol, TypeVar, cast
+from functools import partial
+from io import SEEK_SET, BufferedReader, RawIOBase
+from typing import IO, Any, BinaryIO, Protocol, TypeVar, cast
 
 from swiftbatch.jobs.errors import UserError
-from swiftbatch.jobs.storage.local_folder import COPY_BYTES, LocalFolder
+from swiftbatch.jobs.storage.local_folder import COPY_BYTES, LocalFolder, LocalReader
 from swiftbatch.jobs.storage.object_folder import ObjectFolder
 from swiftbatch.jobs.storage.object_stores import hidden_credentials, local_path, open_place, shown_uri
 from swiftbatch.jobs.storage.retries import BRIEF_RETRIES, NO_RETRIES, Retries, is_transient
@@ -76,6 +78,37 @@ class Folder(Protocol):
 
 Result = TypeVar("Result")
 
+
+class _SeekableFile(RawIOBase):
+    """A file of a local folder; `patiently` calls what reads from it, again after errors that may pass."""
+
+    def __init__(self, source: LocalReader, patiently: Callable[[Callable[[], Any]], Any]) -> None:
+        self._source, self._patiently = source, patiently
+
+    def readinto(self, buffer: Any, /) -> int:
+        data: bytes = self._patiently(lambda: self._source.read(len(buffer)))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def seek(self, offset: int, whence: int = SEEK_SET) -> int:
+        place: int = self._patiently(lambda: self._source.seek(offset, whence))
+        return place
+
+    def tell(self) -> int:
+        return self._source.tell()
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self._source.close()
+        super().close()
+
+
+READING = {"read", "look up", "list"}
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
@@ -94,12 +127,14 @@ class Store:
     def __init__(self, uri: str, retries: Retries | None = None) -> None:
         """`uri` is a local path, `file://`, `s3://` or `gs://`; nothing is created yet.
 
-        Without `retries` a disk is not tried again, an object store for a few seconds: it is busy on good days, too.
+        Without `retries`, reads are tried again for a few seconds, and writes to an object store: it is busy on good
+        days, too. A full disk should show at once.
         """
         self.shown_uri = shown_uri(uri)
         try:
             path = local_path(uri)
-            self._retries = retries or (BRIEF_RETRIES if path is None else NO_RETRIES)
+            self._retries = retries or BRIEF_RETRIES
+            self._write_retries = retries or (BRIEF_RETRIES if path is None else NO_RETRIES)
             self._folder: Folder = self._open_objects(uri) if path is None else LocalFolder(path)
         except (OSError, ValueError) as error:
             problem = " ".join(hidden_credentials(str(error), uri).split())
@@ -157,13 +192,16 @@ class Store:
 
     @contextmanager
     def opened(self, path: str) -> Iterator[BinaryIO | None]:
-        """A file of a local folder that can seek, open within the block; None when there is none."""
+        """A file of a local folder that can seek, open within the block; None when there is none.
+
+        What is done with it raises `StoreError` as the store's own methods do.
+        """
         source = self._try("read", path, lambda: self._folder.open(path))
         if source is None:
             yield None
             return
-        with closing(source):
-            yield cast(BinaryIO, source)
+        with BufferedReader(_SeekableFile(cast(LocalReader, source), partial(self._try, "read", path))) as file:
+            yield file
 
     def copy_to(self, path: str, target: IO[bytes]) -> bool:
         """Write the bytes of a file to `target`, a piece at a time; False when there is none.
@@ -231,12 +269,13 @@ class Store:
         """`call` as often as the retries allow; an error of the storage becomes one line for the user."""
         if not (is_root_meant and path == ""):
             _check(path)
+        retries = self._retries if action in READING else self._write_retries
         try:
-            return self._retries.call(call)
+            return retries.call(call)
         except OSError as error:
             line = " ".join(hidden_credentials(error.strerror or str(error), self.uri).split())
             where = f"{path!a} in {self.shown_uri}" if path else self.shown_uri
-            tried = f", tried for {self._retries.seconds:g} s" if self._retries.seconds and is_transient(error) else ""
+            tried = f", tried for {retries.seconds:g} s" if retries.seconds and is_transient(error) else ""
             raise StoreError(f"cannot {action} {where}: {line}{tried}; {self._advice(error)}") from None
 
     def _advice(self, error: OSError) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import AttemptRecord, CheckpointStore
 from swiftbatch.jobs.checkpoints.packed_logs import PackedLogs
-from swiftbatch.jobs.input.reader import Reject
+from swiftbatch.jobs.input.rejects import Reject
 from swiftbatch.jobs.job import Job, JobRecord
 from swiftbatch.jobs.run.checked_reading import NUM_READERS
 from swiftbatch.jobs.run.job_index import JobEntry, JobIndex
@@ -56,7 +56,7 @@ class RunFacts:
     num_drivers: int
     jobs: tuple[JobFacts, ...]
     tally: Tally
-    rejects: tuple[Reject, ...]
+    rejects: Sequence[Reject]
 
     @property
     def enough_for_thoughts(self) -> int:
@@ -94,7 +94,7 @@ def gather(run: Run, progress: Progress, drivers: Sequence[DriverClaim]) -> RunF
         num_drivers=len(drivers),
         jobs=reader.with_prompts(_most_urgent(listed)),
         tally=tally,
-        rejects=tuple(run.rejects()),
+        rejects=run.rejects(),
     )
 
 

@@ -61,7 +61,7 @@ def extend(
         find_jobs(run, custom_id)
     refuse_older(run)
     refuse_changed_model(run)
-    files = locate_model(run.manifest.model)
+    files = locate_model(run.manifest.stored_model)
     room = kv_room(run.manifest, files, settings)
     with showing as display, Hold(run, may_take_over, forgets_cancel=True) as hold:
         extension = extend_jobs(hold, max_tokens, custom_ids, files, room)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -59,7 +58,7 @@ def nightly(context: click.Context, /, inbox: str, runs_uri: str, if_busy: str, 
         code = SOME_FAILED if skipped else 0
         for number, (path, digest) in enumerate(digests.items()):
             held.check()
-            if _has_passed(options["deadline"]):
+            if options["deadline"] is not None and options["deadline"].has_passed():
                 Lines(sys.stderr).write(f"the deadline has passed: {len(digests) - number} job files are left")
                 code = max(code, LIMIT_REACHED)
                 break
@@ -97,10 +96,6 @@ def _run_file(
     if code not in (INTERRUPTED, LIMIT_REACHED):
         Store(run_uri).write(MARK, dump_line({"job_file": path, "sha256": digest}))
     return code
-
-
-def _has_passed(deadline: float | None) -> bool:
-    return deadline is not None and time.time() >= deadline
 
 
 def _without_done(inbox: Store, runs: Store, paths: list[str], skipped: dict[str, str]) -> dict[str, str]:

@@ -25,9 +25,11 @@ def status(run_uri: str, as_json: bool, is_watching: bool) -> None:
     from swiftbatch.jobs.run.run import Run
     from swiftbatch.scheduler.display.progress_line import damage_lines
     from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
+    from swiftbatch.scheduler.runs.run_watch import patient
 
     run = Run.open(run_uri)
     if is_watching:
+        run = patient(run)
         _watch_status(run, as_json)
     elif as_json:
         shown = current_progress(run).model_dump(mode="json") | {"clock": run.manifest.clock}

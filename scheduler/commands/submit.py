@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from swiftbatch.jobs.input.parquet_rows import Columns
-    from swiftbatch.jobs.input.reader import Reject
+    from swiftbatch.jobs.input.rejects import Reject
     from swiftbatch.jobs.shards.shard_settings import ShardSettings
     from swiftbatch.scheduler.display.display import Display
 
@@ -123,7 +123,7 @@ token_option = options_of("What decides the tokens; stored in the run")
 )
 @run_option("--strict", is_flag=True, help="Refuse all files if one line is bad.")
 @token_option(
-    "--model", callback=filled, help=f"`embedded`, a folder, a .gguf, or a hub id. [default: {Computation.model}]"
+    "--model", callback=filled, help=f"`embedded`, a folder, a .gguf, or ORG/NAME[@REVISION] on the hub. [default: {Computation.model}]"
 )
 @token_option("--dtype", type=DTYPES, help=f"[default: {Computation.dtype}]")
 @token_option("--kv-dtype", type=KV_DTYPES, help=KV_DTYPE_HELP)

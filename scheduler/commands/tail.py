@@ -24,9 +24,10 @@ def tail(run_uri: str, custom_id: str, follow: bool, choice: int) -> None:
     """
     from swiftbatch.jobs.run.run import Run
     from swiftbatch.scheduler.display.progress_line import harmless
-    from swiftbatch.scheduler.runs.run_watch import follow_text
+    from swiftbatch.scheduler.runs.run_watch import follow_text, patient
 
     run = Run.open(run_uri)
+    run = patient(run) if follow else run
     for piece in follow_text(run, custom_id, follow, choice):
         click.echo(harmless(piece) if sys.stdout.isatty() else piece, nl=False)
     click.echo()

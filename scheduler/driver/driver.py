@@ -97,7 +97,7 @@ class Driver:
     def _is_to_stop(self) -> bool:
         """Return whether a user or a limit wants the run to end; a user's wish comes first."""
         if not self._is_stopping:
-            self.reached_limit = self._context.limits.reached(self._context.spent, time.time())
+            self.reached_limit = self._context.limits.reached(self._context.spent)
         return self._is_stopping or self.reached_limit is not None
 
     def _step(self) -> None:

@@ -90,6 +90,7 @@ def with_model(manifest: RunManifest, files: ModelFiles) -> RunManifest:
         update={
             "model_fingerprint": files.fingerprint,
             "text_fingerprint": files.text_fingerprint,
+            "model_commit": files.commit,
             "model_files": {**files.digests.model, **files.digests.text},
             "exactness": known_verdict(key),
         }
@@ -136,8 +137,9 @@ def refuse_changed_model(run: Run) -> None:
     Where there are none, the run may be at its end, or a cluster's workers may have them: those say if they do not.
     """
     with contextlib.suppress(ModelError):
-        files = locate_model(run.manifest.model)
-        run.refuse_other_model(files.fingerprint, files.text_fingerprint)
+        files = locate_model(run.manifest.stored_model)
+        known = {**files.digests.model, **files.digests.text}
+        run.refuse_other_model(files.fingerprint, files.text_fingerprint, known, files.commit)
 
 
 def refuse_older(run: Run) -> None:

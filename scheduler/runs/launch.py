@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
@@ -73,7 +72,7 @@ def launch(hold: Hold, settings: Settings, display: Display) -> Outcome:
         for path, problem, kept in run.set_damaged_aside(queue.unfinished()):
             display.note(LineDamaged(path, problem, kept))
         spent = Spending.so_far(hold.before, queue.num_generated_tokens)
-        reached = settings.limits.reached(spent, time.time()) if queue.num_unfinished else None
+        reached = settings.limits.reached(spent) if queue.num_unfinished else None
         if queue.num_unfinished and reached is None:
             refuse_older(run)
             config = _engine_config(run.manifest, settings)
@@ -105,7 +104,7 @@ def _drive(
     """Drive the run; return the state in which it ends, and the limit that it has reached, if any."""
     if config.device == "cuda" and cluster.is_embedded and cluster.num_gpus == 0:
         raise ClusterError("the run was made for cuda, and this machine has no GPU; use --address or another run")
-    if slow := slow_on_gpu(config.model, cluster.num_gpus_per_worker(config.device)):
+    if slow := slow_on_gpu(run.manifest.stored_model, cluster.num_gpus_per_worker(config.device)):
         display.note(slow)
     if cluster.is_embedded and cluster.num_gpus_per_worker(config.device) and settings.num_workers > cluster.num_gpus:
         display.note(FewGpus(settings.num_workers, cluster.num_gpus))
@@ -117,7 +116,7 @@ def _drive(
         metrics_host=None if settings.metrics_port is None else worker_host,
         log_folder=_log_folder(run, cluster),
     )
-    most_positions = _most_positions(config, settings, cluster)
+    most_positions = _most_positions(run.manifest, settings, cluster)
     with contextlib.ExitStack() as stack:
         fleet = Fleet(spec, cluster, settings.patience)
         context = DriverContext(
@@ -141,15 +140,15 @@ def _drive(
         return driver.run(), driver.reached_limit
 
 
-def _most_positions(config: EngineConfig, settings: Settings, cluster: Cluster) -> int | None:
+def _most_positions(manifest: RunManifest, settings: Settings, cluster: Cluster) -> int | None:
     """The positions that a worker's caches may hold in the memory that was asked for. Raises KVRoomError."""
     if settings.kv_memory is None:
         return None
     asked = f"--kv-memory {settings.kv_memory:g}"
-    if cluster.num_gpus_per_worker(config.device):
+    if cluster.num_gpus_per_worker(manifest.device):
         raise KVRoomError(f"{asked}: found workers on GPUs, which share their own memory out; leave the option away")
-    read = read_config(config.model, model_folder(config.model, CONFIG_FILES))
-    num_bytes = bytes_per_position(read, config.dtype, config.kv_dtype)
+    read = read_config(manifest.model, model_folder(manifest.stored_model, CONFIG_FILES))
+    num_bytes = bytes_per_position(read, manifest.dtype, manifest.kv_dtype)
     if num_bytes is None:
         raise KVRoomError(f"{asked}: the model's config does not say what a position takes; use --slots instead")
     return int(settings.kv_memory * GB / num_bytes)
@@ -169,7 +168,7 @@ def _engine_config(manifest: RunManifest, settings: Settings) -> EngineConfig:
     Raises ModelError where the engine's trained parts are missing, KVRoomError where caches can't be kept in a folder.
     """
     computation = computation_of(manifest, settings)
-    check_parts(computation.engine, computation.model, manifest.model_fingerprint, computation.draft_model)
+    check_parts(computation.engine, manifest.stored_model, manifest.model_fingerprint, computation.draft_model)
     if settings.address is None:  # a cluster's workers look for themselves
         check_folder(computation.kv_offload)
     return EngineConfig(**asdict(with_absolute_folders(computation)), **asdict(settings.checkpoints))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from swiftbatch.jobs.input.line_parsing import JobLine
-from swiftbatch.jobs.input.reader import Reject
+from swiftbatch.jobs.input.rejects import Reject, Rejects
 from swiftbatch.jobs.job import JobRecord, LastMarker, packed
 from swiftbatch.jobs.repetition import RepetitionDetection
 from swiftbatch.jobs.sampling import SamplingParams, ThinkingEnd
@@ -35,7 +35,7 @@ class LineNotes:
     `priorities` are by `custom_id`, but for those that are 0.
     """
 
-    rejects: list[Reject] = field(default_factory=list)
+    rejects: Rejects = field(default_factory=Rejects)
     priorities: dict[str, int] = field(default_factory=dict)
     without_effect: Counter[str] = field(default_factory=Counter)
 
@@ -66,7 +66,7 @@ def make_records(
                 room.refuse_too_long(length)
                 longest = length
         except (ValueError, KVRoomError) as error:
-            notes.rejects.append(Reject(line_number, line.custom_id, str(error)))
+            notes.rejects.add(Reject(line_number, line.custom_id, str(error)))
             continue
         if line.priority:
             notes.priorities[line.custom_id] = line.priority

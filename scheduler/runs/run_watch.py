@@ -14,14 +14,22 @@ from swiftbatch.jobs.checkpoints.packed_logs import PackedLogs
 from swiftbatch.jobs.checkpoints.token_log import TokenLog
 from swiftbatch.jobs.run.job_index import JobEntry
 from swiftbatch.jobs.run.run import Progress, Run, RunError
+from swiftbatch.jobs.storage.retries import Retries
+from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.display.display import Display
 from swiftbatch.scheduler.display.events import DriverAwaited, DriverSilent
 from swiftbatch.scheduler.driver.driver_heartbeat import beat_seconds, current_progress, liveness, with_counts
 from swiftbatch.scheduler.driver.queue_loading import count_jobs
 from swiftbatch.scheduler.runs.cancellation import find_jobs
+from swiftbatch.worker.config import CheckpointSettings
 
 POLL_SECONDS = 1.0
 TAKEN_BACK = "\n[a loop was taken back, this is in its place:]\n"
+
+
+def patient(run: Run) -> Run:
+    """The same run, to be watched for hours: its store may be away for as long as the run's own driver would wait."""
+    return Run(Store(run.store.uri, Retries(CheckpointSettings.store_retry_seconds)), run.manifest)
 
 
 def watch(run: Run, display: Display) -> Progress:
@@ -69,7 +77,7 @@ def follow_text(run: Run, custom_id: str, follow: bool, choice: int = 0) -> Iter
 
     record = _find_choice(run, custom_id, choice)
     checkpoints, packed = CheckpointStore.of(run), PackedLogs.of(run)
-    settled = TextCodec(locate_model(run.manifest.model)).output_text.settled
+    settled = TextCodec(locate_model(run.manifest.stored_model)).output_text.settled
     shown = ""
     while True:
         # looked up before the text, so that what was written in between is not missed

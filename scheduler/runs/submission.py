@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,8 +15,10 @@ from numpy.typing import NDArray
 
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.garbage_collection import looked_for_seldom
+from swiftbatch.jobs.input.line_parsing import JobLine
 from swiftbatch.jobs.input.parquet_rows import Columns
-from swiftbatch.jobs.input.reader import JobReader, Reject
+from swiftbatch.jobs.input.reader import JobReader
+from swiftbatch.jobs.input.rejects import Reject, Rejects
 from swiftbatch.jobs.job import JobUrl
 from swiftbatch.jobs.repetition import loop_guard
 from swiftbatch.jobs.run.job_index import COLUMNS, JobIndex
@@ -80,7 +83,7 @@ class Submission:
     run: Run
     hold: Hold
     jobs: JobIndex
-    rejects: list[Reject]
+    rejects: Rejects
     without_effect: dict[str, int]
 
 
@@ -105,12 +108,11 @@ def submission(
     manifest = kept_or_new_manifest(run_uri, settings)
     is_for_gpus = not manifest.model_fingerprint and manifest.device != "cpu"  # a new run, or it has its rows
     said = [jobs] if isinstance(jobs, str) else jobs
-    files = locate_model(manifest.model)
+    files = locate_model(manifest.stored_model)
     codec = TextCodec(files, manifest.thinking_markers, manifest.clock)
     manifest = with_markers(with_model(manifest, files), codec)
     reader, notes = JobReader(manifest.seed, columns, endpoint), LineNotes()
-    said = [jobs] if isinstance(jobs, str) else jobs
-    lines = job_lines(said, reader)
+    lines = _bounded(job_lines(said, reader), reader, notes)
     if manifest.thinking_end == "close" and codec.markers is None:
         raise UserError(f"--thinking-end: found close, {NO_MARKERS}; leave the option away")
     room, guard = kv_room(manifest, files, settings), loop_guard(manifest.loop_guard)
@@ -118,9 +120,8 @@ def submission(
     with spool() as table:
         with looked_for_seldom():
             write_records(table, make_records(lines, notes, files, codec, *fitting), manifest.run_id)
-        rejects = [*reader.rejects, *notes.rejects]
-        if rejects and is_strict:
-            raise StrictError(said[0], [reader.placed(reject) for reject in _in_order(rejects)])
+        if is_strict and (rejects := _in_order(reader, notes)):
+            raise StrictError(said[0], rejects)
         if is_for_gpus:
             manifest = with_rows(manifest, files, JobIndex.of(parts_of(table, COLUMNS)), settings)
         planned = Run.planned(run_uri, manifest, settings.start_retries)
@@ -130,13 +131,23 @@ def submission(
                 ask_for_shards(run.store, settings.shards)
             added, changed = add_new(run, table)
             set_priorities(run.store, added.custom_ids(), notes.priorities)
-            rejects = [reader.placed(reject) for reject in _in_order([*rejects, *changed])]
+            rejects = _in_order(reader, notes, changed)
             run.write_rejects(rejects)
             yield Submission(run, hold, added, rejects, dict(notes.without_effect))
 
 
-def _in_order(rejects: Iterable[Reject]) -> list[Reject]:
-    return sorted(rejects, key=lambda reject: reject.line_number)
+def _bounded(
+    lines: Iterable[tuple[int, JobLine]], reader: JobReader, notes: LineNotes
+) -> Iterator[tuple[int, JobLine]]:
+    for line in lines:
+        reader.refuse_endless(notes.rejects)
+        yield line
+
+
+def _in_order(reader: JobReader, notes: LineNotes, changed: Iterable[Reject] = ()) -> Rejects:
+    """All rejects by line, with their places."""
+    some = heapq.merge(reader.rejects, notes.rejects, changed, key=lambda reject: reject.line_number)
+    return Rejects(map(reader.placed, some))
 
 
 def _made(planned: Run, manifest: RunManifest) -> Run:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from swiftbatch.jobs.errors import UserError
-from swiftbatch.jobs.input.reader import Reject
+from swiftbatch.jobs.input.rejects import Reject
 from swiftbatch.jobs.json_lines import dump_line
 from swiftbatch.jobs.run.checked_reading import DamagedError, read_model
 from swiftbatch.jobs.run.output import temporary_file
@@ -189,7 +189,7 @@ def _reason_to_end(batch: Batch, driver: DriverProcess | None) -> Reason | None:
     if lines is not None and running_status(batch.store, lines).state == "finalizing":
         return "finished"
     can_name_lines = lines is not None or driver is not None
-    return "expired" if can_name_lines and batch.has_expired(time.time()) else None
+    return "expired" if can_name_lines and batch.has_expired() else None
 
 
 def _end_state(batch: Batch, delivered: Delivered) -> EndState:

@@ -14,8 +14,9 @@ from swiftbatch.jobs.job import JobUrl
 from swiftbatch.jobs.run.checked_reading import NUM_READERS, DamagedError, RunError, pretty, read_model
 from swiftbatch.jobs.run.error_files import DAMAGED
 from swiftbatch.jobs.storage.store import Store
+from swiftbatch.scheduler.limits import Deadline, steady_seconds
 from swiftbatch.scheduler.process.streams import Lines
-from swiftbatch.scheduler.serve.client_errors import no_such_batch
+from swiftbatch.scheduler.serve.client_errors import RefusedError, no_such_batch, other_request
 from swiftbatch.scheduler.serve.server_records import (
     BATCH,
     BATCHES,
@@ -26,6 +27,7 @@ from swiftbatch.scheduler.serve.server_records import (
     Catalogue,
     Ended,
     Order,
+    id_of_key,
     is_batch_id,
     new_batch_id,
     read_record,
@@ -41,6 +43,11 @@ class Batch:
     cancellation: Cancellation | None = None
     ended: Ended | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
+    _deadline: Deadline = field(init=False)
+
+    def __post_init__(self) -> None:
+        seconds_left = self.record.expires - time.time()
+        self._deadline = Deadline(self.record.expires, steady_seconds() + seconds_left)
 
     @property
     def id(self) -> str:
@@ -54,8 +61,13 @@ class Batch:
     def owner(self) -> str | None:
         return self.record.owner
 
-    def has_expired(self, now: float) -> bool:
-        return now >= self.record.expires
+    def has_expired(self) -> bool:
+        """Return whether its window has passed since the server began with it, however the clock was set meanwhile."""
+        return self._deadline.has_passed()
+
+    @property
+    def seconds_left(self) -> float:
+        return self._deadline.seconds_left()
 
 
 class Batches:
@@ -88,11 +100,16 @@ class Batches:
         owner: str | None,
         priority: int = 0,
         webhook: str | None = None,
+        key: str | None = None,
     ) -> Batch:
-        """A new batch, which may take so many seconds; it is kept when this returns."""
+        """A new batch, which may take so many seconds; it is kept when this returns.
+
+        With the `key` of a batch that is there, it is that one. Raises RefusedError where that is of another request,
+        or damaged.
+        """
         now = time.time()
         record = BatchRecord(
-            id=new_batch_id(),
+            id=new_batch_id() if key is None else id_of_key("batch_", owner, key),
             created=now,
             input_file_id=input_file_id,
             endpoint=endpoint,
@@ -103,10 +120,25 @@ class Batches:
             priority=priority,
             webhook=webhook,
         )
+        known = None if key is None else self.with_key(owner, key)
+        if known is not None:
+            if known.record != record.model_copy(update=known.record.model_dump(include={"created", "expires"})):
+                raise other_request(str(key))
+            return known
         batch = Batch(record, self._folder(record.id))
         batch.store.write(BATCH, pretty(record))
         self._catalogue.add(batch)
         return batch
+
+    def with_key(self, owner: str | None, key: str) -> Batch | None:
+        """The batch that an earlier request with this key made. Raises RefusedError where it is damaged."""
+        batch_id = id_of_key("batch_", owner, key)
+        known = self._catalogue.get(batch_id, owner)
+        if known is None and (known := self._read(batch_id)) is not None:  # the store failed behind the write
+            self._catalogue.add(known)
+        if known is None and self._folder(batch_id).exists(BATCH):
+            raise RefusedError(f"{batch_id}, which this Idempotency-Key has made, is damaged", 409, code="damaged_run")
+        return known
 
     def get(self, batch_id: str, owner: str | None) -> Batch:
         """The owner's batch with this id. Raises RefusedError if there is none."""

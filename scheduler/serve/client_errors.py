@@ -38,6 +38,15 @@ def no_such_batch(batch_id: str) -> RefusedError:
     return RefusedError(f"No batch found with id '{batch_id[:80]}'.", 404, "batch_id")
 
 
+def other_request(key: str) -> RefusedError:
+    return RefusedError(
+        f"Idempotency-Key: {key[:80]!a} came with another request before; expected the same request, or another key",
+        422,
+        "Idempotency-Key",
+        "idempotency_key_reused",
+    )
+
+
 class Places:
     """Takes the places of one server out of texts, also out of JSON and HTML."""
 

@@ -30,7 +30,7 @@ def partial_texts(run: Run, running: Container[str], last_tokens: int | None = N
         if job.name in running:
             kept = packed[job.job_id].log if job.job_id in packed else checkpoints.read_log(job.job_id)
             token_ids = kept.token_ids.tolist()
-            settled = _codec(run.manifest.model).output_text.settled
+            settled = _codec(run.manifest.stored_model).output_text.settled
             num_before = 0 if last_tokens is None else len(settled(token_ids[:-last_tokens]))
             texts.append(
                 {

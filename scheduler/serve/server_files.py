@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,7 @@ from swiftbatch.jobs.input.job_file_paths import joined
 from swiftbatch.jobs.run.checked_reading import NUM_READERS, RunError, pretty
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.process.streams import Lines
-from swiftbatch.scheduler.serve.client_errors import RefusedError, no_such_file
+from swiftbatch.scheduler.serve.client_errors import RefusedError, no_such_file, other_request
 from swiftbatch.scheduler.serve.server_records import (
     CONTENT,
     FILE,
@@ -21,6 +22,7 @@ from swiftbatch.scheduler.serve.server_records import (
     FileRecord,
     Order,
     Purpose,
+    id_of_key,
     is_file_id,
     new_file_id,
     read_record,
@@ -33,6 +35,7 @@ class Files:
     def __init__(self, store: Store) -> None:
         """Read the files; what an upload that a kill cut off has left is deleted."""
         self._store = store
+        self._adding = threading.Lock()  # of two requests with one key, one adds the file
         names = [name for name in store.list(FILES) if is_file_id(name)]
         with ThreadPoolExecutor(NUM_READERS) as pool:
             records = list(pool.map(self._read, names))
@@ -61,6 +64,21 @@ class Files:
         self._store.write(f"{FILES}/{file_id}/{FILE}", pretty(record))
         self._catalogue.add(record)
         return record
+
+    def add_once(self, source: BinaryIO, filename: str, owner: str | None, key: str) -> FileRecord:
+        """Keep a file of jobs as `add` does, or return that of an earlier request with this key.
+
+        Raises RefusedError where that is another file.
+        """
+        file_id = id_of_key("file-", owner, key)
+        with self._adding:
+            known = self._catalogue.get(file_id, owner)
+            if known is None:
+                return self.add(source, filename, "batch", owner, file_id)
+        pieces = self.content(known)
+        if known.filename != filename or any(source.read(len(piece)) != piece for piece in pieces) or source.read(1):
+            raise other_request(key)
+        return known
 
     def get(self, file_id: str, owner: str | None, param: str = "id") -> FileRecord:
         """The owner's file with this id. Raises RefusedError if there is none."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import bisect
 import hashlib
+import json
 import re
 import secrets
 import threading
@@ -55,6 +56,11 @@ def new_file_id() -> str:
 
 def new_batch_id() -> str:
     return f"batch_{secrets.token_hex(NUM_BYTES)}"
+
+
+def id_of_key(kind: Literal["file-", "batch_"], owner: str | None, key: str) -> str:
+    """The id of what a request with an idempotency key makes: the same however often it comes, also after a restart."""
+    return kind + hashlib.sha256(json.dumps([owner, key]).encode()).hexdigest()[: 2 * NUM_BYTES]
 
 
 def delivered_file_id(batch_id: str, delivery: Delivery) -> str:

@@ -117,18 +117,14 @@ class Service:
             return RefusedError(told, 409, code="damaged_run")
         return RefusedError(told, 503, code="not_available")
 
-    def create_batch(self, new: NewBatch, owner: str | None) -> Batch:
-        """A new batch, to be run. Raises RefusedError, StoreError."""
+    def create_batch(self, new: NewBatch, owner: str | None, key: str | None = None) -> Batch:
+        """A new batch, to be run, or that of an earlier request with this key. Raises RefusedError, StoreError."""
         seconds, input_file_id = new.seconds, new.input_file_id
         self._receivers.check(new.webhook)
         with self._input_lock:
-            self._check_number(owner)
-            file = self.files.get(input_file_id, owner, "input_file_id")
-            self.files.check(file)
-            if file.purpose != "batch":
-                raise RefusedError(
-                    f"input_file_id: {input_file_id} has another purpose than batch", param="input_file_id"
-                )
+            if key is None or self.batches.with_key(owner, key) is None:
+                self._check_number(owner)
+                self._check_input(input_file_id, owner)
             batch = self.batches.create(
                 input_file_id,
                 new.endpoint,
@@ -138,9 +134,18 @@ class Service:
                 owner,
                 new.priority,
                 new.webhook,
+                key,
             )
-            self.keeper.take(batch)
+            if self.keeper.course(batch.id) is None and batch.ended is None:
+                self.keeper.take(batch)
         return batch
+
+    def _check_input(self, file_id: str, owner: str | None) -> None:
+        """Raise RefusedError where a file can't be the input of a batch."""
+        file = self.files.get(file_id, owner, "input_file_id")
+        self.files.check(file)
+        if file.purpose != "batch":
+            raise RefusedError(f"input_file_id: {file_id} has another purpose than batch", param="input_file_id")
 
     def cancel_batch(self, batch: Batch) -> None:
         """Request that a batch is cancelled. Raises StoreError."""

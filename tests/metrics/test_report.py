@@ -12,7 +12,7 @@ import pytest
 
 from swiftbatch.jobs.chat import Message
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
-from swiftbatch.jobs.input.reader import Reject
+from swiftbatch.jobs.input.rejects import Reject
 from swiftbatch.jobs.job import Job, JobRecord
 from swiftbatch.jobs.repetition import RepetitionDetection
 from swiftbatch.jobs.run.output_line import Reasoning, error_line, success_line

@@ -2,24 +2,45 @@
 
 from __future__ import annotations
 
-from swiftbatch.scheduler.limits import Limits, Spending
+import time
+
+import pytest
+
+from swiftbatch.scheduler.limits import Deadline, Limits, Spending, parse_deadline
 from tests.jobs.run.run_parts import PROGRESS
 
 
-def test_each_limit_is_reached_at_its_number_and_told_with_what_was_taken() -> None:
+def test_each_limit_is_reached_at_its_number_and_told_with_what_was_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     spent = Spending(num_tokens=4999, worker_seconds=1799.0)
-    limits = Limits(deadline=1000.0, max_total_tokens=5000, max_worker_hours=0.5)
-    assert limits.reached(spent, 999.9) is None
-    assert Limits().reached(Spending(10**12, 1e12), 1e12) is None
-    reached = limits.reached(spent, 1000.0)
+    limits = Limits(deadline=Deadline(1000.0), max_total_tokens=5000, max_worker_hours=0.5)
+    monkeypatch.setattr(time, "time", lambda: 999.9)
+    assert limits.reached(spent) is None
+    assert Limits().reached(Spending(10**12, 1e12)) is None
+    monkeypatch.setattr(time, "time", lambda: 1000.0)
+    reached = limits.reached(spent)
     assert reached is not None
     assert reached.startswith("--deadline 19")
-    assert limits.reached(Spending(5012, 0), 0) == "--max-total-tokens 5,000 (5,012 were generated)"
-    assert limits.reached(Spending(0, 1800), 0) == "--max-worker-hours 0.5 (0.5 were used)"
+    assert Limits(max_total_tokens=5000).reached(Spending(5012, 0)) == "--max-total-tokens 5,000 (5,012 were generated)"
+    assert Limits(max_worker_hours=0.5).reached(Spending(0, 1800)) == "--max-worker-hours 0.5 (0.5 were used)"
+
+
+def test_a_duration_lasts_as_long_however_the_clock_is_set_and_a_moment_follows_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    began = time.time()
+    in_two_hours, at_a_moment = parse_deadline("2h", began), Deadline(began + 7200)
+    monkeypatch.setattr(time, "time", lambda: began + 3 * 3600)
+    assert not in_two_hours.has_passed()
+    assert at_a_moment.has_passed()
+    none_left = parse_deadline("0s", began)
+    monkeypatch.setattr(time, "time", lambda: began - 3 * 3600)
+    assert none_left.has_passed()
+    assert not at_a_moment.has_passed()
+    assert 0 < in_two_hours.seconds_left() <= 7200
 
 
 def test_all_limits_that_are_reached_are_told_at_once() -> None:
-    both = Limits(max_total_tokens=5, max_worker_hours=1).reached(Spending(5, 3600), 0)
+    both = Limits(max_total_tokens=5, max_worker_hours=1).reached(Spending(5, 3600))
     assert both == "--max-total-tokens 5 (5 were generated) and --max-worker-hours 1 (1 were used)"
 
 

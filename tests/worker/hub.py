@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import unquote
 
 COMMIT = "0" * 39 + "1"
 
@@ -20,6 +21,9 @@ class Hub:
 
     models: dict[str, Path]
     url: str = ""
+    commit: str = COMMIT  # the newest, which is all that it has
+    faults: list[tuple[int, dict[str, str]]] = field(default_factory=list)  # the next answers: status and headers
+    refusals: dict[str, tuple[int, dict[str, str]]] = field(default_factory=dict)  # by model
     sent: dict[str, int] = field(default_factory=dict)
 
 
@@ -39,8 +43,20 @@ class _Answers(BaseHTTPRequestHandler):
         pass
 
     def _answer(self, with_body: bool) -> None:
-        parts = self.path.partition("?")[0].strip("/").split("/")
-        if parts[:2] == ["api", "models"]:
+        parts = unquote(self.path.partition("?")[0]).strip("/").split("/")
+        is_list = parts[:2] == ["api", "models"]
+        model = "/".join(parts[2:4] if is_list else parts[:2])
+        places = [parts.index(word) for word in ("revision", "tree", "resolve") if word in parts]
+        revision = parts[places[0] + 1] if places else "main"
+        is_harmed = self.hub.faults and model in self.hub.models  # the client asks for other things, too
+        fault = self.hub.faults.pop(0) if is_harmed else self.hub.refusals.get(model)
+        if fault is not None:
+            self._send(b"", fault[1], fault[0])
+        elif model not in self.hub.models:
+            self._send(b"", {"X-Error-Code": "RepoNotFound"}, 404)
+        elif revision not in ("main", self.hub.commit):
+            self._send(b"", {"X-Error-Code": "RevisionNotFound"}, 404)
+        elif is_list:
             self._list("/".join(parts[2:4]), is_tree="tree" in parts)
         else:
             folder = self.hub.models.get("/".join(parts[:2]), Path("nowhere"))
@@ -50,11 +66,11 @@ class _Answers(BaseHTTPRequestHandler):
     def _list(self, model: str, is_tree: bool) -> None:
         files = sorted(file for file in self.hub.models[model].iterdir() if file.is_file())
         tree = [{"type": "file", "path": f.name, "size": f.stat().st_size, "oid": _digest(f)[:40]} for f in files]
-        whole = {"id": model, "sha": COMMIT, "siblings": [{"rfilename": file.name} for file in files]}
+        whole = {"id": model, "sha": self.hub.commit, "siblings": [{"rfilename": file.name} for file in files]}
         self._send(json.dumps(tree if is_tree else whole).encode(), {"Content-Type": "application/json"})
 
     def _file(self, file: Path, with_body: bool) -> None:
-        body, status, headers = file.read_bytes(), 200, {"X-Repo-Commit": COMMIT, "ETag": f'"{_digest(file)}"'}
+        body, status, headers = file.read_bytes(), 200, {"X-Repo-Commit": self.hub.commit, "ETag": f'"{_digest(file)}"'}
         if asked := self.headers.get("Range"):
             first, last = (int(number) for number in asked.removeprefix("bytes=").split("-"))
             headers["Content-Range"] = f"bytes {first}-{last}/{len(body)}"

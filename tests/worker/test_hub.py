@@ -6,13 +6,14 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
 from swiftbatch.jobs.child_processes import environment_of_code, module_command
-from tests.worker.hub import Hub, hub_of
+from tests.worker.hub import COMMIT, Hub, hub_of
 
 pytestmark = pytest.mark.long
 
@@ -26,6 +27,94 @@ def refused(tiny_model: Path, tmp_path: Path) -> Path:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "bitsandbytes"}}))
     return folder
+
+
+def snapshots(hub: Hub, folder: Path, *models: str, **variables: str) -> list[str]:
+    """What is said of each model that is asked for: its snapshot's name, or why there is none."""
+    code = (
+        "import sys\nfrom swiftbatch.jobs.errors import ModelError\n"
+        "from swiftbatch.worker.model.hub import hub_snapshot\n"
+        "for model in sys.argv[1:]:\n    try:\n        print(hub_snapshot(model, ['*.json']).name)\n"
+        "    except ModelError as error:\n        print(error)"
+    )
+    environment = os.environ | environment_of_code() | {"HF_ENDPOINT": hub.url, "HF_HOME": str(folder / "cache")}
+    command = [sys.executable, "-c", code, *models]
+    ran = subprocess.run(command, env=environment | {"HF_HUB_OFFLINE": "0"} | variables, capture_output=True, text=True)
+    return [*ran.stdout.splitlines(), *(line for line in ran.stderr.splitlines() if line.startswith("model "))]
+
+
+def test_a_run_goes_on_with_its_own_commit_though_the_hub_has_another(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "jobs.jsonl").write_text(json.dumps(LINE) + "\n")
+    changed = shutil.copytree(tiny_model, tmp_path / "changed")
+    with (changed / "tokenizer_config.json").open("a") as file:
+        file.write("\n")
+    stop = ("--deadline", "0s")  # when all is looked at, and nothing runs
+    with hub_of({"some/model": tiny_model}) as hub:
+        ran = run(hub, tmp_path, "submit", "jobs.jsonl", "--run", "run", "--model", "some/model", *stop)
+        assert ran.returncode == 3, ran.stderr
+        manifest = json.loads((tmp_path / "run" / "run.json").read_text())
+        assert (manifest["model"], manifest["model_commit"]) == ("some/model", COMMIT)
+        hub.models["some/model"], hub.commit = changed, "f" * 40
+        num_sent = sum(hub.sent.values())
+        again = ("submit", "jobs.jsonl", "--run", "run", "--model", "some/model", *stop)
+        for words in (("resume", "run", *stop), again):
+            ran = run(hub, tmp_path, *words)
+            assert (ran.returncode, sum(hub.sent.values())) == (3, num_sent), ran.stderr
+        newer = run(hub, tmp_path, "submit", "jobs.jsonl", "--run", "newer", "--model", "some/model", *stop)
+        assert newer.returncode == 3
+        older = ("submit", "jobs.jsonl", "--run", "older", "--model", f"some/model@{COMMIT}", *stop)
+        assert run(hub, tmp_path, *older).returncode == 3
+    commits = [json.loads((tmp_path / name / "run.json").read_text())["model_commit"] for name in ("newer", "older")]
+    assert commits == ["f" * 40, COMMIT]
+    assert run(hub, tmp_path, "resume", "run", *stop).returncode == 3  # though there is no hub at all
+    path = tmp_path / "run" / "run.json"  # as of an older version, which kept no commit
+    path.write_text(json.dumps(manifest | {"model_commit": None}))
+    ran = run(hub, tmp_path, "resume", "run", *stop)
+    assert ran.returncode == 2
+    assert f"tokenizer_config.json of commit {'f' * 40}" in ran.stderr
+
+
+def test_a_busy_hub_is_asked_again_when_it_says(tiny_model: Path, tmp_path: Path) -> None:
+    with hub_of({"some/model": tiny_model}) as hub:
+        hub.faults = [(429, {"Retry-After": "1"}), (503, {"Retry-After": "0"}), (429, {"RateLimit": '"api";r=0;t=1'})]
+        assert snapshots(hub, tmp_path, "some/model") == [
+            COMMIT,
+            "model some/model: the hub answers 429 (too many requests); asked again in 1 s",
+            "model some/model: the hub answers 503 (busy); asked again in 0 s",
+            "model some/model: the hub answers 429 (too many requests); asked again in 1 s",
+        ]
+        hub.faults = [(429, {"Retry-After": "3600"})] * 9
+        [told] = snapshots(hub, tmp_path / "other", "some/model")
+        assert told.endswith("the hub answers 429 (too many requests) for 300 s or longer; try again later")
+
+
+def test_each_reason_why_a_model_is_not_to_be_had_is_told_with_what_to_do(tiny_model: Path, tmp_path: Path) -> None:
+    reasons: dict[str, tuple[tuple[int, dict[str, str]] | None, str]] = {
+        "some/private": (
+            (401, {}),
+            "answers 401: no model has this name, or it is private; correct the name, or set HF_TOKEN",
+        ),
+        "some/forbidden": ((403, {}), "answers 403: the token may not read it; set HF_TOKEN"),
+        "some/gated": (
+            (403, {"X-Error-Code": "GatedRepo"}),
+            "gives it to those who agreed to its terms; agree at http://",
+        ),
+        "some/absent": (None, "answers 404: no model has this name; correct the name"),
+        "some/model@v9": (None, "has no revision 'v9' of it; expected a branch, a tag or a commit behind the @"),
+        "some/..": (None, "no model of the hub can have this name; expected ORG/NAME or ORG/NAME@REVISION"),
+        "model": (None, "nor a name on the hub, as ORG/NAME or ORG/NAME@REVISION; correct --model"),
+    }
+    with hub_of({"some/model": tiny_model}) as hub:
+        hub.refusals = {model: refusal for model, (refusal, _) in reasons.items() if refusal is not None}
+        told = snapshots(hub, tmp_path, *reasons)
+        [offline] = snapshots(hub, tmp_path, "some/model", HF_HUB_OFFLINE="1")
+    [away] = snapshots(hub, tmp_path, "some/model")
+    assert len(told) == len(reasons)
+    for model, line, (_, reason) in zip(reasons, told, reasons.values(), strict=True):
+        assert line.startswith(f"model {model}: ")
+        assert reason in line
+    assert "HF_HUB_OFFLINE is set, and this machine's cache lacks it" in offline
+    assert f"{hub.url} can't be reached, and this machine's cache lacks it; check the network" in away
 
 
 def run(hub: Hub, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:

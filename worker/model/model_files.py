@@ -25,6 +25,7 @@ from swiftbatch.worker.model.formats.contract import FormatError
 from swiftbatch.worker.model.formats.layout import Layout, layout_in
 from swiftbatch.worker.model.gguf.gguf_folder import gguf_folder
 from swiftbatch.worker.model.gguf.links import SUFFIX
+from swiftbatch.worker.model.hub import at_commit, commit_of, hub_snapshot
 from swiftbatch.worker.model.model_kinds import SUPPORTED_KINDS, what_it_lacks
 from swiftbatch.worker.model.shifting_rotary import shifting_rotary
 from swiftbatch.worker.model.text_config import NESTING, nested_config, text_view
@@ -59,6 +60,11 @@ class ModelFiles:
     def fingerprint(self) -> str:
         """SHA-256 over config, tokenizer and weights: what drafts are trained for."""
         return self.digests.fingerprint
+
+    @property
+    def commit(self) -> str | None:
+        """The commit of a model of the hub."""
+        return commit_of(self.path)
 
     @property
     def text_fingerprint(self) -> str:
@@ -97,7 +103,7 @@ def locate_model(model: str, known_weights: Mapping[str, str] | None = None) -> 
         raise ModelError(f"model {model}: {fault}")
     if refusal := what_refuses(read_whole_config(model, small), small):
         raise ModelError(f"model {model}: {refusal}")
-    path = model_folder(model)
+    path = model_folder(at_commit(model, commit_of(small)))  # the same one, though the hub gets another meanwhile
     config = read_config(model, path)
     if fault := folder_fault(path):
         raise ModelError(f"model {model}: {fault}")
@@ -168,22 +174,6 @@ def read_whole_config(model: str, path: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ModelError(f"model {model}: {path / 'config.json'} is no JSON object")
     return config
-
-
-def hub_snapshot(model: str, wanted: Sequence[str]) -> Path:
-    """Resolve a hub id and get the files of these patterns; a name that looks like a path is not asked for there.
-
-    Raises ModelError for a model that is not to be had.
-    """
-    problem = f"model {model}: neither `embedded`, nor a folder or a .gguf file here, nor a model that the hub gives"
-    if model.startswith((".", "/", "~")) or model.count("/") != 1:
-        raise ModelError(problem)
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(model, allow_patterns=list(wanted)))
-    except Exception as error:  # the hub's client raises many kinds; each means: not to be had
-        raise ModelError(f"{problem} ({type(error).__name__})") from error
 
 
 def let_others_read(path: Path) -> None:

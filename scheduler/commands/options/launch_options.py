@@ -12,7 +12,7 @@ import click
 from swiftbatch.scheduler.commands.options.model_options import all_of, filled
 from swiftbatch.scheduler.commands.options.option_types import Command, Number, WholeNumber, options_of
 from swiftbatch.scheduler.commands.options.output_options import OUTPUT
-from swiftbatch.scheduler.limits import Limits, parse_deadline
+from swiftbatch.scheduler.limits import Deadline, Limits, parse_deadline
 from swiftbatch.scheduler.runs.default_settings import STORE_SLACK_SECONDS, WORKER_TIMEOUT, Settings
 from swiftbatch.worker.config import CheckpointKind, CheckpointSettings, Computation
 from swiftbatch.worker.drafters.catalogue import ENGINES
@@ -24,14 +24,14 @@ MAX_GIGABYTES = 1_000_000_000
 MAX_SECONDS = 1_000_000_000  # 31 years
 
 
-class Deadline(click.ParamType[float]):
-    """A moment, in seconds since the epoch: durations count from when the command was given."""
+class Moment(click.ParamType[Deadline]):
+    """A moment to stop at: durations count from when the command was given."""
 
     name = "when"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Deadline:
         try:
-            return value if isinstance(value, float) else parse_deadline(value, time.time())
+            return value if isinstance(value, Deadline) else parse_deadline(value, time.time())
         except ValueError as error:
             self.fail(str(error), param, ctx)
 
@@ -59,7 +59,7 @@ limit_option = options_of("Limits, at which the run stops with exit code 3 and l
 LIMITS = (
     limit_option(
         "--deadline",
-        type=Deadline(),
+        type=Moment(),
         metavar="WHEN",
         help="Stop then: 90m or 1d12h from now, 06:30, or 2030-01-31T06:30.",
     ),

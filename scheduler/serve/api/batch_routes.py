@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Query
 
-from swiftbatch.scheduler.serve.api.dependencies import Owner, Served
+from swiftbatch.scheduler.serve.api.dependencies import Key, Owner, Served
 from swiftbatch.scheduler.serve.api.response_objects import Object, batch_object, page_object
 from swiftbatch.scheduler.serve.batch_request import NewBatch
 
@@ -17,8 +17,8 @@ router = APIRouter(prefix="/v1/batches")
 
 
 @router.post("")
-def create(service: Served, owner: Owner, body: Annotated[dict[str, Any], Body()]) -> Object:
-    batch = service.create_batch(NewBatch.parse(body), owner)
+def create(service: Served, owner: Owner, key: Key, body: Annotated[dict[str, Any], Body()]) -> Object:
+    batch = service.create_batch(NewBatch.parse(body), owner, key)
     return batch_object(batch, service.status(batch))
 
 

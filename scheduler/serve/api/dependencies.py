@@ -1,4 +1,4 @@
-"""The dependencies of every route: the service, and the owner of the request."""
+"""The dependencies of every route: the service, the owner of the request, and its idempotency key."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
+from swiftbatch.scheduler.serve.client_errors import RefusedError
 from swiftbatch.scheduler.serve.service import Service
+
+MAX_KEY = 255
 
 
 def service_of(request: Request) -> Service:
@@ -24,5 +27,16 @@ async def owner_of(request: Request) -> str | None:
     return owner
 
 
+async def key_of(request: Request) -> str | None:
+    """The idempotency key of a request, if it has one. Raises RefusedError."""
+    key = request.headers.get("idempotency-key")
+    if key is not None and not 0 < len(key) <= MAX_KEY:
+        raise RefusedError(
+            f"Idempotency-Key: found {len(key):,} characters, expected 1 to {MAX_KEY}", param="Idempotency-Key"
+        )
+    return key
+
+
 Served = Annotated[Service, Depends(served)]
 Owner = Annotated[str | None, Depends(owner_of)]
+Key = Annotated[str | None, Depends(key_of)]

@@ -11,7 +11,7 @@ from fastapi.responses import StreamingResponse
 from starlette.concurrency import iterate_in_threadpool
 from starlette.datastructures import FormData, UploadFile
 
-from swiftbatch.scheduler.serve.api.dependencies import Owner, Served
+from swiftbatch.scheduler.serve.api.dependencies import Key, Owner, Served
 from swiftbatch.scheduler.serve.api.response_objects import Object, file_object, page_object
 from swiftbatch.scheduler.serve.client_errors import RefusedError
 from swiftbatch.scheduler.serve.server_records import FileRecord, Order
@@ -34,21 +34,23 @@ async def form_of(request: Request) -> AsyncIterator[FormData]:
 
 
 @router.post("")
-def upload(service: Served, owner: Owner, form: Annotated[FormData, Depends(form_of)]) -> Object:
+def upload(service: Served, owner: Owner, key: Key, form: Annotated[FormData, Depends(form_of)]) -> Object:
     file, purpose = form.get("file"), form.get("purpose")
     if not isinstance(file, UploadFile):
         raise RefusedError("file: found none, expected a file", param="file")
     if purpose != "batch":
         raise RefusedError(f"purpose: found {str(purpose)[:40]!a}, expected batch", param="purpose")
-    return file_object(keep_upload(service, owner, file))
+    return file_object(keep_upload(service, owner, file, key))
 
 
-def keep_upload(service: Service, owner: str | None, file: UploadFile) -> FileRecord:
-    """A new file of jobs. Raises RefusedError, StoreError."""
+def keep_upload(service: Service, owner: str | None, file: UploadFile, key: str | None = None) -> FileRecord:
+    """A new file of jobs, or that of an earlier request with this key. Raises RefusedError, StoreError."""
     max_bytes = service.max_file_bytes
     if (file.size or 0) > max_bytes:
         raise RefusedError(f"file: expected at most {max_bytes:,} bytes", 413, "file")
     filename = (file.filename or "file")[-MAX_FILENAME:]
+    if key is not None:
+        return service.files.add_once(file.file, filename, owner, key)
     return service.files.add(file.file, filename, "batch", owner)
 
 

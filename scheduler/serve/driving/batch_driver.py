@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import IO
@@ -51,7 +50,7 @@ def driver_arguments(batch: Batch, files: Files, options: DriverOptions) -> list
     A killed `submit` may have left anything: the same file again completes it. `resume` needs the file no more.
     """
     run_uri, record = batch.store.uri, batch.record
-    deadline = datetime.fromtimestamp(record.expires, UTC).isoformat()
+    deadline = f"{max(0.0, batch.seconds_left):.3f}s"
     start = [*options.of_start, "--takeover", "--json", "--deadline", deadline]
     if is_submitted(batch.store):
         return ["resume", run_uri, *start]

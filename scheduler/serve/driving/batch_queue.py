@@ -50,22 +50,21 @@ def next_batch(
     waiting: Sequence[Batch],
     running: Sequence[Batch],
     max_running: int,
-    now: float,
     standing_of: Callable[[str | None], Standing],
 ) -> Batch | None:
     """The batch to begin, if another one may run: of the owner with the fewest recent tokens, by priority and age.
 
-    One whose time is up need not wait for others to end. `now` in seconds since the epoch; `standing_of` is asked of
-    the owners of waiting batches once there is room.
+    One whose time is up need not wait for others to end. `standing_of` is asked of the owners of waiting batches once
+    there is room.
     """
-    expired = [batch for batch in waiting if batch.has_expired(now)]
-    num_expired = sum(batch.has_expired(now) for batch in running)
+    expired = [batch for batch in waiting if batch.has_expired()]
+    num_expired = sum(batch.has_expired() for batch in running)
     if expired and num_expired < MAX_EXPIRED:
         return min(expired, key=_age)
     if len(running) - num_expired >= max_running:
         return None
     num_running = Counter(batch.owner for batch in running)
-    in_time = [batch for batch in waiting if not batch.has_expired(now)]
+    in_time = [batch for batch in waiting if not batch.has_expired()]
     standings = {owner: standing_of(owner) for owner in {batch.owner for batch in in_time}}
     may_begin = {owner for owner, each in standings.items() if each.hindrance(num_running[owner]) is None}
 

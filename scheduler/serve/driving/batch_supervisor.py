@@ -178,9 +178,7 @@ class Keeper:
         courses = list(self._courses.values())
         running = [course.batch for course in courses if course.stage == "running"]
         waiting = [course.batch for course in courses if course.is_due()]
-        return next_batch(
-            waiting, running, self._max_running, time.time(), lambda owner: self._standings.of(owner, courses)
-        )
+        return next_batch(waiting, running, self._max_running, lambda owner: self._standings.of(owner, courses))
 
     def _start_driver(self, course: Course) -> None:
         try:

@@ -69,7 +69,7 @@ def job_page(run: Run, progress: Progress | None, number: int) -> JobPage:
 
 def run_problems(run: Run) -> list[Problem]:
     """The first problems of a batch that has not ended. Raises RunError, StoreError."""
-    rejects = [Problem(each.line_number, each.custom_id or "", each.reason) for each in run.rejects()]
+    rejects = [Problem(each.line_number, each.custom_id or "", each.reason) for each in run.rejects()[:NUM_PROBLEMS]]
     failed = [name.removesuffix(".json") for name in run.store.list("errors")][:NUM_PROBLEMS]
     return [*map(_problem, run.errors(failed)), *rejects][:NUM_PROBLEMS]
 

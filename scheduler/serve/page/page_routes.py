@@ -112,7 +112,7 @@ def _new_batch(service: Service, visitor: Visitor, file: object, said: dict[str,
         "webhook": said["webhook"].strip() or None,
     }
     try:
-        return str(batch_routes.create(service, visitor.name, body)["id"])
+        return str(batch_routes.create(service, visitor.name, None, body)["id"])
     except UserError:
         with suppress(StoreError):  # the store may be away now: then the file stays in the list
             service.delete_file(record)

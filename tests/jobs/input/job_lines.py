@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from swiftbatch.jobs.input.line_parsing import JobLine
-from swiftbatch.jobs.input.reader import Reject, read_jobs
+from swiftbatch.jobs.input.reader import read_jobs
+from swiftbatch.jobs.input.rejects import Reject
 from swiftbatch.jobs.job import Job
 
 GOOD = {"custom_id": "good", "prompt": "Once", "max_tokens": 5}

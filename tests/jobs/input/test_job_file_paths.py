@@ -21,7 +21,8 @@ from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.input.job_file_paths import found_files
 from swiftbatch.jobs.input.line_parsing import JobLine
 from swiftbatch.jobs.input.parquet_rows import ColumnError, Columns
-from swiftbatch.jobs.input.reader import JobReader, Reject
+from swiftbatch.jobs.input.reader import JobReader
+from swiftbatch.jobs.input.rejects import Reject
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.runs.job_file_folders import job_lines
 from tests.jobs.input.job_lines import GOOD
@@ -42,7 +43,7 @@ class FoundLines:
 
     @property
     def rejects(self) -> list[Reject]:
-        return self.reader.rejects
+        return list(self.reader.rejects)
 
     def placed(self, reject: Reject) -> Reject:
         return self.reader.placed(reject)

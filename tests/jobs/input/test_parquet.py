@@ -24,7 +24,8 @@ from pyarrow import parquet
 from swiftbatch.jobs.input.input_file import InputFileError
 from swiftbatch.jobs.input.line_parsing import JobLine
 from swiftbatch.jobs.input.parquet_rows import Columns, parquet_rows
-from swiftbatch.jobs.input.reader import JobReader, Reject, read_jobs
+from swiftbatch.jobs.input.reader import JobReader, read_jobs
+from swiftbatch.jobs.input.rejects import Reject
 from tests.jobs.input.job_lines import CHAT
 from tests.work_counts import counted_calls
 
@@ -39,7 +40,7 @@ def write(path: Path, columns: dict[str, Any]) -> Path:
 
 def read(path: Path, *said: str) -> tuple[list[JobLine], list[Reject]]:
     reader = JobReader(1, Columns.parse(said))
-    return [line for _, line in reader.lines(str(path), str(path))], reader.rejects
+    return [line for _, line in reader.lines(str(path), str(path))], list(reader.rejects)
 
 
 def refused(path: Path, *said: str) -> str:

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swiftbatch.jobs.input.reader import BYTE_ORDER_MARK, MAX_LINE_BYTES, InputFileError, read_jobs
+from swiftbatch.jobs.input.rejects import Reject, Rejects
 from swiftbatch.jobs.job import Job, JobRecord
 from tests.jobs.input.job_lines import CHAT, GOOD, OPEN_LIMIT, batch, read, read_lines
 from tests.jobs.run.table_file import from_parquet, to_parquet
@@ -81,10 +82,30 @@ def test_a_duplicate_custom_id_is_a_reject_that_names_the_first_line(tmp_path: P
 def test_a_file_of_bad_lines_without_end_is_refused_at_some_point(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("swiftbatch.jobs.input.reader.MAX_REJECTS", 3)
+    monkeypatch.setattr("swiftbatch.jobs.input.reader.MAX_FIRST_REJECTS", 3)
+    monkeypatch.setattr("swiftbatch.jobs.input.reader.MAX_REJECTS", 5)
     assert len(read(tmp_path, *[b"x"] * 3)[1]) == 3
-    with pytest.raises(InputFileError, match=r"no job file: found over 3 bad lines, the first is line 1: not JSON"):
+    with pytest.raises(
+        InputFileError, match=r"no job file: found over 3 bad lines and no good one, the first is line 1: not JSON"
+    ):
         read(tmp_path, *[b"x"] * 4, GOOD)
+    assert len(read(tmp_path, GOOD, *[b"x"] * 5)[1]) == 5
+    with pytest.raises(InputFileError, match=r"no job file: found over 5 bad lines, the first is line 2: not JSON"):
+        read(tmp_path, GOOD, *[b"x"] * 6)
+
+
+def test_many_bad_lines_are_kept_in_order_beside_the_memory() -> None:
+    some = [Reject(number, "\udc80" if number % 3 else None, f"\u2028{number}\n", None) for number in range(3000)]
+    tracemalloc.start()
+    kept = Rejects(some)
+    assert list(zip(kept, kept, strict=True)) == list(zip(some, some, strict=True))  # two look at it at once
+    kept.add(some[0])
+    before, _ = tracemalloc.get_traced_memory()
+    more = Rejects(Reject(number, None, "why" * 100) for number in range(150_000))
+    assert more[149_999].line_number == 149_999
+    assert tracemalloc.get_traced_memory()[0] - before < 40 * 2**20
+    tracemalloc.stop()
+    assert (len(kept), kept[-1], kept[1:3], kept[2999]) == (3001, some[0], some[1:3], some[2999])
 
 
 def test_bom_crlf_and_blank_lines_are_fine_and_line_numbers_count_all_lines(tmp_path: Path) -> None:

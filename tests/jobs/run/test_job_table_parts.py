@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,10 @@ from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.run import job_table, job_table_parts
 from swiftbatch.jobs.run.checked_reading import RunError
 from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.storage.retries import Retries
+from swiftbatch.jobs.storage.store import StoreError
 from tests.jobs.run.run_parts import MANIFEST, make_record
+from tests.jobs.storage.stumbling_disk import stumble
 
 NAMES = [f"job-{number}" for number in range(7)]
 
@@ -44,6 +48,29 @@ def test_jobs_stand_in_input_order_each_in_its_newest_form(run: Run) -> None:
     assert [entry.job_id for entry in index.entries()] == [record.job_id for record in found]
     assert [entry.max_length for entry in index.entries()] == [record.max_length for record in found]
     assert index.places.tolist() == [0, 1, 2, 7, 4, 5, 6, 8]
+
+
+def test_a_read_that_fails_once_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_table, "ROWS_PER_PART", 2)
+    run = Run.create_or_open(str(tmp_path / "run"), MANIFEST)
+    run.add_jobs(make_record(name, number) for number, name in enumerate(NAMES))
+    expected, num_failed = list(run.records()), 0
+    for number in itertools.count():
+        with monkeypatch.context() as patch:
+            failed = stumble(patch, number)
+            assert list(run.records()) == expected
+        if not failed:
+            break
+        num_failed += 1
+    assert num_failed > 10
+
+
+def test_a_read_that_fails_for_longer_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Run.create_or_open(str(tmp_path / "run"), MANIFEST).add_jobs([make_record("a", 0)])
+    run = Run.open(str(tmp_path / "run"), Retries(0.0))
+    stumble(monkeypatch, 0, every=1)
+    with pytest.raises(StoreError, match=r"cannot read 'jobs.parquet' .*: Stale file handle"):
+        list(run.records())
 
 
 def test_each_job_is_read_alone_in_any_order(run: Run) -> None:

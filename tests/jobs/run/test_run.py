@@ -12,7 +12,7 @@ import pytest
 from pyarrow import parquet
 
 from swiftbatch.jobs.chat import Message
-from swiftbatch.jobs.input.reader import Reject
+from swiftbatch.jobs.input.rejects import Reject
 from swiftbatch.jobs.job import Job, JobRecord
 from swiftbatch.jobs.run.output_line_fields import line_id
 from swiftbatch.jobs.run.run import Run, RunError

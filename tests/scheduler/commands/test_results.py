@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from pyarrow import parquet
 
 from swiftbatch.jobs.run.run import Run
+from tests.jobs.storage.stumbling_disk import stumble
 from tests.scheduler.commands.command_parts import finish, invoke, refusal
 
 
@@ -20,6 +22,20 @@ def test_results_reads_and_writes_nothing_into_the_run(run: Run, tmp_path: Path)
     assert len(parquet.read_table(tmp_path / "t")) == 1
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == files
     assert run.store.read("output.jsonl") == b"what the driver wrote\n"
+
+
+@pytest.mark.parametrize("words", [["results"], ["status"], ["status", "--watch"], ["tail", "a"], ["report"]])
+def test_a_command_that_reads_goes_on_where_every_third_read_fails(
+    run: Run, tmp_path: Path, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish(run, "a", "text of a")
+    words = [words[0], run.store.uri, *words[1:]]
+    monkeypatch.chdir(tmp_path)
+    expected = invoke(*words)
+    failed = stumble(monkeypatch, 2, every=3)
+    found = invoke(*words)
+    assert failed
+    assert (found.exit_code, found.output) == (expected.exit_code, expected.output) == (0, expected.output)
 
 
 def test_results_come_in_input_order_in_both_formats(run: Run, tmp_path: Path) -> None:

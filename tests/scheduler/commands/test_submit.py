@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from swiftbatch.jobs.input.reader import Reject
+from swiftbatch.jobs.input.rejects import Reject
 from swiftbatch.jobs.run.output_line import error_line
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import FORM, RUN_FORM

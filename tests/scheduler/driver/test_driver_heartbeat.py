@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from swiftbatch.jobs.input.reader import Reject
+from swiftbatch.jobs.input.rejects import Reject
 from swiftbatch.jobs.run.job_index import JobEntry
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.metrics.driver_counters import DriverCounters

@@ -11,7 +11,7 @@ from swiftbatch.jobs.run.run import Progress, Run
 from swiftbatch.scheduler.cluster import worker_calls
 from swiftbatch.scheduler.cluster.ray_cluster import Cluster
 from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
-from swiftbatch.scheduler.limits import Limits
+from swiftbatch.scheduler.limits import Deadline, Limits
 from tests.scheduler.driver.driver_parts import (
     RecordingDisplay,
     assert_undisturbed,
@@ -59,7 +59,7 @@ def test_a_deadline_that_has_passed_starts_no_worker(
 ) -> None:
     run, display = make_run(tmp_path / "run", {"a": 10}), RecordingDisplay()
     monkeypatch.setattr(worker_calls, "create_actor", None)
-    assert make_driver(run, cluster, display, limits=Limits(deadline=time.time() - 1)).run() == "interrupted"
+    assert make_driver(run, cluster, display, limits=Limits(deadline=Deadline(time.time() - 1))).run() == "interrupted"
     assert last_beat(run).num_total_tokens == 0
     assert current_progress(run).jobs["pending"] == 1
     assert run.result(job_id(run, "a")) is None
@@ -67,7 +67,7 @@ def test_a_deadline_that_has_passed_starts_no_worker(
 
 def test_a_user_who_stops_it_is_told_of_no_limit(tmp_path: Path, cluster: Cluster) -> None:
     run, display = make_run(tmp_path / "run", {"a": 10}), RecordingDisplay()
-    driver = make_driver(run, cluster, display, limits=Limits(deadline=time.time() - 1))
+    driver = make_driver(run, cluster, display, limits=Limits(deadline=Deadline(time.time() - 1)))
     driver.request_stop()
     assert driver.run() == "interrupted"
     assert driver.reached_limit is None

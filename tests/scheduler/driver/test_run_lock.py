@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from swiftbatch.jobs.input.reader import Reject
+from swiftbatch.jobs.input.rejects import Reject
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
 from swiftbatch.scheduler.driver.run_lock import Hold

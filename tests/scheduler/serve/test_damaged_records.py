@@ -161,7 +161,7 @@ def test_a_store_that_is_away_and_a_file_of_a_newer_version_are_no_damage(
     batch.store.write(MANIFEST, json.dumps(manifest).encode())
 
     def fail(self: LocalFolder, path: str) -> bytes:
-        raise OSError(errno.EIO, "the disk is away")
+        raise OSError(errno.EACCES, "the disk is away")
 
     with monkeypatch.context() as patch:
         patch.setattr(LocalFolder, "read", fail)

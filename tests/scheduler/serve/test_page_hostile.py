@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from fastapi.testclient import TestClient
 
-from swiftbatch.jobs.input.reader import Reject
+from swiftbatch.jobs.input.rejects import Reject
 from swiftbatch.scheduler.serve.page.rendering import FOLDER
 from tests.metrics.report_parts import finish
 from tests.metrics.test_report_page import Elements

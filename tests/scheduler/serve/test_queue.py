@@ -23,7 +23,7 @@ from swiftbatch.scheduler.serve.driving.batch_queue import (
 from swiftbatch.scheduler.serve.server_records import BatchRecord, Counts, Ended
 from tests.work_counts import num_lines
 
-NOW = 1_000_000.0
+NOW = float(int(time.time()))
 
 
 def batch(created: float, expires: float = NOW + 1000, owner: str | None = None, priority: int = 0) -> Batch:
@@ -46,43 +46,41 @@ def equal(owner: str | None) -> Standing:
 
 def test_the_oldest_runs_as_far_as_there_is_room() -> None:
     old, new, running = batch(1), batch(2), batch(0)
-    assert next_batch([new, old], [], 1, NOW, equal) is old
-    assert next_batch([old, new], [running], 1, NOW, equal) is None
-    assert next_batch([old, new], [running], 2, NOW, equal) is old
-    assert next_batch([], [], 1, NOW, equal) is None
+    assert next_batch([new, old], [], 1, equal) is old
+    assert next_batch([old, new], [running], 1, equal) is None
+    assert next_batch([old, new], [running], 2, equal) is old
+    assert next_batch([], [], 1, equal) is None
 
 
 def test_a_lower_priority_runs_before_age() -> None:
     old, new, urgent = batch(1), batch(2), batch(3, priority=-1)
-    assert next_batch([old, new, urgent], [], 1, NOW, equal) is urgent
-    assert next_batch([batch(0, priority=1), old, new], [], 1, NOW, equal) is old
+    assert next_batch([old, new, urgent], [], 1, equal) is urgent
+    assert next_batch([batch(0, priority=1), old, new], [], 1, equal) is old
 
 
 def test_one_whose_time_is_up_waits_for_none_but_its_like() -> None:
     late, later, in_time, running = batch(1, NOW), batch(2, NOW - 1), batch(3), batch(0)
-    assert next_batch([in_time, late, later], [running], 1, NOW, equal) is late
-    assert next_batch([in_time, later], [running, late], 1, NOW, equal) is None
-    assert next_batch([in_time, later], [late], 1, NOW, equal) is in_time
+    assert next_batch([in_time, late, later], [running], 1, equal) is late
+    assert next_batch([in_time, later], [running, late], 1, equal) is None
+    assert next_batch([in_time, later], [late], 1, equal) is in_time
 
 
 def test_who_had_least_lately_comes_first_whatever_others_say_of_priority() -> None:
     loud, quiet = batch(1, owner="a", priority=-9), batch(2, owner="b")
     tokens = {"a": 100.0, "b": 99.0}
-    assert next_batch([loud, quiet], [], 1, NOW, lambda owner: Standing(tokens[str(owner)])) is quiet
-    assert next_batch([loud, quiet], [batch(0, owner="b")], 2, NOW, equal) is loud, (
-        "whoever runs less, where all is one"
-    )
+    assert next_batch([loud, quiet], [], 1, lambda owner: Standing(tokens[str(owner)])) is quiet
+    assert next_batch([loud, quiet], [batch(0, owner="b")], 2, equal) is loud, "whoever runs less, where all is one"
 
 
 def test_limits_of_one_key_let_others_pass() -> None:
     limited, free, running = batch(1, owner="a"), batch(2, owner="b"), batch(0, owner="a")
     standings = {"a": Standing(0, 500, 500), "b": Standing(10_000, 499, 500)}
-    assert next_batch([limited, free], [], 1, NOW, lambda owner: standings[str(owner)]) is free
-    assert next_batch([limited], [], 1, NOW, lambda owner: standings[str(owner)]) is None
+    assert next_batch([limited, free], [], 1, lambda owner: standings[str(owner)]) is free
+    assert next_batch([limited], [], 1, lambda owner: standings[str(owner)]) is None
     one = Standing(max_running=1)
-    assert next_batch([limited], [running], 9, NOW, lambda _: one) is None
-    assert next_batch([limited, free], [running], 9, NOW, lambda _: one) is free
-    assert next_batch([limited], [], 9, NOW, lambda _: one) is limited
+    assert next_batch([limited], [running], 9, lambda _: one) is None
+    assert next_batch([limited, free], [running], 9, lambda _: one) is free
+    assert next_batch([limited], [], 9, lambda _: one) is limited
     assert "500 tokens in 24 hours" in str(standings["a"].hindrance(0))
 
 
@@ -90,7 +88,7 @@ def test_nobody_is_asked_how_owners_stand_while_there_is_no_room() -> None:
     def never(owner: str | None) -> Standing:
         raise AssertionError
 
-    assert next_batch([batch(1)], [batch(0)], 1, NOW, never) is None
+    assert next_batch([batch(1)], [batch(0)], 1, never) is None
 
 
 def test_tokens_weigh_half_as_much_an_hour_later_and_a_day_has_24_hours() -> None:
@@ -124,7 +122,6 @@ def served_tokens(rounds: int, weigh: Callable[[str], int]) -> dict[str, int]:
             waiting,
             [],
             1,
-            now,
             lambda owner: standing_of(Rights(), had[str(owner)], [], now),  # noqa: B023
         )
         assert chosen is not None

@@ -1,0 +1,90 @@
+"""Lines of job files that are no jobs: however many there are, in little memory."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import BinaryIO, overload
+from weakref import finalize
+
+from pydantic import TypeAdapter
+
+from swiftbatch.jobs.storage.temporary_files import new_spool, told_of_room
+
+
+@dataclass(frozen=True, slots=True)
+class Reject:
+    """A line that is no job: its number (from 1), its `custom_id` where it could be read, and the reason.
+
+    `file` is its file's name where there were several.
+    """
+
+    line_number: int
+    custom_id: str | None
+    reason: str
+    file: str | None = None
+
+    @property
+    def place(self) -> str:
+        """`line 7`, or `part-2.jsonl:7`."""
+        return f"line {self.line_number}" if self.file is None else f"{self.file}:{self.line_number}"
+
+
+NUM_AT_ONCE = 1000
+REJECT = TypeAdapter(Reject)
+
+
+class Rejects(Sequence[Reject]):
+    """Rejects as lines of a file, which is in memory while it is short. All that is done may raise StoreError."""
+
+    def __init__(self, some: Iterable[Reject] = ()) -> None:
+        self._file = new_spool()
+        self._is_at_end = True
+        self._starts = array("Q", [0])  # of each line, and of the one to come
+        finalize(self, self._file.close)
+        for reject in some:
+            self.add(reject)
+
+    @classmethod
+    def read(cls, file: BinaryIO) -> Rejects:
+        """The rejects in a file of JSON objects, one a line. Raises ValueError for other lines."""
+        return cls(map(REJECT.validate_json, file))
+
+    def add(self, reject: Reject) -> None:
+        line = json.dumps([reject.line_number, reject.custom_id, reject.reason, reject.file]).encode() + b"\n"
+        with told_of_room():
+            if not self._is_at_end:  # a seek writes what waits to be written
+                self._file.seek(self._starts[-1])
+            self._file.write(line)
+        self._is_at_end = True
+        self._starts.append(self._starts[-1] + len(line))
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    @overload
+    def __getitem__(self, place: int) -> Reject: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[Reject]: ...
+    def __getitem__(self, place: int | slice) -> Reject | list[Reject]:
+        numbers = range(len(self))[place]
+        if isinstance(numbers, range):
+            return [self[number] for number in numbers]
+        [reject] = self._some(numbers, numbers + 1)
+        return reject
+
+    def __iter__(self) -> Iterator[Reject]:
+        for start in range(0, len(self), NUM_AT_ONCE):
+            yield from self._some(start, min(start + NUM_AT_ONCE, len(self)))
+
+    def _some(self, start: int, end: int) -> list[Reject]:
+        self._is_at_end = False
+        with told_of_room():
+            self._file.seek(self._starts[start])
+            lines = self._file.read(self._starts[end] - self._starts[start])
+        return [Reject(*json.loads(line)) for line in lines.splitlines()]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)

@@ -1,0 +1,153 @@
+"""Models on the hub: their snapshots in this machine's cache, one download at a time, and why one is not to be had."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from swiftbatch.jobs.errors import ModelError
+
+PATIENCE_SECONDS = 300.0  # with a hub that is busy
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # where it does not say how long to wait
+BUSY = {429: "too many requests", 500: "an error of its own", 502: "busy", 503: "busy", 504: "busy"}
+SNAPSHOTS = "snapshots"  # in the cache's folder of a model, a folder for each commit
+TOKEN = "set HF_TOKEN to a token of https://huggingface.co/settings/tokens that may read it"
+
+Result = TypeVar("Result")
+
+
+def split_revision(model: str) -> tuple[str, str | None]:
+    """The name in `ORG/NAME@REVISION`, and the revision, None where there is none."""
+    name, _, revision = model.partition("@")
+    return name, revision or None
+
+
+def at_commit(model: str, commit: str | None) -> str:
+    """The model's name with the commit that it was found at, in place of a revision; as it is where there is none."""
+    return model if commit is None else f"{split_revision(model)[0]}@{commit}"
+
+
+def commit_of(path: Path) -> str | None:
+    """The commit of a snapshot in the hub's cache; None for another folder."""
+    is_snapshot = path.parent.name == SNAPSHOTS and path.parent.parent.name.startswith("models--")
+    return path.name if is_snapshot else None
+
+
+def hub_snapshot(model: str, wanted: Sequence[str]) -> Path:
+    """Resolve a hub id and get the files of these patterns; a name that looks like a path is not asked for there.
+
+    A busy hub is asked again. Raises ModelError for a model that is not to be had.
+    """
+    name, revision = split_revision(model)
+    if name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise ModelError(
+            f"model {model}: neither `embedded`, nor a folder or a .gguf file here, nor a name on the hub, as ORG/NAME "
+            "or ORG/NAME@REVISION; correct --model"
+        )
+    from huggingface_hub import snapshot_download
+
+    def download() -> Path:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(wanted)))
+
+    with _alone_on_this_machine(name):
+        return _patiently(model, download)
+
+
+@contextmanager
+def _alone_on_this_machine(name: str) -> Iterator[None]:
+    """Wait until no other process here asks the hub for this model: what it gets is in the cache then."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+    from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
+
+    folder = Path(HF_HUB_CACHE) / ".locks"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        is_writable = os.access(folder, os.W_OK)
+    except OSError:
+        is_writable = False
+    if not is_writable:  # a cache that is only read from
+        yield
+        return
+    with WeakFileLock(folder / f"swiftbatch--{name.replace('/', '--')}.lock"):
+        yield
+
+
+def _patiently(model: str, ask: Callable[[], Result]) -> Result:
+    """`ask` again while the hub is busy, when it says, within the bound. Raises ModelError."""
+    last, pause = time.monotonic() + PATIENCE_SECONDS, FIRST_PAUSE
+    while True:
+        try:
+            return ask()
+        except Exception as error:  # the hub's client raises many kinds
+            causes = _causes(error)
+            status = next(filter(None.__ne__, map(_status, causes)), None)
+            told = next(filter(None.__ne__, map(_told_pause, causes)), None)
+            seconds = pause if told is None else told
+            if status not in BUSY or time.monotonic() + seconds > last:
+                raise ModelError(f"model {model}: {_problem(model, causes, status)}") from error
+        print(
+            f"model {model}: the hub answers {status} ({BUSY[status]}); asked again in {seconds:g} s",
+            file=sys.stderr,
+            flush=True,
+        )
+        time.sleep(seconds)
+        pause = min(2 * pause, LONGEST_PAUSE)
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    """An error, and those behind it."""
+    found = [error]
+    while (behind := found[-1].__cause__ or found[-1].__context__) is not None and behind not in found:
+        found.append(behind)
+    return found
+
+
+def _status(error: BaseException) -> int | None:
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    return status if isinstance(status, int) else None
+
+
+def _told_pause(error: BaseException) -> float | None:
+    """The seconds that an answer says to wait."""
+    headers = getattr(getattr(error, "response", None), "headers", None) or {}
+    retry_after, limit = headers.get("retry-after", ""), headers.get("ratelimit", "")
+    found = re.fullmatch(r"\s*([0-9]{1,6})\s*", retry_after) or re.search(r";\s*t=([0-9]{1,6})", limit)
+    return None if found is None else float(found[1])
+
+
+def _problem(model: str, causes: list[BaseException], status: int | None) -> str:
+    """The reason why a model is not to be had, and what to do."""
+    from huggingface_hub import constants
+
+    (name, revision), endpoint = split_revision(model), constants.ENDPOINT
+    kinds = {each.__name__ for error in causes for each in type(error).__mro__}
+    if "OfflineModeIsEnabled" in kinds:
+        return "HF_HUB_OFFLINE is set, and this machine's cache lacks it; unset HF_HUB_OFFLINE, or download it before"
+    if "GatedRepoError" in kinds:
+        return f"the hub gives it to those who agreed to its terms; agree at {endpoint}/{name}, and {TOKEN}"
+    if "RevisionNotFoundError" in kinds:
+        return f"the hub has no revision {revision!r} of it; expected a branch, a tag or a commit behind the @"
+    if status in BUSY:
+        return f"the hub answers {status} ({BUSY[status]}) for {PATIENCE_SECONDS:g} s or longer; try again later"
+    if status == 401:
+        return f"the hub answers 401: no model has this name, or it is private; correct the name, or {TOKEN}"
+    if status == 403:
+        return f"the hub answers 403: the token may not read it; {TOKEN}"
+    if status == 404:
+        return "the hub answers 404: no model has this name; correct the name"
+    if "HFValidationError" in kinds:
+        return "no model of the hub can have this name; expected ORG/NAME or ORG/NAME@REVISION"
+    if status is None and kinds & {"ConnectError", "TimeoutException", "NetworkError", "ConnectionError"}:
+        return (
+            f"{endpoint} can't be reached, and this machine's cache lacks it; check the network and HF_ENDPOINT, or "
+            "download it elsewhere and name its folder"
+        )
+    words = " ".join(str(causes[0]).split())[:200]
+    answer = "" if status is None else f"the hub answers {status}: "
+    return f"{answer}it can't be downloaded ({type(causes[0]).__name__}: {words}); try again"
