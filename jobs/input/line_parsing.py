@@ -29,6 +29,7 @@ from swiftbatch.jobs.input.validation_errors import reasons, shown
 from swiftbatch.jobs.job import CHAT, COMPLETIONS, Job, JobUrl
 from swiftbatch.jobs.repetition import RepetitionDetection, without_closing
 from swiftbatch.jobs.sampling import SamplingParams, ThinkingEnd, derive_seed
+from swiftbatch.jobs.structured_output import idle_formats
 
 Form = TypeVar("Form", bound=BaseModel)
 
@@ -191,6 +192,8 @@ def _job_line(
     sampling = {name: getattr(fields, name) for name in SAMPLING_FIELDS}
     sampling["logprobs"] = asked_logprobs(fields, is_chat=messages is not None)
     sampling["structured_outputs"] = fields.structure
+    if fields.structure is not None:
+        without_effect += tuple(f"format {shown(each)}" for each in idle_formats(fields.structure))
     if fields.seed is None:
         sampling["seed"] = derive_seed(run_seed, custom_id)
     if len(prompts) * fields.n > MAX_PROMPTS:

@@ -222,3 +222,15 @@ def test_lines_as_batch_guides_show_them_are_taken(tmp_path: Path) -> None:
     assert [line.custom_id for line in lines] == ["request-1", "request-2", "request-3"]
     assert [line.max_tokens for line in lines] == [1000, 500, 64]
     assert rejects == []
+
+
+def test_a_format_of_a_schema_that_no_text_has_to_have_is_told(tmp_path: Path) -> None:
+    properties = {"format": {"type": "string", "format": "uuid4"}, "when": {"type": "string", "format": "date"}}
+    schema = {"properties": properties, "items": [{"format": "path"}], "const": {"format": "none"}}
+    formats = [
+        ("response_format", {"type": "json_schema", "json_schema": {"schema": schema}}),
+        ("structured_outputs", {"json": schema}),
+    ]
+    lines, rejects = read_lines(tmp_path, *(batch(COMPLETION | {name: each}, custom_id=name) for name, each in formats))
+    assert rejects == []
+    assert [line.without_effect for line in lines] == [('format "path"', 'format "uuid4"')] * 2
