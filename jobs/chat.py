@@ -20,6 +20,7 @@ TEXTLESS = (
     *("tool_calls", "tool_call_id", "function_call", "audio", "annotations"),
     *("refusal", "reasoning", "reasoning_content"),
 )
+TEXT_PARTS = ("text", "input_text", "output_text")  # the last two are names of the Responses API, which vLLM takes, too
 # variables that the renderer of a template takes for itself, or that fields of their own set
 NOT_KWARGS = frozenset(
     [
@@ -70,7 +71,7 @@ def _text_of(part: object, number: int) -> str:
     if not isinstance(part, dict):
         raise FieldError(f"content[{number}]", f"found {shown(part)}, expected a text part")
     kind, text = part.get("type", "text"), part.get("text")
-    if kind != "text":
+    if kind not in TEXT_PARTS:
         raise FieldError(
             f"content[{number}]", f"found a part of type {shown(kind)}, not supported; expected text parts"
         )

@@ -18,7 +18,9 @@ MAX_CHOICES = 2_000
 SCHEMA_NAMES = ("name", "schema", "description", "strict")  # of OpenAI's `json_schema`
 FORMATS = ("text", "json_object", "json_schema")
 # values of `format` in a schema that a text must have; any other is an annotation, as JSON Schema has it
-FOLLOWED_FORMATS = frozenset("date-time date time duration email hostname ipv4 ipv6 uri uuid".split())
+FOLLOWED_FORMATS = frozenset(
+    ["date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"]
+)
 NAMED = ("properties", "patternProperties", "$defs", "definitions")  # keywords with names, each with a schema
 DATA = ("const", "enum", "default", "examples", "example")  # keywords with values that are no schemas
 
@@ -76,7 +78,8 @@ def format_of(value: object) -> Structure | None:
     kind = value.get("type")
     if kind not in FORMATS:
         raise FieldError("type", f"found {shown(kind)}, expected one of: {', '.join(FORMATS)}")
-    unknown = sorted(value.keys() - {"type", *(["json_schema"] if kind == "json_schema" else [])})
+    said = {name for name, each in value.items() if each is not None}
+    unknown = sorted(said - {"type", *(["json_schema"] if kind == "json_schema" else [])})
     if unknown:
         raise FieldError(str(unknown[0]), f"found it with the type {shown(kind)}, expected no such field")
     if kind != "json_schema":

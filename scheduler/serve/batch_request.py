@@ -9,9 +9,8 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field, ValidationError, field_validator
 
 from swiftbatch.jobs.frozen_records import Strict
-from swiftbatch.jobs.input.line_formats import MAX_PRIORITY
+from swiftbatch.jobs.input.line_formats import MAX_PRIORITY, Endpoint
 from swiftbatch.jobs.input.validation_errors import FieldError, reasons
-from swiftbatch.jobs.job import JobUrl
 from swiftbatch.scheduler.serve.client_errors import RefusedError
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -50,7 +49,7 @@ class NewBatch(Strict):
     """The body of `POST /v1/batches`. The last two fields are not OpenAI's."""
 
     input_file_id: Text
-    endpoint: JobUrl
+    endpoint: Endpoint
     completion_window: Text
     metadata: dict[Key, Value] | None = None
     priority: int = Field(default=0, ge=-MAX_PRIORITY - 1, le=MAX_PRIORITY)  # lower begins earlier, as of jobs

@@ -10,7 +10,7 @@ from typing import Any, Generic, Literal, TypeVar
 from urllib.parse import quote
 
 import pytest
-from pydantic import Base64Bytes, BaseModel, Field, HttpUrl, IPvAnyAddress, RootModel, SecretStr, UUID4, create_model
+from pydantic import UUID4, Base64Bytes, BaseModel, Field, HttpUrl, IPvAnyAddress, RootModel, SecretStr, create_model
 
 from swiftbatch.jobs.structured_output import structure_of
 from swiftbatch.worker.model.model_files import ModelFiles
