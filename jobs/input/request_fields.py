@@ -21,7 +21,8 @@ WITHOUT_EFFECT = frozenset(
             "return_mm_kwargs",
         ),
         *("return_tokens_as_token_ids", "return_token_offsets", "routed_experts_prompt_start", "truncation_side"),
-        *("guided_decoding_backend", "guided_whitespace_pattern"),
+        *("guided_decoding_backend", "guided_whitespace_pattern", "prompt_cache_options"),
+        *("return_assistant_tokens_mask", "spaces_between_special_tokens"),  # the latter: texts have no special tokens
     ]
 )
 NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {  # with the values that ask for nothing; null always does so
@@ -31,6 +32,7 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {  # with the values that ask for no
     "function_call": ("none", "auto"),
     "audio": (),
     "modalities": (["text"],),
+    "moderation": (),
     "web_search_options": (),
     "verbosity": ("medium",),
     "guided_json": (),
@@ -47,7 +49,6 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {  # with the values that ask for no
     "early_stopping": (False,),
     "watermarking": (False,),
     "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
     "truncate_prompt_tokens": (),
     "allowed_token_ids": (),
     "logits_processors": ([],),
