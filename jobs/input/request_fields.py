@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+from swiftbatch.jobs.frozen_records import whole
 from swiftbatch.jobs.input.validation_errors import shown
 
 # they steer servers, caches, bills and streams: the text is the same with and without them
@@ -45,7 +46,7 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {  # with the values that ask for no
     "echo": (False,),
     "suffix": ("",),
     "use_beam_search": (False,),
-    "length_penalty": (1, 1.0),
+    "length_penalty": (1,),
     "early_stopping": (False,),
     "watermarking": (False,),
     "skip_special_tokens": (True,),
@@ -83,7 +84,7 @@ def taken_apart(
             continue
         elif name in WITHOUT_EFFECT:
             idle.append(name)
-        elif not any(type(value) is type(each) and value == each for each in _neutral(name, url)):
+        elif not any(type(whole(value)) is type(each) and value == each for each in _neutral(name, url)):
             refused.append((name, _refusal(name, value, url)))
     return left, tuple(idle), refused
 

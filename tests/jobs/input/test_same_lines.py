@@ -124,6 +124,11 @@ def test_null_is_an_absent_field_also_one_of_another_form(tmp_path: Path) -> Non
     assert talk.messages == short.messages
 
 
+def test_a_number_that_asks_for_nothing_does_so_however_it_is_written(tmp_path: Path) -> None:
+    nothing = [{"length_penalty": 1}, {"length_penalty": 1.0}, {"prompt_logprobs": 0.0}, {"prompt_logprobs": False}]
+    same(tmp_path, *(GOOD | each for each in nothing))
+
+
 def test_a_mass_of_nothing_keeps_the_likeliest_token(tmp_path: Path) -> None:
     zero, one = same(tmp_path, GOOD | {"top_p": 0, "seed": 1}, GOOD | {"top_k": 1, "seed": 1})
     assert zero.sampling == one.sampling
