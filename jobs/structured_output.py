@@ -96,7 +96,10 @@ def idle_formats(structure: Structure) -> list[str]:
     """The values of `format` in a schema that no text has to have."""
     if structure.kind != "json" or '"format"' not in structure.text:
         return []
-    found, left = set[str](), [json.loads(structure.text)]
+    try:
+        found, left = set[str](), [json.loads(structure.text)]
+    except RecursionError:  # no grammar is made of it either
+        return []
     while left:
         value = left.pop()
         if isinstance(value, list):

@@ -190,10 +190,9 @@ def _reference(pointer: str, whole: Any) -> str:
 def _has(value: Any, pointer: str) -> bool:
     for part in pointer.split("/")[1:]:
         name = part.replace("~1", "/").replace("~0", "~")
-        within = dict(zip(map(str, range(len(value))), value, strict=True)) if isinstance(value, list) else value
-        if not isinstance(within, Mapping) or name not in within:
+        if not isinstance(value, Mapping) or name not in value:
             return False
-        value = within[name]
+        value = value[name]
     return True
 
 
