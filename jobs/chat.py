@@ -17,6 +17,7 @@ Utf8 = Annotated[str, Field(min_length=0)]
 
 # fields of a message; a plain text would lose what one of them holds
 TEXTLESS = ("tool_calls", "tool_call_id", "function_call", "audio", "annotations", "refusal")
+TEXT_PARTS = ("text", "input_text", "output_text")  # the last two are names of the Responses API, which vLLM takes, too
 # variables that the renderer of a template takes for itself, or that fields of their own set
 NOT_KWARGS = frozenset(
     [
@@ -77,7 +78,7 @@ def _text_of(part: object, number: int) -> str:
     if not isinstance(part, dict):
         raise FieldError(f"content[{number}]", f"found {shown(part)}, expected a text part")
     kind, text = part.get("type", "text"), part.get("text")
-    if kind != "text":
+    if kind not in TEXT_PARTS:
         raise FieldError(
             f"content[{number}]", f"found a part of type {shown(kind)}, not supported; expected text parts"
         )

@@ -17,9 +17,14 @@ class Frozen(BaseModel):
 
 
 class Strict(Frozen):
-    """Converts nothing: "5", true and 5.0 are no whole numbers. A silent conversion would hide a mistake."""
+    """Converts nothing: "5" and true are no whole numbers. A silent conversion would hide a mistake."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+
+def whole(value: Any) -> Any:
+    """8 of 8.0, which is the same number in JSON; any other value as it is."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def of_checked(kind: type[Record], values: dict[str, Any]) -> Record:

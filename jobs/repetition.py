@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from swiftbatch.jobs.frozen_records import Strict
+from swiftbatch.jobs.frozen_records import Strict, whole
 from swiftbatch.jobs.input.validation_errors import FieldError
 
 MAX_PATTERN = 4096  # tokens
@@ -32,6 +32,11 @@ class RepetitionDetection(Strict):
     min_count: int = Field(default=0, ge=0, le=MAX_REPETITIONS)
     action: LoopAction = "stop"
     max_rewinds: int = Field(default=3, ge=0, le=MAX_REWINDS)
+
+    @field_validator("max_pattern_size", "min_pattern_size", "min_count", "max_rewinds", mode="before")
+    @classmethod
+    def _whole(cls, value: Any) -> Any:
+        return whole(value)
 
     @model_validator(mode="after")
     def _goes_together(self) -> Self:

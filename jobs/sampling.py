@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_serializer, field_validator, model_validator
 
-from swiftbatch.jobs.frozen_records import Strict, of_checked
+from swiftbatch.jobs.frozen_records import Strict, of_checked, whole
 from swiftbatch.jobs.input.validation_errors import FieldError, list_of, shown
 from swiftbatch.jobs.repetition import RepetitionDetection
 from swiftbatch.jobs.structured_output import Structure, structure_of
@@ -62,7 +62,7 @@ WRITTEN_OTHERWISE = {"logit_bias", "repetition_detection", "structured_outputs"}
 StopString = Annotated[str, Field(min_length=1)]
 BadWord = Annotated[str, Field(min_length=1, pattern=r"\S")]
 BadWords = Annotated[tuple[BadWord, ...], BeforeValidator(list_of(f"a list of up to {MAX_BAD_WORDS} strings"))]
-TokenId = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+TokenId = Annotated[int, Field(ge=0, le=MAX_COUNT), BeforeValidator(whole)]
 StopTokens = Annotated[tuple[TokenId, ...], BeforeValidator(list_of(f"a list of up to {MAX_STOP_TOKENS} token ids"))]
 OutputPenalty = Annotated[float, Field(ge=-MAX_OUTPUT_PENALTY, le=MAX_OUTPUT_PENALTY)]
 
@@ -145,6 +145,14 @@ class SamplingParams(Strict):
     thinking_token_budget: int | None = Field(default=None, ge=0, le=MAX_COUNT)
     thinking_end: ThinkingEnd | None = None
     stop_in_reasoning: bool = False
+
+    @field_validator(
+        *("max_tokens", "top_k", "penalty_window", "seed", "min_tokens", "logprobs", "thinking_token_budget"),
+        mode="before",
+    )
+    @classmethod
+    def _whole(cls, value: Any) -> Any:
+        return whole(value)
 
     @field_validator("temperature")
     @classmethod

@@ -17,6 +17,12 @@ MAX_CHOICE_TEXT = 100_000  # characters of all choices, as JSON in ASCII
 MAX_CHOICES = 2_000
 SCHEMA_NAMES = ("name", "schema", "description", "strict")  # of OpenAI's `json_schema`
 FORMATS = ("text", "json_object", "json_schema")
+# values of `format` in a schema that a text must have; any other is an annotation, as JSON Schema has it
+FOLLOWED_FORMATS = frozenset(
+    ["date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"]
+)
+NAMED = ("properties", "patternProperties", "$defs", "definitions")  # keywords with names, each with a schema
+DATA = ("const", "enum", "default", "examples", "example")  # keywords with values that are no schemas
 
 Kind = Literal["json", "json_object", "regex", "choice", "grammar"]
 KINDS: tuple[Kind, ...] = ("json", "json_object", "regex", "choice", "grammar")
@@ -72,7 +78,8 @@ def format_of(value: object) -> Structure | None:
     kind = value.get("type")
     if kind not in FORMATS:
         raise FieldError("type", f"found {shown(kind)}, expected one of: {', '.join(FORMATS)}")
-    unknown = sorted(value.keys() - {"type", *(["json_schema"] if kind == "json_schema" else [])})
+    said = {name for name, each in value.items() if each is not None}
+    unknown = sorted(said - {"type", *(["json_schema"] if kind == "json_schema" else [])})
     if unknown:
         raise FieldError(str(unknown[0]), f"found it with the type {shown(kind)}, expected no such field")
     if kind != "json_schema":
@@ -83,6 +90,27 @@ def format_of(value: object) -> Structure | None:
     if not isinstance(schema["schema"], Mapping):
         raise FieldError("json_schema.schema", f"found {shown(schema['schema'])}, expected a JSON schema, an object")
     return Structure(kind="json", text=_json(schema["schema"], MAX_SCHEMA, "json_schema.schema"))
+
+
+def idle_formats(structure: Structure) -> list[str]:
+    """The values of `format` in a schema that no text has to have."""
+    if structure.kind != "json" or '"format"' not in structure.text:
+        return []
+    try:
+        found, left = set[str](), [json.loads(structure.text)]
+    except RecursionError:  # no grammar is made of it either
+        return []
+    while left:
+        value = left.pop()
+        if isinstance(value, list):
+            left += value
+        elif isinstance(value, dict):
+            if isinstance(said := value.get("format"), str):
+                found.add(said)
+            for name, each in value.items():
+                if name not in DATA:
+                    left += each.values() if name in NAMED and isinstance(each, dict) else [each]
+    return sorted(found - FOLLOWED_FORMATS)
 
 
 def _text_of(kind: Kind, value: object) -> str:

@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, PlainValidator, field_validator, model_validator
 
 from swiftbatch.jobs.chat import Scalar, TemplateOptions, Utf8, checked_kwargs
-from swiftbatch.jobs.frozen_records import Strict
+from swiftbatch.jobs.frozen_records import Strict, whole
 from swiftbatch.jobs.input.validation_errors import FieldError, shown
-from swiftbatch.jobs.job import CustomId, JobUrl, Messages
-from swiftbatch.jobs.sampling import MAX_COUNT, MAX_TOP_LOGPROBS, SamplingParams
+from swiftbatch.jobs.job import CHAT, COMPLETIONS, CustomId, JobUrl, Messages
+from swiftbatch.jobs.sampling import MAX_COUNT, MAX_TOP_LOGPROBS, TOP_P, SamplingParams
 from swiftbatch.jobs.structured_output import Structure, format_of
 
 MAX_CHOICES = 128  # of a prompt
 MAX_PROMPTS = 2048  # of a line, and of prompts and choices together
 MAX_PRIORITY = 2**63 - 1  # and its negative, less one: vLLM's bounds
 
+# the end of a path behind any server's address, or a path with or without the version
+URL = re.compile(r"(?:https?://\S+?/|/?(?:v1/)?)((?:chat/)?completions)/?(?:\?\S*)?")
+
 LinePrompt = str | tuple[int, ...]
 """A text, or token ids."""
+
+
+def text_id(value: object) -> object:
+    """The digits of a `custom_id` that is a whole number: data sets count their rows."""
+    number = whole(value)
+    return str(number) if type(number) is int else value
+
+
+def endpoint(value: object) -> object:
+    """The endpoint that a line's `url` means: a path or a whole address. Anything else as it is."""
+    found = URL.fullmatch(value) if isinstance(value, str) else None
+    if found is None:
+        return value
+    return CHAT if found[1].startswith("chat/") else COMPLETIONS
 
 
 def prompts_of(value: object) -> tuple[LinePrompt, ...]:
@@ -41,14 +59,16 @@ def _prompt(value: object, place: str = "") -> LinePrompt:
         return value
     if not isinstance(value, list) or not value:
         raise FieldError(place, f"found {shown(value)}, expected a string, or a list of token ids")
-    for each in value:
+    token_ids = tuple(map(whole, value))
+    for each in token_ids:
         if type(each) is not int or not 0 <= each <= MAX_COUNT:
             raise FieldError(place, f"found {shown(each)} among its token ids, expected whole numbers from 0 on")
-    return tuple(value)
+    return token_ids
 
 
 def logprobs_of(value: object) -> int | bool | None:
     """Check `logprobs`, in any form of line: a number in a completion, true or false in a chat. Raises FieldError."""
+    value = whole(value)
     if value is None or isinstance(value, bool):
         return value
     if not isinstance(value, int) or not 0 <= value <= MAX_TOP_LOGPROBS:
@@ -59,6 +79,8 @@ def logprobs_of(value: object) -> int | bool | None:
 NUM_LOGPROBS = f"a whole number from 0 to {MAX_TOP_LOGPROBS}"
 Logprobs = Annotated[int | bool | None, PlainValidator(logprobs_of)]
 Prompts = Annotated[tuple[LinePrompt, ...], PlainValidator(prompts_of)]
+LineId = Annotated[CustomId, BeforeValidator(text_id)]
+Endpoint = Annotated[JobUrl, BeforeValidator(endpoint)]
 TemplateKwargs = Annotated[dict[str, Scalar], BeforeValidator(checked_kwargs)]
 
 
@@ -66,6 +88,7 @@ class LineFields(SamplingParams):
     """The fields that every kind of line may have. The run decides the model, so `model` is read and not used."""
 
     max_tokens: int | None = Field(default=None, ge=1, le=MAX_COUNT)  # type: ignore[assignment]  # may be left open
+    top_p: float = Field(default=TOP_P, ge=0.0, le=1.0)  # 0, which OpenAI takes, keeps the likeliest token
     max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_COUNT)
     model: str = ""
     n: int = Field(default=1, ge=1, le=MAX_CHOICES)
@@ -75,10 +98,15 @@ class LineFields(SamplingParams):
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     response_format: Structure | None = None
 
+    @field_validator("max_completion_tokens", "n", "best_of", "priority", "top_logprobs", mode="before")
+    @classmethod
+    def _whole_too(cls, value: Any) -> Any:
+        return whole(value)
+
     @field_validator("top_k", mode="before")
     @classmethod
     def _minus_one_is_off(cls, value: object) -> object:
-        return 0 if type(value) is int and value == -1 else value
+        return 0 if value == -1 else value
 
     @field_validator("top_logprobs", mode="before")
     @classmethod
@@ -88,7 +116,7 @@ class LineFields(SamplingParams):
     @field_validator("thinking_token_budget", mode="before")
     @classmethod
     def _minus_one_is_no_budget(cls, value: object) -> object:
-        return None if type(value) is int and value == -1 else value
+        return None if value == -1 else value
 
     @field_validator("response_format", mode="before")
     @classmethod
@@ -179,7 +207,7 @@ class ChatFields(Strict):
 class ShortLine(ChatFields, LineFields):
     """`{"custom_id": ..., "prompt": ..., "max_tokens": ...}`, or `messages` in place of `prompt`."""
 
-    custom_id: CustomId
+    custom_id: LineId
     prompt: Prompts | None = None
     messages: Messages | None = None
 
@@ -198,15 +226,15 @@ class ShortLine(ChatFields, LineFields):
 class BatchLine(Strict):
     """A line of OpenAI Batch; `url` says what the body is."""
 
-    custom_id: CustomId
-    method: Literal["POST"]
-    url: JobUrl
+    custom_id: LineId
+    method: Literal["POST"] = "POST"
+    url: Endpoint
     body: dict[str, Any]
 
-    @field_validator("url", mode="before")
+    @field_validator("method", mode="before")
     @classmethod
-    def _with_version(cls, value: object) -> object:
-        return f"/v1{value}" if value in ("/completions", "/chat/completions") else value
+    def _in_capitals(cls, value: object) -> object:
+        return value.upper() if isinstance(value, str) else value
 
 
 class CompletionBody(LineFields):

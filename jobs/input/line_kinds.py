@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from swiftbatch.jobs.chat import Message
+from swiftbatch.jobs.input.line_formats import text_id
 from swiftbatch.jobs.input.line_parsing import JobLine, line_from_object
 from swiftbatch.jobs.job import MAX_CUSTOM_ID, Messages
 from swiftbatch.jobs.sampling import MAX_COUNT, MAX_SEED, MIN_SEED, derive_seed
@@ -39,7 +40,7 @@ class LineKinds:
         except RecursionError:
             return line_from_object(values, self.run_seed)
         first = self._firsts.get(kind)
-        if first is not None and (own := self._own(values.get("custom_id"), fields, first)) is not None:
+        if first is not None and (own := self._own(text_id(values.get("custom_id")), fields, first)) is not None:
             return own
         line = line_from_object(values, self.run_seed)
         if len(self._firsts) < MAX_KINDS and len(kind) <= MAX_LETTERS and not fields.keys() & set(BOUND_TO_OWN):

@@ -28,7 +28,8 @@ from swiftbatch.jobs.input.request_fields import taken_apart
 from swiftbatch.jobs.input.validation_errors import reasons, shown
 from swiftbatch.jobs.job import CHAT, COMPLETIONS, Job, JobUrl
 from swiftbatch.jobs.repetition import RepetitionDetection, without_closing
-from swiftbatch.jobs.sampling import SamplingParams, ThinkingEnd, derive_seed
+from swiftbatch.jobs.sampling import TOP_P, SamplingParams, ThinkingEnd, derive_seed
+from swiftbatch.jobs.structured_output import idle_formats
 
 Form = TypeVar("Form", bound=BaseModel)
 
@@ -143,7 +144,7 @@ def parse_json(text: str) -> Any:
 
 def line_from_object(values: dict[str, Any], run_seed: int) -> JobLine:
     """Turn a parsed line into a `JobLine`; a missing seed is derived from `run_seed`. Raises `LineError`."""
-    if values.keys() & {"method", "url", "body"}:
+    if any(values.get(name) is not None for name in ("method", "url", "body")):
         batch = _validated(BatchLine, values)
         if batch.url == COMPLETIONS:
             completion, idle = _request(CompletionBody, batch.body, COMPLETIONS, "body.")
@@ -163,18 +164,22 @@ def _request(form: type[Form], values: dict[str, Any], url: JobUrl, prefix: str 
 
 
 def _validated(form: type[Form], values: dict[str, Any], prefix: str = "") -> Form:
-    """Check one object. Raises `LineError`. As in OpenAI's API, null stands for the default of a field that has one."""
-    optional = _optional(form)
+    """Check one object. Raises `LineError`. As in OpenAI's API, null stands for the default of a field that has one.
+
+    A null in a field of another form is nothing.
+    """
+    nullable = _nullable(form)
     try:
-        return form.model_validate({k: v for k, v in values.items() if v is not None or k not in optional})
+        return form.model_validate({k: v for k, v in values.items() if v is not None or k not in nullable})
     except ValidationError as error:
         raise LineError(reasons(error, form, prefix)) from None
 
 
 @functools.cache
-def _optional(form: type[BaseModel]) -> frozenset[str]:
-    """The names of the fields that have a default."""
-    return frozenset(name for name, field in form.model_fields.items() if not field.is_required())
+def _nullable(form: type[BaseModel]) -> frozenset[str]:
+    """The names of the fields that have a default, and of those that only other forms have."""
+    required = {name for name, field in form.model_fields.items() if field.is_required()}
+    return frozenset({*ShortLine.model_fields, *BatchLine.model_fields} - required)
 
 
 SAMPLING_FIELDS = tuple(name for name in SamplingParams.model_fields if name != "max_tokens")
@@ -191,6 +196,10 @@ def _job_line(
     sampling = {name: getattr(fields, name) for name in SAMPLING_FIELDS}
     sampling["logprobs"] = asked_logprobs(fields, is_chat=messages is not None)
     sampling["structured_outputs"] = fields.structure
+    if fields.top_p == 0:
+        sampling |= {"top_k": 1, "top_p": TOP_P}
+    if fields.structure is not None:
+        without_effect += tuple(f"format {shown(each)}" for each in idle_formats(fields.structure))
     if fields.seed is None:
         sampling["seed"] = derive_seed(run_seed, custom_id)
     if len(prompts) * fields.n > MAX_PROMPTS:

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import IO, Any
+from uuid import UUID
 
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.input.input_file import InputFileError
@@ -60,7 +61,7 @@ class Columns:
         return pairs, tuple(name for name in names if name not in used)
 
     def applied(self, values: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-        """The fields of one line, and the names in it that were passed over. A number as `custom_id` becomes text.
+        """The fields of one line, and the names in it that were passed over.
 
         Raises LineError where the line has no `custom_id`, or no text, under the name that it is said to have.
         """
@@ -72,7 +73,7 @@ class Columns:
                 column = self.by_field[said[0]]
                 raise LineError(f"field {shown(column)}: found nothing, expected the {said[0]} as --column says")
         pairs, passed_over = self.chosen(values.keys())
-        return with_text_id({name: values[column] for name, column in pairs}), passed_over
+        return {name: values[column] for name, column in pairs}, passed_over
 
     def absent(self, names: Collection[str]) -> list[str]:
         """The `FIELD=COLUMN` whose column is not among `names`."""
@@ -86,17 +87,14 @@ class Columns:
         return settled | SHORT_TEXTS if settled & BATCH else settled
 
 
-def with_text_id(values: dict[str, Any]) -> dict[str, Any]:
-    """`values` with the digits of a `custom_id` that is a whole number: data sets count their rows."""
-    custom_id = values.get("custom_id")
-    return values | {"custom_id": str(custom_id)} if type(custom_id) is int else values
-
-
 MAGIC = b"PAR1"
 NUM_ROWS_AT_ONCE = 256
 BUFFER_BYTES = 2**20  # of each column; without it a row group's column is read at once, however long
 # these may be JSON text
-OBJECTS = ("messages", "body", "logit_bias", "chat_template_kwargs", "response_format", "structured_outputs")
+OBJECTS = (
+    *("messages", "body", "logit_bias", "chat_template_kwargs", "response_format", "structured_outputs"),
+    *("repetition_detection", "tools"),
+)
 INDEX = re.compile(r"__index_level_[0-9]+__")  # the index that pandas writes beside the columns
 
 Row = tuple[int, dict[str, Any] | LineError, tuple[str, ...]]
@@ -181,7 +179,7 @@ def _fields(
         return error
     if not any(name == "custom_id" for name, _ in pairs):
         fields["custom_id"] = custom_id.encode(errors="backslashreplace").decode()
-    return with_text_id({name: value for name, value in fields.items() if value is not None})
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _value(name: str, value: Any, is_short: bool) -> Any:
@@ -202,8 +200,10 @@ def _value(name: str, value: Any, is_short: bool) -> Any:
 def _plain(value: Any) -> Any:
     """A whole float is the whole number that a table with gaps keeps so; bytes are text without its type.
 
-    Databases write whole numbers and others as decimals.
+    Databases write whole numbers and others as decimals, and have a type for UUIDs.
     """
+    if isinstance(value, UUID):
+        return str(value)
     if isinstance(value, Decimal):
         return int(value) if value == value.to_integral_value() else float(value)
     if isinstance(value, float) and value.is_integer():

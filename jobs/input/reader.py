@@ -23,6 +23,7 @@ from swiftbatch.jobs.input.input_file import (
     other_kind,
     shown_input,
 )
+from swiftbatch.jobs.input.line_formats import text_id
 from swiftbatch.jobs.input.line_kinds import LineKinds
 from swiftbatch.jobs.input.line_parsing import JobLine, LineError, parse_object
 from swiftbatch.jobs.input.parquet_rows import MAGIC, Columns, Row, parquet_rows
@@ -206,6 +207,7 @@ def _text(line: bytes | None) -> str:
 
 def _readable_custom_id(value: object) -> str | None:
     """The `custom_id` of a line that may yet be rejected, if it is fit to be shown and written."""
+    value = text_id(value)
     if not isinstance(value, str) or not 0 < len(value) <= MAX_CUSTOM_ID:
         return None
     return None if any("\ud800" <= letter <= "\udfff" for letter in value) else value

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+from swiftbatch.jobs.frozen_records import whole
 from swiftbatch.jobs.input.validation_errors import shown
 
 # they steer servers, caches, bills and streams: the text is the same with and without them
@@ -21,7 +22,8 @@ WITHOUT_EFFECT = frozenset(
             "return_mm_kwargs",
         ),
         *("return_tokens_as_token_ids", "return_token_offsets", "routed_experts_prompt_start", "truncation_side"),
-        *("guided_decoding_backend", "guided_whitespace_pattern"),
+        *("guided_decoding_backend", "guided_whitespace_pattern", "prompt_cache_options"),
+        *("return_assistant_tokens_mask", "spaces_between_special_tokens"),  # the latter: texts have no special tokens
     ]
 )
 NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {  # with the values that ask for nothing; null always does so
@@ -31,6 +33,7 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {  # with the values that ask for no
     "function_call": ("none", "auto"),
     "audio": (),
     "modalities": (["text"],),
+    "moderation": (),
     "web_search_options": (),
     "verbosity": ("medium",),
     "guided_json": (),
@@ -43,11 +46,10 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {  # with the values that ask for no
     "echo": (False,),
     "suffix": ("",),
     "use_beam_search": (False,),
-    "length_penalty": (1, 1.0),
+    "length_penalty": (1,),
     "early_stopping": (False,),
     "watermarking": (False,),
     "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
     "truncate_prompt_tokens": (),
     "allowed_token_ids": (),
     "logits_processors": ([],),
@@ -82,7 +84,7 @@ def taken_apart(
             continue
         elif name in WITHOUT_EFFECT:
             idle.append(name)
-        elif not any(type(value) is type(each) and value == each for each in _neutral(name, url)):
+        elif not any(type(whole(value)) is type(each) and value == each for each in _neutral(name, url)):
             refused.append((name, _refusal(name, value, url)))
     return left, tuple(idle), refused
 

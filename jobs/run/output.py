@@ -100,6 +100,12 @@ TEXT_COLUMNS = (
 )
 COUNT_COLUMNS = ("choice_index", "prompt_tokens", "completion_tokens")
 FIXED_COLUMNS = {*TEXT_COLUMNS, *COUNT_COLUMNS}
+METRIC_COLUMNS: dict[str, type] = {  # those of every table, also of one without a result; older results have fewer
+    **dict.fromkeys(["num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_attempts", "num_resumes"], int),
+    **dict.fromkeys(["num_recovered_tokens", "num_recomputed_tokens", "num_rewinds", "num_rewound_tokens"], int),
+    **dict.fromkeys(["mean_acceptance_length", "ms_per_token"], float),
+    **dict.fromkeys(["distinct_1", "distinct_2", "distinct_3", "distinct_4"], float),
+}
 
 
 def write_output(store: Store, lines: Iterable[dict[str, Any]], check: Callable[[], None]) -> None:
@@ -149,7 +155,7 @@ def _put_together(jsonl: BinaryIO, table: BinaryIO, lines: Iterable[dict[str, An
 
 def _write_lines(target: BinaryIO, lines: Iterable[dict[str, Any]]) -> dict[str, type]:
     """Write the lines and go back to the first; returns the metrics that are numbers, with their types."""
-    metric_types: dict[str, type] = {}
+    metric_types = dict(METRIC_COLUMNS)
     for line in lines:
         target.write(dump_line(line))
         for row in _rows(line):

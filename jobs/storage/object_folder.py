@@ -44,6 +44,10 @@ class ObjectReader:
             self._check()
         return data
 
+    def seek(self, position: int) -> None:
+        with as_os_error():
+            self._file.seek(position)
+
     def _check(self) -> None:
         try:
             with as_os_error(), self._filesystem.open_input_file(self._full_path) as now:

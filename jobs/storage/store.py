@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import errno
+import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
@@ -18,7 +19,10 @@ from swiftbatch.jobs.storage.retries import BRIEF_RETRIES, NO_RETRIES, Retries, 
 
 
 class ReadableFile(Protocol):
-    """An open file that is read from its beginning to its end."""
+    """An open file that is read from its beginning to its end, or a part of it."""
+
+    def seek(self, position: int, /) -> object:
+        """Go to a place, so many bytes from the beginning."""
 
     def read(self, size: int, /) -> bytes | None:
         """Return so many of the next bytes at most; none at the end."""
@@ -215,17 +219,20 @@ class Store:
             target.write(piece)
         return True
 
-    def pieces(self, path: str) -> Generator[bytes, None, None] | None:
-        """The bytes of a file, a piece at a time; None when there is none.
+    def pieces(self, path: str, start: int = 0, length: int = sys.maxsize) -> Generator[bytes, None, None] | None:
+        """So many bytes of a file from `start` on, a piece at a time; None when there is none.
 
         `StoreError` too when the file is replaced meanwhile on an object store.
         """
         source = self._try("read", path, lambda: self._folder.open(path))
-        return None if source is None else self._read_on(path, source)
+        return None if source is None else self._read_on(path, source, start, length)
 
-    def _read_on(self, path: str, source: ReadableFile) -> Generator[bytes, None, None]:
+    def _read_on(self, path: str, source: ReadableFile, start: int, num_left: int) -> Generator[bytes, None, None]:
         with closing(source):
-            while piece := self._try("read", path, lambda: source.read(COPY_BYTES)):
+            if start:
+                self._try("read", path, lambda: source.seek(start))
+            while piece := self._try("read", path, partial(source.read, min(COPY_BYTES, num_left))):
+                num_left -= len(piece)
                 yield piece
 
     def exists(self, path: str) -> bool:

@@ -1,17 +1,17 @@
-"""The checked body of a request for a new batch."""
+"""The checked body of a request for a new batch, and the checked fields of an upload."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from itertools import islice
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, Field, ValidationError, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, field_validator
 
-from swiftbatch.jobs.frozen_records import Strict
-from swiftbatch.jobs.input.line_formats import MAX_PRIORITY
-from swiftbatch.jobs.input.validation_errors import FieldError, reasons
-from swiftbatch.jobs.job import JobUrl
+from swiftbatch.jobs.frozen_records import Strict, whole
+from swiftbatch.jobs.input.line_formats import MAX_PRIORITY, Endpoint
+from swiftbatch.jobs.input.validation_errors import FieldError, reasons, shown
 from swiftbatch.scheduler.serve.client_errors import RefusedError
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -21,6 +21,8 @@ EXPECTED = "expected a whole number with s, m, h or d behind it, as in 24h, from
 MAX_PAIRS, MAX_KEY, MAX_VALUE = 16, 64, 512  # of metadata, as OpenAI has it
 MAX_LOOKED_AT = 64  # fields: a body of more has unknown ones among the first, and is refused for them
 MAX_URL = 2000
+LEAST_KEPT, MOST_KEPT = 3600, 30 * 86400  # seconds, as OpenAI has it
+FORM_FIELD = re.compile(r"expires_after\[(.*)\]", re.DOTALL)
 
 
 def window_seconds(text: str) -> int:
@@ -41,19 +43,42 @@ def _utf8(text: str) -> str:
     return text
 
 
+Form = TypeVar("Form", bound=Strict)
 Text = Annotated[str, AfterValidator(_utf8)]
 Key = Annotated[Text, Field(max_length=MAX_KEY)]
 Value = Annotated[Text, Field(max_length=MAX_VALUE)]
+
+
+class ExpiresAfter(Strict):
+    """OpenAI's time after which a file goes. It is checked and has no effect: files stay, as their objects say."""
+
+    anchor: Literal["created_at"]
+    seconds: Annotated[int, Field(ge=LEAST_KEPT, le=MOST_KEPT), BeforeValidator(whole)]
+
+
+def check_upload(fields: Mapping[str, Any]) -> None:
+    """Check the fields of an upload beside the file and its purpose. Raises RefusedError."""
+    said: dict[str, Any] = {}
+    for name, value in fields.items():
+        found = FORM_FIELD.fullmatch(name)
+        if found is None:
+            expected = "expected one of: file, purpose, expires_after"
+            raise RefusedError(f"unknown field {shown(name)}, {expected}", param=name[:80])
+        said[found[1]] = int(value) if str(value).isdecimal() and len(value) < MAX_KEY else str(value)
+    if said:
+        _checked(ExpiresAfter, said, "expires_after")
 
 
 class NewBatch(Strict):
     """The body of `POST /v1/batches`. The last two fields are not OpenAI's."""
 
     input_file_id: Text
-    endpoint: JobUrl
+    endpoint: Endpoint
     completion_window: Text
     metadata: dict[Key, Value] | None = None
-    priority: int = Field(default=0, ge=-MAX_PRIORITY - 1, le=MAX_PRIORITY)  # lower begins earlier, as of jobs
+    output_expires_after: ExpiresAfter | None = None
+    # lower begins earlier, as of jobs
+    priority: Annotated[int, BeforeValidator(whole)] = Field(default=0, ge=-MAX_PRIORITY - 1, le=MAX_PRIORITY)
     webhook: Annotated[Text, Field(max_length=MAX_URL)] | None = None
 
     @property
@@ -70,9 +95,15 @@ class NewBatch(Strict):
 
     @classmethod
     def parse(cls, body: dict[str, Any]) -> NewBatch:
-        """Check the body of a request. Raises RefusedError."""
-        try:
-            return cls.model_validate(dict(islice(body.items(), MAX_LOOKED_AT)))
-        except ValidationError as error:
-            [param, *_] = [*error.errors()[0]["loc"], None]
-            raise RefusedError(reasons(error, cls), param=None if param is None else str(param)) from None
+        """Check the body of a request, where null is an absent field. Raises RefusedError."""
+        said = islice(body.items(), MAX_LOOKED_AT)
+        return _checked(cls, {name: value for name, value in said if value is not None})
+
+
+def _checked(form: type[Form], values: dict[str, Any], within: str | None = None) -> Form:
+    try:
+        return form.model_validate(values)
+    except ValidationError as error:
+        [param, *_] = [within, *error.errors()[0]["loc"]] if within else [*error.errors()[0]["loc"], None]
+        problem = reasons(error, form, f"{within}." if within else "")
+        raise RefusedError(problem, param=None if param is None else str(param)) from None

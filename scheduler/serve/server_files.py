@@ -93,13 +93,14 @@ class Files:
         """The page that `Catalogue.page` returns, of one purpose or of all."""
         return self._catalogue.page(owner, after, limit, order, lambda file: purpose in (None, file.purpose))
 
-    def content(self, record: FileRecord) -> Generator[bytes, None, None]:
-        """The bytes, a piece at a time, to be closed.
+    def content(self, record: FileRecord, part: range | None = None) -> Generator[bytes, None, None]:
+        """The bytes, or those at some places, a piece at a time, to be closed.
 
         Raises RefusedError where they are not as many as they were, or the file was deleted just now.
         """
         self.check(record)
-        pieces = self._store.pieces(f"{FILES}/{record.id}/{CONTENT}")
+        places = range(record.num_bytes) if part is None else part
+        pieces = self._store.pieces(f"{FILES}/{record.id}/{CONTENT}", places.start, len(places))
         if pieces is None:
             raise no_such_file(record.id)
         return pieces

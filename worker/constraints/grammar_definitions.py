@@ -10,8 +10,9 @@ import re
 from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
+from urllib.parse import quote, unquote
 
-from swiftbatch.jobs.structured_output import Structure
+from swiftbatch.jobs.structured_output import DATA, FOLLOWED_FORMATS, NAMED, Structure
 from swiftbatch.worker.drawing.token_rules import ConstraintError
 
 # between the parts of JSON: a blank, or a line end and an indent; a model that drifts into blanks would never come back
@@ -31,12 +32,18 @@ PLAIN_WORDS = (  # in place of what the library says of its own ways
     (re.compile(r"Value for 'multipleOf' has too many digits: .*"), "found multipleOf with more than 9 digits in all"),
     (re.compile(r"exceed the maximum number of nested .*"), "nested too deeply, or a number with too many digits"),
     (re.compile(r"Expected f64 for"), "Expected a number for"),
+    (
+        re.compile(r"oneOf constraints are not supported\. .*"),
+        "found oneOf with alternatives that the same value can match, not supported; expected anyOf, or alternatives "
+        "that exclude each other, for example by a const",
+    ),
 )
+UNKNOWN_KEYS = re.compile(r"Unimplemented keys: \[(.*)\]")
 CONVERTING = "Failed to convert the grammar from GBNF to Lark: "
 LOWER, UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 LEAST = -(2**63) + 1  # below it the library knows no range of whole numbers; of others it knows none so long
-NAMED = ("properties", "patternProperties", "$defs", "definitions")  # names, each with a schema
-DATA = ("default", "examples", "example")  # values that say nothing of the text
+NO_SIGNS_ALONE = "^(?!^[-+.]*$)"  # begins the pattern that pydantic writes for a decimal number
+POINTER_CHARACTERS = "/~!$&'()*+,;=:@"  # beside letters and digits, those of a JSON pointer that a URI may have
 
 
 class StructureError(ConstraintError):
@@ -99,6 +106,8 @@ def reason_of(text: str, has_lines: bool = False) -> str:
     if bounds := RANGE.search(first):
         least, most = (bound or "any" for bound in bounds.groups())
         first = f"found numbers from {least} to {most}, expected bounds with at most 17 digits"
+    if unknown := UNKNOWN_KEYS.search(first):
+        first = f"found {unknown[1]}, not supported; expected no such keyword"
     return f"line {place[1]}: {first[:300]}" if place and has_lines else first[:300]
 
 
@@ -134,32 +143,62 @@ def kept_schema(text: str) -> str:
     Raises ValueError, with the reason, where the library would let come what does not fit.
     """
     try:
-        return json.dumps(_schema(json.loads(text)), separators=(",", ":"))
+        whole = json.loads(text)
+        return json.dumps(_schema(whole, whole), separators=(",", ":"))
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
 
-def _schema(value: Any) -> Any:
+def _schema(value: Any, whole: Any) -> Any:
     if isinstance(value, list):
-        return [_schema(each) for each in value]
+        return [_schema(each, whole) for each in value]
     if not isinstance(value, Mapping):
         return value
     _check_names(value)
-    return {name: _keyword(name, each) for name, each in value.items()}
+    kept = {name: _keyword(name, each, whole) for name, each in value.items() if not _is_idle(name, each)}
+    pattern, others = kept.get("pattern"), kept.get("allOf", [])
+    if isinstance(pattern, str) and pattern.startswith(NO_SIGNS_ALONE) and isinstance(others, list):
+        rest = f"^{pattern.removeprefix(NO_SIGNS_ALONE)}"  # without the look-ahead, which the library does not have
+        kept |= {"pattern": rest, "allOf": [*others, {"pattern": "[^-+.]"}]}
+    return kept
 
 
-def _keyword(name: str, value: Any) -> Any:
+def _is_idle(name: str, value: Any) -> bool:
+    """Tell whether a keyword is an annotation alone: the library refuses formats that it does not know."""
+    return name == "format" and isinstance(value, str) and value not in FOLLOWED_FORMATS
+
+
+def _keyword(name: str, value: Any, whole: Any) -> Any:
     if name in NAMED and isinstance(value, Mapping):
-        return {each: _schema(schema) for each, schema in value.items()}
+        return {each: _schema(schema, whole) for each, schema in value.items()}
+    if name == "$ref" and isinstance(value, str) and value.startswith("#/"):
+        return _reference(value.removeprefix("#"), whole)
     if name in ("const", "enum"):
         _check_value(value)
-    if name in ("const", "enum", *DATA):
+    if name in DATA:
         return value
     if name in LOWER and type(value) in (int, float) and value < LEAST:
         value = LEAST
     if name in LOWER + UPPER and type(value) is int:
         return _bound(value, math.inf if name in LOWER else -math.inf)
-    return _schema(value)
+    return _schema(value, whole)
+
+
+def _reference(pointer: str, whole: Any) -> str:
+    """A reference within a schema, as a URI writes it: programs write names such as `List[int]` as they are."""
+    plain = unquote(pointer)
+    if plain != pointer and _has(whole, pointer) and not _has(whole, plain):
+        plain = pointer
+    return f"#{quote(plain, POINTER_CHARACTERS)}"
+
+
+def _has(value: Any, pointer: str) -> bool:
+    for part in pointer.split("/")[1:]:
+        name = part.replace("~1", "/").replace("~0", "~")
+        if not isinstance(value, Mapping) or name not in value:
+            return False
+        value = value[name]
+    return True
 
 
 def _bound(value: int, inward: float) -> float | int:

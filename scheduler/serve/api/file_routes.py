@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator, Generator
 from contextlib import closing
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Query, Request
+from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.concurrency import iterate_in_threadpool
-from starlette.datastructures import FormData, UploadFile
+from starlette.datastructures import FormData, Headers, UploadFile
 
 from swiftbatch.scheduler.serve.api.dependencies import Key, Owner, Served
 from swiftbatch.scheduler.serve.api.response_objects import Object, file_object, page_object
+from swiftbatch.scheduler.serve.batch_request import check_upload
 from swiftbatch.scheduler.serve.client_errors import RefusedError
 from swiftbatch.scheduler.serve.server_records import FileRecord, Order
 from swiftbatch.scheduler.serve.service import Service
@@ -20,6 +22,8 @@ from swiftbatch.scheduler.serve.service import Service
 MAX_FILENAME = 255
 MAX_PAGE = 10_000
 MAX_FIELDS, MAX_FIELD_BYTES = 10, 2**12  # of the form of an upload, beside the file
+
+PART = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})")  # of a file: the first and the last place, or the last so many
 
 PATH = "/v1/files"
 router = APIRouter(prefix=PATH)
@@ -40,6 +44,7 @@ def upload(service: Served, owner: Owner, key: Key, form: Annotated[FormData, De
         raise RefusedError("file: found none, expected a file", param="file")
     if purpose != "batch":
         raise RefusedError(f"purpose: found {str(purpose)[:40]!a}, expected batch", param="purpose")
+    check_upload({name: value for name, value in form.items() if name not in ("file", "purpose")})
     return file_object(keep_upload(service, owner, file, key))
 
 
@@ -78,13 +83,42 @@ def delete(service: Served, owner: Owner, file_id: str) -> Object:
     return {"id": file_id, "object": "file", "deleted": True}
 
 
-@router.get("/{file_id}/content")
-def content(service: Served, owner: Owner, file_id: str) -> StreamingResponse:
+@router.api_route("/{file_id}/content", methods=["GET", "HEAD"])
+def content(request: Request, service: Served, owner: Owner, file_id: str) -> Response:
+    """The bytes of a file, or a part of them, so that a download that was cut off can go on.
+
+    starlette's own answer with parts needs a path on a disk, and the files may be in an object store.
+    """
     record = service.files.get(file_id, owner)
-    headers = {"Content-Length": str(record.num_bytes), "X-Content-Type-Options": "nosniff"}
-    return StreamingResponse(
-        _closed(service.files.content(record)), media_type="application/octet-stream", headers=headers
-    )
+    tag, size, kind = f'"{record.created}-{record.num_bytes}"', record.num_bytes, "application/octet-stream"
+    headers = {"ETag": tag, "Accept-Ranges": "bytes", "X-Content-Type-Options": "nosniff"}
+    if request.method == "HEAD":
+        service.files.check(record)
+        return Response(media_type=kind, headers=headers | {"Content-Length": str(size)})
+    part = asked_part(request.headers, size, tag)
+    if part is not None and not part:
+        return Response(status_code=416, headers=headers | {"Content-Range": f"bytes */{size}"})
+    if part is not None:
+        headers["Content-Range"] = f"bytes {part.start}-{part.stop - 1}/{size}"
+    headers["Content-Length"] = str(size if part is None else len(part))
+    pieces = _closed(service.files.content(record, part))
+    return StreamingResponse(pieces, 200 if part is None else 206, headers=headers, media_type=kind)
+
+
+def asked_part(headers: Headers, size: int, tag: str) -> range | None:
+    """The places that a request asks for, none where the file has none of them; None for all of the file.
+
+    All is the answer to what is not understood, to several parts, and to a part of another version than `tag`.
+    """
+    found = PART.fullmatch(headers.get("range", "").replace(" ", ""))
+    if found is None or headers.get("if-range", tag) != tag:
+        return None
+    first, last = found.groups()
+    if not first:
+        return range(max(0, size - int(last)), size) if last else None
+    if last and int(last) < int(first):
+        return None
+    return range(int(first), min(size, int(last) + 1) if last else size)
 
 
 async def _closed(pieces: Generator[bytes, None, None]) -> AsyncIterator[bytes]:

@@ -11,7 +11,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
-from fastapi.responses import FileResponse, RedirectResponse, StreamingResponse
+from fastapi.responses import FileResponse, RedirectResponse
 from starlette.datastructures import FormData, UploadFile
 
 from swiftbatch.jobs.errors import UserError
@@ -76,11 +76,11 @@ def report(service: Served, visitor: KnownVisitor, batch_id: str) -> Response:
     return report_response(service, service.batches.get(batch_id, visitor.name))
 
 
-@router.get("/batches/{batch_id}/{delivery}.jsonl")
-def delivered(service: Served, visitor: KnownVisitor, batch_id: str, delivery: Delivery) -> StreamingResponse:
+@router.api_route("/batches/{batch_id}/{delivery}.jsonl", methods=["GET", "HEAD"])
+def delivered(request: Request, service: Served, visitor: KnownVisitor, batch_id: str, delivery: Delivery) -> Response:
     """A file that the batch has ended with, to be kept and not shown."""
     batch = service.batches.get(batch_id, visitor.name)
-    response = file_routes.content(service, visitor.name, delivered_file_id(batch.id, delivery))
+    response = file_routes.content(request, service, visitor.name, delivered_file_id(batch.id, delivery))
     response.headers["Content-Disposition"] = f'attachment; filename="{batch.id}_{delivery}.jsonl"'
     return response
 

@@ -51,7 +51,7 @@ BAD_LINES: list[tuple[Any, list[str]]] = [
     (GOOD | {"repetition_penalty": 1e300}, ["'repetition_penalty'", "1e+300", "less than or equal to 1000000"]),
     (GOOD | {"temperature": "hot"}, ["'temperature'", '"hot"', "a number"]),
     (GOOD | {"temperature": -0.1}, ["'temperature'", "found -0.1"]),
-    (GOOD | {"top_p": 0}, ["'top_p'", "greater than 0"]),
+    (GOOD | {"top_p": -0.1}, ["'top_p'", "greater than or equal to 0"]),
     (GOOD | {"min_p": 1.5}, ["'min_p'", "less than or equal to 1"]),
     (GOOD | {"repetition_penalty": 0}, ["'repetition_penalty'", "greater than or equal to"]),
     (GOOD | {"seed": -(2**63) - 1}, ["'seed'", "greater than or equal to -9223372036854775808"]),
@@ -101,7 +101,7 @@ BAD_LINES: list[tuple[Any, list[str]]] = [
     (GOOD | {"logprobs": True}, ["'logprobs'", "found true", "a whole number from 0 to 20"]),
     (GOOD | {"logprobs": 21}, ["'logprobs'", "found 21", "a whole number from 0 to 20"]),
     (GOOD | {"logprobs": -1}, ["'logprobs'", "found -1", "a whole number from 0 to 20"]),
-    (GOOD | {"logprobs": 5.0}, ["'logprobs'", "found 5.0", "a whole number from 0 to 20"]),
+    (GOOD | {"logprobs": 5.5}, ["'logprobs'", "found 5.5", "a whole number from 0 to 20"]),
     (GOOD | {"logprobs": "all"}, ["'logprobs'", 'found "all"', "a whole number from 0 to 20"]),
     (GOOD | {"top_logprobs": 3}, ["'top_logprobs'", "found 3, which is for chats", "as logprobs"]),
     (CHAT | {"logprobs": 3}, ["'logprobs'", "found 3", "true or false", "top_logprobs"]),
@@ -190,7 +190,7 @@ BAD_LINES: list[tuple[Any, list[str]]] = [
     (GOOD | {"thinking_token_budget": -2}, ["'thinking_token_budget'", "found -2", "greater than or equal to 0"]),
     (GOOD | {"thinking_token_budget": 2**31}, ["'thinking_token_budget'", "found 2147483648", "less than or equal"]),
     (GOOD | {"thinking_token_budget": True}, ["'thinking_token_budget'", "found true", "a whole number"]),
-    (GOOD | {"thinking_token_budget": 5.0}, ["'thinking_token_budget'", "found 5.0", "a whole number"]),
+    (GOOD | {"thinking_token_budget": 5.5}, ["'thinking_token_budget'", "found 5.5", "a whole number"]),
     (GOOD | {"thinking_token_budget": {"tokens": 5}}, ["'thinking_token_budget'", "a whole number"]),
     (GOOD | {"thinking_end": "open"}, ["'thinking_end'", 'found "open"', "'stop' or 'close'"]),
     (GOOD | {"thinking_end": "close", "logprobs": 1}, ["'thinking_end'", "found 'close' with logprobs"]),
@@ -217,17 +217,22 @@ BAD_LINES: list[tuple[Any, list[str]]] = [
     (json.dumps(GOOD).encode("utf-16-be"), ["not JSON"]),
     (b"\0" + json.dumps(GOOD).encode(), ["not JSON"]),
     (b'{"custom_id": "a", "prompt": "x", "max_tokens": 1, "body": ' + b'{"a":' * 5000 + b"1" + b"}" * 5001, ["deeply"]),
-    (b'{"custom_id": "a", "prompt": "x", "max_tokens": 1, "seed": -0.0}', ["'seed'", "found -0.0"]),
-    (b'{"custom_id": "a", "prompt": "x", "max_tokens": 1e3}', ["'max_tokens'", "found 1000.0"]),
+    (b'{"custom_id": "a", "prompt": "x", "max_tokens": 1e300}', ["'max_tokens'", "less than or equal to"]),
+    (b'{"custom_id": "a", "prompt": "x", "max_tokens": 1e999}', ["'max_tokens'", "a whole number"]),
     (b'{"custom_id": "a", "prompt": "x", "max_tokens": 1, "temperature": NaN}', ["'temperature'", "finite"]),
     (GOOD | {"seed": 2**64}, ["'seed'", "less than or equal to 18446744073709551615"]),
     (batch({"prompt": "x", "max_tokens": 1}, method="GET"), ["'method'", '"GET"', "'POST'"]),
+    (batch({"prompt": "x"}, "https://example.com/v1/embeddings"), ["'url'", "/v1/embeddings", "/v1/completions"]),
+    (batch({"prompt": "x"}, "/v2/completions"), ["'url'", "/v2/completions", "/v1/completions"]),
+    (batch({"prompt": "x"}, None), ["'url'", "found null", "/v1/completions"]),
+    (GOOD | {"custom_id": 7.5}, ["'custom_id'", "found 7.5", "a string"]),
+    (GOOD | {"custom_id": True}, ["'custom_id'", "found true", "a string"]),
     (batch({"input": "x"}, "/v1/embeddings"), ["'url'", "/v1/embeddings", "/v1/completions"]),
-    (GOOD | {"body": {}}, ["'method'", 'unknown field "prompt"']),
+    (GOOD | {"body": {}}, ["'url'", 'unknown field "prompt"']),
     (batch({"prompt": "x", "priority": 0.5}), ["'body.priority'", "found 0.5"]),
     (batch({"prompt": "x", "n": 0}), ["'body.n'", "found 0", "greater than or equal to 1"]),
     (batch({"prompt": "x", "n": 129}), ["'body.n'", "found 129", "less than or equal to 128"]),
-    (batch({"prompt": "x", "n": 2.0}), ["'body.n'", "found 2.0", "a whole number"]),
+    (batch({"prompt": "x", "n": 2.5}), ["'body.n'", "found 2.5", "a whole number"]),
     (batch({"prompt": ["x"] * 2049}), ["'body.prompt'", "found 2049 prompts", "at most 2048"]),
     (
         batch({"prompt": ["x"] * 17, "n": 128}),
@@ -260,11 +265,11 @@ def test_a_reject_keeps_the_custom_id_that_could_be_read(tmp_path: Path) -> None
     bad = [
         GOOD | {"max_tokens": 0},
         GOOD | {"custom_id": "x" * 10_240},
-        GOOD | {"custom_id": 7},
+        GOOD | {"custom_id": 7, "max_tokens": 0},
         b'{"custom_id": "\\ud800"}',
     ]
     _, rejects = read(tmp_path, *bad)
-    assert [reject.custom_id for reject in rejects] == ["good", None, None, None]
+    assert [reject.custom_id for reject in rejects] == ["good", None, "7", None]
 
 
 def test_a_line_with_many_unknown_fields_gives_a_short_reason(tmp_path: Path) -> None:

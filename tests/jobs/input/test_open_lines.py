@@ -50,7 +50,7 @@ BAD_PROMPTS: list[tuple[Any, str]] = [
     ([""], "'prompt[0]': found \"\", expected a string with at least 1 character"),
     ([1, "a"], 'found "a" among its token ids'),
     ([1, -1], "found -1 among its token ids, expected whole numbers from 0 on"),
-    ([1, 2.0], "found 2.0 among its token ids"),
+    ([1, 2.5], "found 2.5 among its token ids"),
     ([True], "found true among its token ids"),
     ([[1], 2], "expected"),
     ({"a": 1}, 'found {"a": 1}, expected a string'),

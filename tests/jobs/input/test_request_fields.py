@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from swiftbatch.jobs.input.line_formats import ShortLine
+from swiftbatch.jobs.input.request_fields import is_of_others
 from swiftbatch.jobs.sampling import SamplingParams
 from tests.jobs.input.job_lines import CHAT, batch, read_lines
 
@@ -78,6 +80,9 @@ WITHOUT_EFFECT: list[tuple[str, Any]] = [
     ("truncation_side", "left"),
     ("guided_decoding_backend", "a"),
     ("guided_whitespace_pattern", "a"),
+    ("prompt_cache_options", {"mode": "explicit"}),
+    ("return_assistant_tokens_mask", True),
+    ("spaces_between_special_tokens", True),
 ]
 REFUSED: list[tuple[str, Any, Any]] = [  # with a value that asks for nothing
     ("tools", [{"type": "function", "function": {"name": "a"}}], []),
@@ -86,6 +91,7 @@ REFUSED: list[tuple[str, Any, Any]] = [  # with a value that asks for nothing
     ("function_call", {"name": "a"}, "auto"),
     ("audio", {"voice": "a"}, None),
     ("modalities", ["text", "audio"], ["text"]),
+    ("moderation", {"model": "a"}, None),
     ("web_search_options", {}, None),
     ("verbosity", "low", "medium"),
     ("guided_json", {}, None),
@@ -102,7 +108,6 @@ REFUSED: list[tuple[str, Any, Any]] = [  # with a value that asks for nothing
     ("early_stopping", True, False),
     ("watermarking", True, False),
     ("skip_special_tokens", False, True),
-    ("spaces_between_special_tokens", False, True),
     ("truncate_prompt_tokens", 5, None),
     ("allowed_token_ids", [1], None),
     ("logits_processors", ["a"], []),
@@ -116,6 +121,18 @@ REFUSED: list[tuple[str, Any, Any]] = [  # with a value that asks for nothing
     ("mm_processor_kwargs", {"a": 1}, {}),
     ("vllm_xargs", {"a": 1}, {}),
 ]
+
+
+def test_every_field_of_openai_s_client_is_known() -> None:
+    from openai.types import chat, completion_create_params
+
+    forms = (
+        chat.completion_create_params.CompletionCreateParamsBase,
+        completion_create_params.CompletionCreateParamsBase,
+    )
+    names = [name for form in forms for name in form.__annotations__]
+    assert len(names) > 30
+    assert [name for name in names if name not in ShortLine.model_fields and not is_of_others(name)] == []
 
 
 def lines_with(name: str, value: Any, urls: tuple[str, ...] = BOTH) -> list[dict[str, Any]]:
@@ -223,3 +240,15 @@ def test_lines_as_batch_guides_show_them_are_taken(tmp_path: Path) -> None:
     assert [line.custom_id for line in lines] == ["request-1", "request-2", "request-3"]
     assert [line.max_tokens for line in lines] == [1000, 500, 64]
     assert rejects == []
+
+
+def test_a_format_of_a_schema_that_no_text_has_to_have_is_told(tmp_path: Path) -> None:
+    properties = {"format": {"type": "string", "format": "uuid4"}, "when": {"type": "string", "format": "date"}}
+    schema = {"properties": properties, "items": [{"format": "path"}], "const": {"format": "none"}}
+    formats = [
+        ("response_format", {"type": "json_schema", "json_schema": {"schema": schema}}),
+        ("structured_outputs", {"json": schema}),
+    ]
+    lines, rejects = read_lines(tmp_path, *(batch(COMPLETION | {name: each}, custom_id=name) for name, each in formats))
+    assert rejects == []
+    assert [line.without_effect for line in lines] == [('format "path"', 'format "uuid4"')] * 2

@@ -14,6 +14,7 @@ from pyarrow import parquet
 
 from swiftbatch.jobs.run import output
 from swiftbatch.jobs.run.checked_reading import NUM_READ_AHEAD
+from swiftbatch.jobs.run.output import METRIC_COLUMNS
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.local_folder import LocalFolder
 from swiftbatch.jobs.storage.store import Store, StoreError
@@ -66,6 +67,7 @@ def test_output_holds_every_finished_and_failed_job_in_input_order(run: Run) -> 
         *("custom_id", "status", "text", "finish_reason", "error_code", "error_message"),
         *("choice_index", "prompt_tokens", "completion_tokens", "num_drafts", "speed"),
         *("reasoning_content", "logprobs"),
+        *METRIC_COLUMNS,
     }
     assert all(row["reasoning_content"] is None and row["logprobs"] is None for row in rows)
 
@@ -93,6 +95,22 @@ def test_output_of_a_run_without_results_is_empty_and_readable(run: Run) -> None
     run.write_output()
     assert run.store.read("output.jsonl") == b""
     assert read_table(run.store) == []
+
+
+def test_a_table_has_the_same_columns_whatever_became_of_its_jobs(run: Run) -> None:
+    """A program that reads tables of many nights finds every column in each."""
+    records, schemas = [make_record(name) for name in "ab"], []
+    run.add_jobs(records)
+    for step in range(3):
+        if step == 1:
+            run.write_error(records[0].job_id, failed_line("a", "attempts_exhausted"))
+        if step == 2:
+            numbers = {name: kind(1) for name, kind in METRIC_COLUMNS.items()}
+            write_result(run, records[1].job_id, finished_line("b", "B", numbers | {"distinct_1": None}))
+        run.write_output()
+        schemas.append(parquet.read_schema(io.BytesIO(run.store.read("output.parquet") or b"")))
+    assert schemas[0] == schemas[1] == schemas[2]
+    assert len(schemas[0]) == 26
 
 
 def test_output_is_written_again_after_more_results(run: Run) -> None:

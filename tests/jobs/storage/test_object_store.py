@@ -118,6 +118,10 @@ def test_a_file_that_is_replaced_while_it_is_read_is_read_whole(s3_store: Store,
     s3_proxy.choose = replace
     with pytest.raises(StoreError, match="it was replaced while it was read; try again"):
         store.copy_to("file", BytesIO())
+    s3_store.write("file", b"old")
+    s3_proxy.choose = replace
+    with pytest.raises(StoreError, match="it was replaced while it was read; try again"):
+        list(store.pieces("file", 0, 2) or ())
 
 
 def test_a_big_file_is_not_held_in_memory_twice_on_a_slow_line(s3_store: Store, s3_proxy: FaultProxy) -> None:

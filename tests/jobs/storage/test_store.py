@@ -96,6 +96,11 @@ class TestEveryKindOfStore:
         assert not store.copy_to("absent", target)
         assert len(target.getvalue()) == 20_000_000
 
+    @pytest.mark.parametrize("part", [range(0), range(150, 151), range(7, 200), range(199, 300)])
+    def test_pieces_of_a_part_are_its_bytes(self, store: Store, part: range) -> None:
+        store.write("file", bytes(range(200)))
+        assert b"".join(store.pieces("file", part.start, len(part)) or ()) == bytes(range(200))[part.start : part.stop]
+
     def test_an_error_of_the_target_of_a_copy_stays_what_it_is(self, store: Store) -> None:
         class Closed(BytesIO):
             def write(self, data: Any, /) -> int:

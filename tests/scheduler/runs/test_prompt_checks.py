@@ -325,7 +325,7 @@ def test_a_structure_that_can_t_be_met_is_a_reject_with_the_library_s_reason(tmp
     submission = submit_file(write_jobs(tmp_path / "jobs.jsonl", *lines), str(tmp_path / "run"), model=str(tiny_model))
     assert [(reject.line_number, reject.reason) for reject in submission.rejects] == [
         (3, "field 'structured_outputs.regex': unclosed group"),
-        (4, "field 'response_format.json_schema.schema': Unimplemented keys: [\"not\"]"),
+        (4, "field 'response_format.json_schema.schema': found \"not\", not supported; expected no such keyword"),
     ]
     first, second, other = (record.job for record in submission.run.jobs())
     assert first.sampling == second.sampling

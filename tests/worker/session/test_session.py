@@ -18,6 +18,7 @@ from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.checkpoints.packed_logs import PackedLogs
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.job import JobRecord, SentJob, packed
+from swiftbatch.jobs.run.output import METRIC_COLUMNS
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.jobs.storage.store import Store, StoreError
@@ -67,6 +68,7 @@ def test_finished_jobs_have_results_and_no_checkpoints(run: Run, tiny_model: Pat
     assert found["choices"][0]["finish_reason"] == "length"
     assert found["metrics"]["mean_acceptance_length"] >= 1
     assert found["metrics"]["exactness"] == "exact"
+    assert {name for name, value in found["metrics"].items() if type(value) in (int, float)} == {*METRIC_COLUMNS}
     [attempt] = found["metrics"]["attempts"]
     assert (attempt["worker_id"], attempt["resume"]) == ("w0", None)
 
