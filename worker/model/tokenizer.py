@@ -19,6 +19,7 @@ from swiftbatch.worker.constraints.thinking import Markers, Opening, Thinking, T
 from swiftbatch.worker.drawing.token_rules import ConstraintError, Rule
 from swiftbatch.worker.model.chat_template import ChatTemplate, words_of
 from swiftbatch.worker.model.digests import TEKKEN_FILE, has_tekken_alone
+from swiftbatch.worker.model.gguf.links import link_names
 from swiftbatch.worker.model.model_files import ModelFiles, eos_token_ids_of, read_config
 from swiftbatch.worker.model.tekken import BYTES_AS_THEY_ARE, TekkenBytes, TekkenChat, TekkenTokenizer
 from swiftbatch.worker.model.thought_markers import markers_of
@@ -408,7 +409,8 @@ def _loader(files: ModelFiles) -> Any:
     config = read_config(files.name, files.path)
     path = files.path / "tokenizer_config.json"
     said = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    if config.get("model_type") in PLAIN_KINDS and said.get("tokenizer_class") == GENERIC and "auto_map" not in said:
+    is_plain = config.get("model_type") in PLAIN_KINDS or bool(link_names(files.path))  # those of GGUF files are
+    if is_plain and said.get("tokenizer_class") == GENERIC and "auto_map" not in said:
         from transformers import PreTrainedTokenizerFast
 
         return PreTrainedTokenizerFast

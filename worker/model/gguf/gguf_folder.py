@@ -28,9 +28,9 @@ from swiftbatch.worker.model.gguf.gguf_tokenizer import (
     save_tokenizer,
 )
 from swiftbatch.worker.model.gguf.header import GGUFError
-from swiftbatch.worker.model.gguf.links import INDEX_FILE, link_name, link_names, write_index
+from swiftbatch.worker.model.gguf.links import INDEX_FILE, link_name, write_index
 
-FORM = 1  # of the derived files: another one where they are derived in another way
+FORM = 2  # of the derived files: another one where they are derived in another way
 NAME_LENGTH = 32
 MAX_WORDS = 500  # characters of an error
 LIBRARIES = ("transformers", "tokenizers")  # that write the tokenizer
@@ -53,7 +53,7 @@ def gguf_folder(model: str, file: Path, with_tokenizer: bool) -> Path:
             f"model {model}: its small files can't be kept in {_base()} ({error}); set XDG_CACHE_HOME"
         ) from None
     if with_tokenizer and not all((folder / name).exists() for name in TOKENIZER_FILES):
-        _add_tokenizer(model, folder)
+        _add_tokenizer(model, folder, read)
     return folder
 
 
@@ -100,11 +100,11 @@ def _made_whole(folder: Path) -> Iterator[Path]:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def _add_tokenizer(model: str, folder: Path) -> None:
-    """Derive the tokenizer as `transformers` does, which takes seconds, and put its files beside the others."""
+def _add_tokenizer(model: str, folder: Path, read: GGUFModel) -> None:
+    """Derive the tokenizer, which takes seconds, and put its files beside the others."""
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as aside:
         try:
-            save_tokenizer(folder / link_names(folder)[0], Path(aside))
+            save_tokenizer(read, Path(aside))
         except Exception as error:  # of any kind: the library raises bare ones
             said = f"{type(error).__name__}: {line_of(error, MAX_WORDS)}"
             raise ModelError(f"model {model}: no tokenizer comes of its metadata: {said}") from error

@@ -29,8 +29,10 @@ TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {  # of what files of all 
     "split.count": INTEGER,
     "split.no": INTEGER,
     "tokenizer.chat_template": TEXT,
+    "tokenizer.ggml.merges": ("a list of texts", lambda value: isinstance(value, list)),
     "tokenizer.ggml.model": TEXT,
     "tokenizer.ggml.pre": TEXT,
+    "tokenizer.ggml.scores": ("a list of numbers", lambda value: isinstance(value, np.ndarray)),
     "tokenizer.ggml.tokens": ("a list of texts", lambda value: isinstance(value, list)),
     "tokenizer.ggml.token_type": ("a list of numbers", lambda value: isinstance(value, np.ndarray)),
 }

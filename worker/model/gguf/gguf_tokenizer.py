@@ -1,35 +1,68 @@
-"""The tokenizer of a GGUF file: how it cuts text, which tokens end one, its files as `transformers` derives them."""
+"""The tokenizer of a GGUF file: how it cuts text, which tokens end one, and its files for the library `tokenizers`.
+
+A file holds a vocabulary, merges or scores, and the name of a way to cut text; all else about a tokenizer is known by
+that name alone: so converters leave it out. `transformers` reads GGUF as well, with one way for many of these names.
+"""
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from swiftbatch.worker.model.gguf.architectures import Config
 from swiftbatch.worker.model.gguf.gguf_model import GGUFModel
 from swiftbatch.worker.model.gguf.header import GGUFError
 
-# how tokenizers of GGUF files cut text before they merge it
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
 KINDS = ("gpt2", "llama")  # merges of bytes, and SentencePiece's, which cuts in one way alone
-OF_GPT2 = ("gpt-2", "granite-docling", "jais", "mpt", "olmo", "phi-2", "trillion")
-# as GPT-2, with digits one by one: no merge joins digits there, so that is no difference
-OF_DIGITS = ("codeshell", "command-r", "exaone", "minerva-7b", "refact", "smollm", "starcoder")
-OTHERS = (
-    *("dbrx", "deepseek-r1-qwen", "f2llmv2", "falcon-h1", "falcon3", "gpt-4o", "jina-v5-nano", "kanana2", "kormo"),
-    *("lfm2", "llama-bpe", "llama-v3", "llama3", "llama4", "megrez", "midm-2.0", "minimax-m2", "pixtral", "qwen2"),
-    *("qwen35", "smaug-bpe", "talkie", "tekken"),
+
+# how tokenizers of bytes cut text before they merge it: patterns that the models' own tokenizers have
+CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+SIGNS, SPACES = r" ?[^\s\p{L}\p{N}]+", r"\s*[\r\n]+|\s+(?!\S)|\s+"
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+FRONT = r"[^\r\n\p{L}\p{N}]?"
+LLAMA3 = rf"{CONTRACTIONS}|{FRONT}\p{{L}}+|\p{{N}}{{1,3}}|{SIGNS}[\r\n]*|{SPACES}"
+QWEN2 = rf"{CONTRACTIONS}|{FRONT}\p{{L}}+|\p{{N}}|{SIGNS}[\r\n]*|{SPACES}"
+QWEN35 = rf"{CONTRACTIONS}|{FRONT}[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{SPACES}"
+TEKKEN = rf"{FRONT}{UPPER}*{LOWER}+|{FRONT}{UPPER}+{LOWER}*|\p{{N}}|{SIGNS}[\r\n/]*|{SPACES}"
+GPT4O = (
+    rf"{FRONT}{UPPER}*{LOWER}+{CONTRACTIONS}?|{FRONT}{UPPER}+{LOWER}*{CONTRACTIONS}?"
+    rf"|\p{{N}}{{1,3}}|{SIGNS}[\r\n/]*|{SPACES}"
 )
-KNOWN = sorted((*OF_GPT2, *OF_DIGITS, *OTHERS))
+GPT2, DIGITS = "", "digits"  # GPT-2's pattern, which the library knows, and the same behind single digits
+WHOLE_WORDS = (  # a word of the vocabulary is one token, though no merges may lead to it; and texts begin with BOS
+    *("falcon-h1", "falcon3", "jina-v5-nano", "lfm2", "llama-bpe", "llama-v3", "llama3", "midm-2.0", "pixtral"),
+    "tekken",
+)
+SPLITS = {
+    **dict.fromkeys(("gpt-2", "granite-docling", "jais", "mpt", "olmo", "phi-2", "trillion"), GPT2),
+    **dict.fromkeys(
+        ("codeshell", "command-r", "exaone", "minerva-7b", "refact", "smollm", "starcoder"),
+        DIGITS,
+    ),
+    **dict.fromkeys(("dbrx", "smaug-bpe", *WHOLE_WORDS), LLAMA3),
+    **dict.fromkeys(("deepseek-r1-qwen", "f2llmv2", "kormo", "megrez", "qwen2"), QWEN2),
+    **dict.fromkeys(("gpt-4o", "kanana2", "llama4", "minimax-m2", "talkie"), GPT4O),
+    "qwen35": QWEN35,
+    "tekken": TEKKEN,
+}
+COMPOSED = ("deepseek-r1-qwen", "mpt", "olmo", "qwen2")  # characters are composed first (NFC), as Qwen and GPT-NeoX do
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")  # the last one is written last
 GENERIC = "TokenizersBackend"  # the class that reads `tokenizer.json` and adds no rules of its own
-KEPT = ("bos_token", "eos_token", "unk_token", "pad_token", "tokenizer_class")
 
 SPECIAL = {
     "bos_token_id": "tokenizer.ggml.bos_token_id",
     "eos_token_id": "tokenizer.ggml.eos_token_id",
     "pad_token_id": "tokenizer.ggml.padding_token_id",
 }
+NAMED = {**SPECIAL, "unk_token_id": "tokenizer.ggml.unknown_token_id"}
+UNSAID = {NAMED["bos_token_id"]: 1, NAMED["eos_token_id"]: 2, NAMED["unk_token_id"]: 0}  # of SentencePiece's
 ENDS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
 ENDING = {  # tokens that end a turn or a text in every model that has them, as llama.cpp takes them
     "<|eot_id|>",
@@ -41,49 +74,170 @@ ENDING = {  # tokens that end a turn or a text in every model that has them, as 
     "<|end_of_text|>",
     "<EOT>",
 }
-CONTROL = 3  # the type of a token that is no text
+FILLING = re.compile(r"<\|(fim_(prefix|suffix|middle|pad|repo)|file_sep|repo_name)\|>|<fim[-_](prefix|suffix|middle)>")
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5  # types of tokens; the last one has no text
+KEEPING_SPACES = ("<unk>", "<s>", "<|endoftext|>")  # of Phi-3; its other special tokens take those behind them
 
 
 def refuse_unknown_split(model: GGUFModel) -> None:
-    """Raise GGUFError for a tokenizer that would give other tokens than the model's.
-
-    `transformers`' loader takes GPT-2's way of cutting text for any name that it does not know.
-    """
+    """Raise GGUFError for a tokenizer that would give other tokens than the model's."""
     kind, split = (model.metadata.get(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
     if kind not in KINDS:
         raise GGUFError(f"its tokenizer.ggml.model is {kind!r:.60}, expected {' or '.join(KINDS)}")
-    if kind == "gpt2" and split not in KNOWN:
-        raise GGUFError(f"its tokenizer.ggml.pre is {split!r:.60}, expected one of {', '.join(KNOWN)}")
+    if kind == "gpt2" and split not in SPLITS:
+        raise GGUFError(f"its tokenizer.ggml.pre is {split!r:.60}, expected one of {', '.join(sorted(SPLITS))}")
     tokens, types = (model.metadata.get(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
     if not isinstance(tokens, list) or not tokens or (types is not None and len(types) != len(tokens)):
         raise GGUFError("its metadata has no tokens, or other numbers of tokens and of their types")
+    needed = "tokenizer.ggml.merges" if kind == "gpt2" else "tokenizer.ggml.scores"
+    if needed not in model.metadata or (kind == "llama" and len(model.metadata[needed]) != len(tokens)):
+        raise GGUFError(f"its metadata lacks {needed}")
+    texts = {number: text for number, text, _ in tokens_of(model)}
+    if len(set(texts.values())) < len(texts):
+        raise GGUFError("its tokenizer.ggml.tokens has a text twice")
+    for name in ("bos", "eos"):
+        if adds(model, name) and token_of(model, f"tokenizer.ggml.{name}_token_id") not in texts:
+            raise GGUFError(f"its tokenizer adds a token to each text, and no tokenizer.ggml.{name}_token_id names it")
 
 
 def generation_of(model: GGUFModel) -> Config:
     """The tokens that end a text: those that the metadata names, and those that end a turn in all models."""
     found = {number for key in ENDS if (number := token_of(model, key)) is not None}
-    tokens, types = (model.metadata.get(f"tokenizer.ggml.{name}", []) for name in ("tokens", "token_type"))
-    pairs = enumerate(zip(tokens, types, strict=False))
-    found |= {number for number, (token, kind) in pairs if kind == CONTROL and token in ENDING}
+    found |= {number for number, text, _ in tokens_of(model) if text in ENDING}
     return {"eos_token_id": sorted(found)} if found else {}
 
 
 def token_of(model: GGUFModel, key: str) -> int | None:
-    """The id of a token that the metadata names; None where it names none. Raises GGUFError for what is no token."""
-    token = model.metadata.get(key)
+    """The id of a token that the metadata names; None where it names none. Raises GGUFError for what is no token.
+
+    A number that is no token's is how some converters write that there is none.
+    """
+    token, tokens = model.metadata.get(key), model.metadata.get("tokenizer.ggml.tokens", [])
     if token is not None and type(token) is not int:
         raise GGUFError(f"its metadata has {key} = {token!r:.60}, expected a token id")
-    return token
+    if token is None or not 0 <= token < len(tokens):
+        token = UNSAID.get(key) if model.metadata.get("tokenizer.ggml.model") == "llama" else None
+    return token if token is not None and token < len(tokens) else None
 
 
-def save_tokenizer(file: Path, folder: Path) -> None:
+def adds(model: GGUFModel, name: str) -> bool:
+    """Tell whether the tokenizer puts a `bos` in front of each text, or an `eos` behind it."""
+    said = model.metadata.get(f"tokenizer.ggml.add_{name}_token")
+    if said is not None:
+        return bool(said)
+    kind, split = (model.metadata.get(f"tokenizer.ggml.{each}") for each in ("model", "pre"))
+    return name == "bos" and (kind == "llama" or split in WHOLE_WORDS)
+
+
+def tokens_of(model: GGUFModel) -> Iterator[tuple[int, str, int]]:
+    """The tokens that have a text: their ids, texts and types.
+
+    Converters fill a vocabulary up to the rows of the embedding, under types that differ. Of tokens that control a
+    model in all that have them some are marked as text.
+    """
+    tokens, types = (model.metadata.get(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
+    for number, text in enumerate(tokens or []):
+        kind = NORMAL if types is None else int(types[number])
+        if text and kind != UNUSED and text != f"[PAD{number}]":
+            yield number, text, CONTROL if text in ENDING or FILLING.fullmatch(text) else kind
+
+
+def save_tokenizer(model: GGUFModel, folder: Path) -> None:
     """Write `tokenizer.json` and `tokenizer_config.json`. Raises what the library does for metadata without sense."""
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(file.parent, gguf_file=file.name, local_files_only=True)
-    tokenizer.chat_template = None  # which lies in a file of its own
-    tokenizer.save_pretrained(folder)
+    tokenizer = (_of_pieces if model.metadata["tokenizer.ggml.model"] == "llama" else _of_bytes)(model)
+    _add_whole_tokens(tokenizer, model)
+    numbers = {name: token_of(model, key) for name, key in NAMED.items()}
+    texts = {name: tokenizer.id_to_token(number) for name, number in numbers.items() if number is not None}
+    _add_ends(tokenizer, model, texts)
+    tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
+    said = {name.removesuffix("_id"): text for name, text in texts.items() if text is not None}
+    said["tokenizer_class"] = GENERIC
     path = folder / "tokenizer_config.json"
-    said = json.loads(path.read_text(encoding="utf-8"))
-    said = {key: value for key, value in said.items() if key in KEPT} | {"tokenizer_class": GENERIC}
     path.write_text(json.dumps(said, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _of_bytes(model: GGUFModel) -> Tokenizer:
+    """A tokenizer that merges bytes."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    name = model.metadata["tokenizer.ggml.pre"]
+    vocabulary = {text: number for number, text, _ in tokens_of(model)}
+    merges = [_halves(merge) for merge in model.metadata["tokenizer.ggml.merges"]]
+    known = [(left, right) for left, right in merges if {left, right, left + right} <= vocabulary.keys()]
+    tokenizer = Tokenizer(models.BPE(vocabulary, known, ignore_merges=name in WHOLE_WORDS))
+    tokenizer.normalizer = normalizers.NFC() if name in COMPOSED else None
+    split = SPLITS[name]
+    steps = {GPT2: [], DIGITS: [pre_tokenizers.Digits(individual_digits=True)]}.get(split)
+    if has_pattern := steps is None:
+        steps = [pre_tokenizers.Split(Regex(split), "isolated")]
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not has_pattern)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*steps, level])
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _halves(merge: str) -> tuple[str, str]:
+    """The tokens of a merge; the first one may begin with the space that stands between them."""
+    place = merge.find(" ", 1)
+    return merge[:place], merge[place + 1 :]
+
+
+def _of_pieces(model: GGUFModel) -> Tokenizer:
+    """A tokenizer of SentencePiece, whose spaces are characters, and which knows bytes of all others."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    vocabulary = {text: number for number, text, _ in tokens_of(model)}
+    unknown = token_of(model, NAMED["unk_token_id"])
+    bpe = models.BPE(
+        vocabulary,
+        _merges_of(model),
+        unk_token=next((text for text, number in vocabulary.items() if number == unknown), None),
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    tokenizer = Tokenizer(bpe)
+    steps = [normalizers.Replace(" ", "▁")]
+    decoding = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if model.metadata.get("tokenizer.ggml.add_space_prefix", True):  # of each text between special tokens
+        steps.insert(0, normalizers.Prepend("▁"))
+        decoding.append(decoders.Strip(" ", 1, 0))
+    tokenizer.normalizer = normalizers.Sequence(steps)
+    tokenizer.decoder = decoders.Sequence(decoding)
+    return tokenizer
+
+
+def _merges_of(model: GGUFModel) -> list[tuple[str, str]]:
+    """The merges of SentencePiece: any two pieces that make a third, by its score."""
+    scores = model.metadata["tokenizer.ggml.scores"].tolist()
+    pieces = {text: -scores[number] for number, text, kind in tokens_of(model) if kind == NORMAL}
+    found = [
+        (rank, -place, text)
+        for text, rank in pieces.items()
+        for place in range(1, len(text))
+        if text[:place] in pieces and text[place:] in pieces
+    ]
+    return [(text[:-place], text[-place:]) for _, place, text in sorted(found)]
+
+
+def _add_whole_tokens(tokenizer: Tokenizer, model: GGUFModel) -> None:
+    """Add the tokens that stand in texts as a whole: those that control the model, and are no text, and others."""
+    from tokenizers import AddedToken
+
+    takes_spaces = model.name == "phi3" and model.metadata["tokenizer.ggml.model"] == "llama"
+    for kinds in ((CONTROL, UNKNOWN), (USER_DEFINED,)):
+        special = CONTROL in kinds
+        found = [
+            AddedToken(text, rstrip=takes_spaces and text not in KEEPING_SPACES, normalized=False, special=special)
+            for _, text, kind in tokens_of(model)
+            if kind in kinds
+        ]
+        (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(found)
+
+
+def _add_ends(tokenizer: Tokenizer, model: GGUFModel, texts: dict[str, Any]) -> None:
+    """Make the tokenizer put its first and last token around each text, where it has them."""
+    from tokenizers import processors
+
+    first, last = ([texts[f"{name}_token_id"]] if adds(model, name) else [] for name in ("bos", "eos"))
+    known = [(text, tokenizer.token_to_id(text)) for text in dict.fromkeys([*first, *last])]
+    tokenizer.post_processor = processors.TemplateProcessing(single=[*first, "$A", *last], special_tokens=known)

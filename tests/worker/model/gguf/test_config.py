@@ -166,4 +166,4 @@ def test_a_text_ends_at_each_token_that_ends_a_turn(tmp_path: Path) -> None:
     writer.add_eos_token_id(4)
     writer.add_eot_token_id(5)
     finish(writer)
-    assert generation_of(read_gguf(tmp_path / "model.gguf")) == {"eos_token_id": [1, 3, 4, 5]}
+    assert generation_of(read_gguf(tmp_path / "model.gguf")) == {"eos_token_id": [1, 2, 3, 4, 5]}
