@@ -167,10 +167,12 @@ def _of_bytes(model: GGUFModel) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(vocabulary, known, ignore_merges=name in WHOLE_WORDS))
     tokenizer.normalizer = normalizers.NFC() if name in COMPOSED else None
     split = SPLITS[name]
-    steps = {GPT2: [], DIGITS: [pre_tokenizers.Digits(individual_digits=True)]}.get(split)
-    if has_pattern := steps is None:
+    steps: list[pre_tokenizers.PreTokenizer] = []
+    if split == DIGITS:
+        steps = [pre_tokenizers.Digits(individual_digits=True)]
+    elif split != GPT2:
         steps = [pre_tokenizers.Split(Regex(split), "isolated")]
-    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not has_pattern)
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split in (GPT2, DIGITS))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*steps, level])
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
@@ -196,7 +198,7 @@ def _of_pieces(model: GGUFModel) -> Tokenizer:
         byte_fallback=True,
     )
     tokenizer = Tokenizer(bpe)
-    steps = [normalizers.Replace(" ", "▁")]
+    steps: list[normalizers.Normalizer] = [normalizers.Replace(" ", "▁")]
     decoding = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     if model.metadata.get("tokenizer.ggml.add_space_prefix", True):  # of each text between special tokens
         steps.insert(0, normalizers.Prepend("▁"))
