@@ -118,7 +118,7 @@ class SamplingParams(Strict):
     asks for the log-probability of each token, and of so many of the likeliest at its place; None for nothing of it.
     A thought that has `thinking_token_budget` tokens is closed, and a structure begins behind it. With `thinking_end`
     "close", which vLLM does not have, a thought is closed where the text would end within it. Stop strings count in the
-    answer alone, unless `stop_in_reasoning` lets them end a thought, as vLLM does.
+    answer alone, unless `stop_in_reasoning` lets them end a thought.
     """
 
     max_tokens: int = Field(ge=1, le=MAX_COUNT)

@@ -68,8 +68,9 @@ def definition_of(structure: Structure) -> str:
         return _grammar(structure.text)
     schema = kept_schema(structure.text) if structure.kind == "json" else '{"type": "object"}'
     escapes = ESCAPES + ("u" if ESCAPED.search(schema) else "")
-    defaults = {"whitespace_pattern": WHITESPACE, "json_allowed_escapes": escapes}
-    return LLMatcher.grammar_from_json_schema(schema, defaults=defaults)
+    return LLMatcher.grammar_from_json_schema(
+        schema, defaults={"whitespace_pattern": WHITESPACE, "json_allowed_escapes": escapes}
+    )
 
 
 def unforced(definition: str) -> str:
