@@ -84,7 +84,7 @@ class RunManifest(Frozen):
         It is kept in files: a field that comes later may count only where it is not what all runs had before.
         """
         model = [self.model_fingerprint, self.text_fingerprint, self.thinking_markers]
-        later = [] if self.kv_dtype is None else [self.kv_dtype]
+        later: list[str] = [] if self.kv_dtype is None else [self.kv_dtype]
         later += [self.clock] if self.clock is not None and self.reads_clock else []
         decisive = json.dumps([*model, self.dtype, self.logprobs_mode, *later])
         return f"fp_{hashlib.sha256(decisive.encode()).hexdigest()[:16]}"
