@@ -53,6 +53,7 @@ AS_JSON = each("{{ m.content | tojson }}")
 WITHOUT_THOUGHTS = each("{{ m.content.split('</think>')[-1] if m.role == 'assistant' else m.content }}")
 BEHIND_MARKS = each("{{ m.content.split('</think>')[-1] }}")
 SHORT = each("{{ m.content[:40] }}")
+LAST_AS_IT_IS = each("{{ m.content if loop.last else m.content.split('</think>')[-1] }}")
 WITHOUT_SWITCHES = each("{{ m.content.replace('/no_think', '') }}")
 DUMPED = each("{{ m.content if m.content is string else m.content | tojson }}")
 DUMPED_BY_PYTHON = each("{{ m.content | string }}")
@@ -133,6 +134,11 @@ def test_a_message_whose_text_is_not_in_the_prompt_is_refused_by_its_number_and_
             "(user:u)(assistant:\n\na)(user:v)",
         ),
         (WITHOUT_THOUGHTS, [USER, said("assistant", "hm</think>a"), NEXT], "(user:u)(assistant:a)(user:v)"),
+        (
+            LAST_AS_IT_IS,
+            [said("assistant", "hm</think>a"), NEXT, said("assistant", "hm</think>a")],
+            "(assistant:a)(user:v)(assistant:hm</think>a)",
+        ),
         (WITHOUT_SWITCHES, [said("user", "what? /no_think")], "(user:what? )"),
         (LAST_SYSTEM, [USER, SYSTEM], "[s](user:u)"),
         (
