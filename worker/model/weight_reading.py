@@ -135,10 +135,9 @@ def _refuse_blank(name: str, weight: Weight) -> None:
     if len(weight.shape) < 2 or min(weight.shape[-2:]) < 2 or name.endswith("bias") or "norm" in name:
         return
     if isinstance(weight, PackedMatrix):
-        matrices = weight.experts() if isinstance(weight, PackedExperts) else [weight]
-        is_blank = any(
-            _is_blank(each.scales) and (each.offsets is None or _is_blank(each.offsets)) for each in matrices
-        )
+        number = weight.num_experts if isinstance(weight, PackedExperts) else 1
+        parts = (part.unflatten(0, (number, -1)) for part in (weight.scales, weight.offsets) if part is not None)
+        is_blank = any(all(map(_is_blank, of_one)) for of_one in zip(*parts, strict=True))
     else:
         is_blank = _has_blank(weight)
     if is_blank:

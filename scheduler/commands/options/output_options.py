@@ -43,7 +43,7 @@ OUTPUT = (
     output_option(
         "--metrics-host",
         metavar="ADDRESS",
-        help="IPv4 address that metrics are served at (default: 127.0.0.1, on a cluster 0.0.0.0, which are all).",
+        help="Serve them here. [default: 127.0.0.1; on a cluster 0.0.0.0]",
     ),
     output_option(
         "--webhook", metavar="URL", callback=receiver_of, help="Post a message when the run ends: see docs/watching.md."
