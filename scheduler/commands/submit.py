@@ -111,7 +111,9 @@ token_option = options_of("What decides the tokens; stored in the run")
 )
 @run_option("--strict", is_flag=True, help="Refuse all files if one line is bad.")
 @token_option(
-    "--model", callback=filled, help=f"`embedded`, a folder, a .gguf, or ORG/NAME[@REVISION] on the hub. [default: {Computation.model}]"
+    "--model",
+    callback=filled,
+    help=f"`embedded`, a folder, a .gguf, or ORG/NAME[@REVISION] on the hub. [default: {Computation.model}]",
 )
 @token_option("--dtype", type=DTYPES, help=f"[default: {Computation.dtype}]")
 @token_option("--kv-dtype", type=KV_DTYPES, help=KV_DTYPE_HELP)

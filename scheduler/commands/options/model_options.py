@@ -55,7 +55,10 @@ def text_of(purpose: str, *, required: bool = False) -> Callable[[Command], Comm
 
 
 MODEL = click.option(
-    "--model", default=Computation.model, callback=filled, help="`embedded`, a folder, a .gguf, or ORG/NAME[@REVISION] on the hub."
+    "--model",
+    default=Computation.model,
+    callback=filled,
+    help="`embedded`, a folder, a .gguf, or ORG/NAME[@REVISION] on the hub.",
 )
 DRAFT_MODEL = click.option(
     "--draft-model",
