@@ -197,6 +197,8 @@ def _given(messages: Iterable[Message], roles: Sequence[str], joined: frozenset[
         values = message.as_sent() | {"role": role}
         if (texts := values.pop("parts", None)) and number not in joined:
             values["content"] = [{"type": "text", "text": text} for text in texts]
+        if "reasoning_content" in values:
+            values["thinking"] = values["reasoning_content"]  # the name that templates of gpt-oss read
         given.append(values)
     return given
 

@@ -7,16 +7,17 @@ from dataclasses import replace
 
 from swiftbatch.jobs.run.run import Run, RunError
 from swiftbatch.worker.model.digests import digests_of
+from swiftbatch.worker.model.hub import at_commit
 from swiftbatch.worker.model.model_files import ModelFiles, OtherModelError, locate_model
 
 
-def located_model(run: Run) -> ModelFiles:
+def located_model(model: str, run: Run) -> ModelFiles:
     """Find the files of a run's model and compare them with the run; weights are compared when they are loaded.
 
     Raises ModelError as `locate_model` does, OtherModelError for files that are not the run's.
     """
     expected = run.manifest.model_files
-    files = locate_model(run.manifest.stored_model, expected)
+    files = locate_model(at_commit(model, run.manifest.model_commit), expected)
     if expected is not None:
         files.refuse_other(expected)
         return files

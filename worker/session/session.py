@@ -70,7 +70,7 @@ class WorkerSession:
         counters = EngineCounters(checkpoint_interval_seconds=config.checkpoint_seconds)
         self._config, self._worker_id = config, worker_id
         self._run = Run.open(run_uri, Retries(config.store_retry_seconds, counters.count_store_retry))
-        files = located_model(self._run)
+        files = located_model(config.model, self._run)
         self._checkpoints, self._kept_logs = CheckpointStore.of(self._run), KeptLogs.of(self._run)
         rule = SealingRule(config.checkpoint_seconds, config.checkpoint_tokens)
         self._sealing = Sealing(self._run, worker_id, rule)

@@ -24,7 +24,7 @@ MAX_GIGABYTES = 1_000_000_000
 MAX_SECONDS = 1_000_000_000  # 31 years
 
 
-class Moment(click.ParamType[Deadline]):
+class When(click.ParamType[Deadline]):
     """A moment to stop at: durations count from when the command was given."""
 
     name = "when"
@@ -59,7 +59,7 @@ limit_option = options_of("Limits, at which the run stops with exit code 3 and l
 LIMITS = (
     limit_option(
         "--deadline",
-        type=Moment(),
+        type=When(),
         metavar="WHEN",
         help="Stop then: 90m or 1d12h from now, 06:30, or 2030-01-31T06:30.",
     ),

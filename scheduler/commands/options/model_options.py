@@ -58,7 +58,7 @@ MODEL = click.option(
     "--model",
     default=Computation.model,
     callback=filled,
-    help="`embedded`, a folder, a .gguf, or ORG/NAME[@REVISION] on the hub.",
+    help="`embedded`, folder, .gguf, or hub id[@REV].",
 )
 DRAFT_MODEL = click.option(
     "--draft-model",

@@ -94,8 +94,8 @@ def test_a_file_that_is_gone_is_refused(run: Run, model: Path) -> None:
 def test_weights_that_change_between_the_look_at_them_and_the_load_are_refused(
     run: Run, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def located(of: Run) -> object:
-        files = same_model.located_model(of)
+    def located(name: str, of: Run) -> object:
+        files = same_model.located_model(name, of)
         change_weights(model)
         return files
 
