@@ -16,9 +16,9 @@ from swiftbatch.jobs.child_processes import environment_of_code, module_command
 
 MODULE = "swiftbatch.worker.model.template_process"
 SAME_EVERYWHERE = {"TZ": "UTC", "LC_ALL": "C", "PYTHONHASHSEED": "0"}  # a set of texts is in the order of hashes
-MOST_SECONDS = 5.0  # of computing for one text; a template takes less than a thousandth of one
+MOST_SECONDS = 2.0  # of computing for one text; a template takes less than a thousandth of one
 TIME_IS_UP = signal.SIGPROF
-MOST_STOPPED = 3  # texts of one template that were not to be had, which takes seconds each
+MOST_STOPPED = 2  # texts of one template that were not to be had, which takes seconds each
 
 
 class TemplateLimitError(ValueError):
