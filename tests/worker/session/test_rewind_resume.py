@@ -47,7 +47,7 @@ REWINDING: dict[str, Any] = {
     "presence_penalty": -1.0,
     "repetition_detection": {"max_pattern_size": 4, "min_count": 3, "action": "rewind", "max_rewinds": 3},
 }
-JOB = record("fox", 80, drawn=REWINDING)
+JOB = record("fox", 80, drawn=REWINDING | {"seed": 1})
 OFTEN = {"checkpoint_seconds": 1000.0, "checkpoint_tokens": 1}
 
 
