@@ -121,6 +121,7 @@ def test_a_resumed_sequence_has_the_very_same_drafts(
     while sequence.num_generated_tokens < num_tokens:
         engine.step()
     resumed, cache = read_sequence(target_model, sequence.token_ids.tolist(), PARAMS)
+    resumed.noise = sequence.noise  # that of its prompt, not of all that is read here
     fresh = new_drafter(way, target_model, options)
     fresh.start(resumed, cache)
     kept = cache.kv(0, cache.length).copy()
