@@ -263,7 +263,8 @@ def check_model(target: TargetModel) -> None:
     cache = target.new_cache(1)  # made as jobs' caches are: a GPU's rows lie in the slots of its arena
     for token_id in token_ids:
         [outputs] = target.verify([tree_rows(cache, token_id, DraftTree())])
-        least, most = (float(each) for each in outputs.logits[0].aminmax())
+        logits = outputs.logits[0]
+        least, most = (float(each) for each in logits.masked_fill(logits == -math.inf, logits.max()).aminmax())
         if math.isfinite(most) and least < most:
             return
     if math.isfinite(most):

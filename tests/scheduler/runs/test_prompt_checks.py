@@ -186,7 +186,6 @@ def test_fields_without_effect_are_told_of_in_one_line(tmp_path: Path, tiny_mode
 
 
 def test_stop_texts_that_can_t_come_and_a_second_bos_are_told_of(tmp_path: Path, tiny_model: Path) -> None:
-    model = with_bos(Path(shutil.copytree(tiny_model, tmp_path / "model")))
     stops = ("<|endoftext|>", "END", "<|endoftext|>\n", "a\ufffd")
     path = write_jobs(
         tmp_path / "jobs.jsonl",
@@ -194,7 +193,7 @@ def test_stop_texts_that_can_t_come_and_a_second_bos_are_told_of(tmp_path: Path,
         LIMITED | {"custom_id": "bos", "prompt": ["<|endoftext|>" + FOX, FOX, [1, 2]]},
         LIMITED | {"custom_id": "thought", "stop": "a", "stop_in_reasoning": True},
     )
-    submission = submit_file(path, str(tmp_path / "run"), model=str(model))
+    submission = submit_file(path, str(tmp_path / "run"), model=str(tiny_model))  # whose tokenizer adds BOS
     assert submission.rejects == []
     assert submission.without_effect == {
         "stop: <|endoftext|> with more around it, though texts do not show special tokens": 1,
@@ -203,20 +202,9 @@ def test_stop_texts_that_can_t_come_and_a_second_bos_are_told_of(tmp_path: Path,
     }
     lengths = {record.job.name: record.num_prompt_tokens for record in submission.run.jobs()}
     assert lengths["bos[0]"] == lengths["bos[1]"] == lengths["stop-0"]
-    codec = TextCodec(locate_model(str(model)))
+    codec = TextCodec(locate_model(str(tiny_model)))
     assert codec.encode_prompt("<|endoftext|>" * 2 + FOX) == [0, *codec.encode_prompt(FOX)]
     assert codec.encode_prompt("<|endoftext|>") == [0]
-    assert TextCodec(locate_model(str(tiny_model))).encode_prompt("<|endoftext|>" * 2) == [0, 0]
-
-
-def with_bos(model: Path) -> Path:
-    """Have a tokenizer add its BOS token in front of texts."""
-    said = json.loads((model / "tokenizer.json").read_text())
-    pieces = [{"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
-    ids = {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}}
-    said["post_processor"] = {"type": "TemplateProcessing", "single": pieces, "pair": pieces, "special_tokens": ids}
-    (model / "tokenizer.json").write_text(json.dumps(said))
-    return model
 
 
 def test_a_stop_text_with_a_byte_that_no_token_has_is_told_of(tmp_path: Path, tiny_model: Path) -> None:

@@ -226,7 +226,8 @@ def test_a_text_with_no_room_in_the_model_is_refused_by_its_length(
     longest = max_chars_per_token(codec._tokenizer)
     assert longest == len("<|endoftext|>")
     longest_fitting = "<|endoftext|>" * 4096
-    assert len(codec.prompt_of(prompt_job(longest_fitting)).token_ids) == 4097  # one more is put in front of every text
+    token_ids = codec.prompt_of(prompt_job(longest_fitting)).token_ids
+    assert len(token_ids) == 4096  # it begins with the BOS token itself
     monkeypatch.setattr(codec, "encode", lambda *_: pytest.fail("it was tokenized"))
     with pytest.raises(ValueError, match=r"its 53,249 characters are at least 4,097 tokens, expected at most .* 4,096"):
         codec.prompt_of(prompt_job(longest_fitting + "s"))
