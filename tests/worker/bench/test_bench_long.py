@@ -79,7 +79,7 @@ class Oracle(Drafter):
         tree = DraftTree()
         parent = ROOT
         for coming in self._token_ids[len(sequence) :][: min(3, max_depth)].tolist():
-            tree.token_ids.extend([coming ^ 2, coming ^ self._change])
+            tree.token_ids.extend([(coming + each) % sequence.vocab_size for each in (2, self._change)])
             tree.parents.extend([parent, parent])
             parent = len(tree) - 1
         return tree
