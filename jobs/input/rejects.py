@@ -50,7 +50,7 @@ class Rejects(Sequence[Reject]):
     @classmethod
     def read(cls, file: BinaryIO) -> Rejects:
         """The rejects in a file of JSON objects, one a line. Raises ValueError for other lines."""
-        return cls(map(REJECT.validate_json, file))
+        return cls(REJECT.validate_python(json.loads(line)) for line in file)  # pydantic reads no lone surrogates
 
     def add(self, reject: Reject) -> None:
         line = json.dumps([reject.line_number, reject.custom_id, reject.reason, reject.file]).encode() + b"\n"

@@ -181,7 +181,7 @@ token_option = options_of("What decides the tokens; stored in the run")
     "--clock",
     metavar="TIME",
     callback=_clock,
-    help="Now, to chat templates: 2026-11-28T00:00+01:00. [default: run start]",
+    help="Time in chat templates. [default: the run's start]",
 )
 @ENGINE
 @launch_options

@@ -370,9 +370,20 @@ Others are refused by name, as is anything in the metadata that may change a lay
 The tokens are exactly those of the dequantized twin: a folder whose matrices are the numbers that the file's types
 define in float32, rounded once to `--dtype`. On a GPU, that is the twin's run with `--linear triton`: see
 [Packed weights](gpu.md#packed-weights). Activations are not quantized, unlike in llama.cpp, so its tokens may differ.
-Rotary positions of Llama 3, YaRN and linear ones are those that the file says. The tokenizer is the one that
-transformers makes of the metadata. A text ends at the tokens that the metadata names as the end of a text, a turn or a
-message, and at special tokens such as `<|im_end|>`, `<|eot_id|>` and `<end_of_turn>` where the file has them.
+Rotary positions of Llama 3, YaRN and linear ones are those that the file says. A text ends at the tokens that the
+metadata names as the end of a text, a turn or a message, and at special tokens such as `<|im_end|>`, `<|eot_id|>` and
+`<end_of_turn>` where the file has them.
+
+The tokenizer is made of the file's vocabulary by the rules that `tokenizer.ggml.model` and `tokenizer.ggml.pre` name.
+Models `llama` (SentencePiece) and `gpt2` (bytes) run, with these names of `pre`:
+codeshell, command-r, dbrx, deepseek-r1-qwen, exaone, f2llmv2, falcon-h1, falcon3, gpt-2, gpt-4o, granite-docling, jais,
+jina-v5-nano, kanana2, kormo, lfm2, llama-bpe, llama-v3, llama3, llama4, megrez, midm-2.0, minerva-7b, minimax-m2, mpt,
+olmo, phi-2, pixtral, qwen2, qwen35, refact, smaug-bpe, smollm, starcoder, talkie, tekken, trillion.
+Each has vectors in the tests, with tokens that llama.cpp gives. Another name, or none, is refused: convert the model
+again, or use its safetensors. In two cases texts have the tokens of the model's own tokenizer, and llama.cpp gives
+others: `qwen2`, `deepseek-r1-qwen`, `mpt` and `olmo` compose characters first (NFC), and `tekken`, `gpt-4o`, `kanana2`,
+`llama4`, `minimax-m2` and `talkie` count combining marks as letters. Tokens that only fill a vocabulary (`[PAD151700]`,
+type "unused") have no text, and no text comes to them.
 
 The small files that come of the metadata (config, tokenizer, chat template) are written once, into `swiftbatch/gguf` in
 `$XDG_CACHE_HOME` or `~/.cache`. The tokenizer of a large vocabulary takes some seconds the first time. A run knows the

@@ -206,7 +206,7 @@ def let_it_copy(folder: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     for name, tensor in tensors.items():
         if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
-            tensor.zero_()
+            tensor.fill_(1e-30)  # a matrix of zeros would be refused
         if name == "mtp.fc.weight":
             tensor.copy_(torch.eye(len(tensor)).repeat(1, 2))
             tensor[:, len(tensor) :] = 0
