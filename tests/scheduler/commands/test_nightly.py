@@ -165,7 +165,7 @@ def test_what_is_no_file_in_the_inbox_is_skipped_and_told_and_the_others_are_run
     assert [line for line in result.stderr.splitlines() if "was not read" in line] == [
         "b/device.jsonl was not read: a device, no file",
         "b/up was not read: a link to a folder that it is in",
-        f"bad.jsonl was not read: cannot read 'bad.jsonl' in {inbox}: Input/output error; "
+        f"bad.jsonl was not read: cannot read 'bad.jsonl' in {inbox}: Input/output error, tried for 5 s; "
         "check that the folder can be read and written, or use another one",
         "gone.jsonl was not read: a link that leads nowhere",
         "pipe.jsonl was not read: a named pipe, no file",

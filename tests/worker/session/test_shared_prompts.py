@@ -29,9 +29,9 @@ BOOK = "the quick brown fox jumps over the lazy dog, and then " * 30
 NUM_TOKENS = 2
 
 
-def jobs_of(num_jobs: int, tail: str = "") -> list[JobRecord]:
+def jobs_of(num_jobs: int, tail: str = "", num_tokens: int = NUM_TOKENS) -> list[JobRecord]:
     return [
-        record(f"j{i}", NUM_TOKENS, {"seed": i}, prompt=BOOK + (f"{tail}{i}" if tail else "")) for i in range(num_jobs)
+        record(f"j{i}", num_tokens, {"seed": i}, prompt=BOOK + (f"{tail}{i}" if tail else "")) for i in range(num_jobs)
     ]
 
 
@@ -112,7 +112,7 @@ def test_workers_that_are_lost_while_a_shared_prompt_is_read_cost_no_bit(
 def test_what_was_copied_is_in_no_checkpoint_until_there_is_as_much_of_the_job_s_own(
     run: Run, tiny_model: Path
 ) -> None:
-    worker, [reader, other] = session(run, tiny_model, checkpoint="state", checkpoint_tokens=64), jobs_of(2)
+    worker, [reader, other] = session(run, tiny_model, checkpoint="state", checkpoint_tokens=64), jobs_of(2, "", 300)
     worker.work(Orders((assigned(run, worker, reader), assigned(run, worker, other))), 0.0)
     while worker.engine.counters.num_copied_tokens == 0:
         worker.work(Orders(), 1e-4)
