@@ -17,6 +17,7 @@ Utf8 = Annotated[str, Field(min_length=0)]
 
 # fields of a message; a plain text would lose what one of them holds
 TEXTLESS = ("tool_calls", "tool_call_id", "function_call", "audio", "annotations", "refusal")
+SHARE_GPT = {"from": "role", "value": "content"}
 TEXT_PARTS = ("text", "input_text", "output_text")  # the last two are names of the Responses API, which vLLM takes, too
 # variables that the renderer of a template takes for itself, or that fields of their own set
 NOT_KWARGS = frozenset(
@@ -43,11 +44,18 @@ class Message(Strict):
         """Raises FieldError for what is no text."""
         if not isinstance(values, Mapping):
             return values
+        if {"from", "value"} <= values.keys() and not values.keys() & {
+            "role",
+            "content",
+        }:  # as ShareGPT's files have it
+            values = {SHARE_GPT.get(name, name): value for name, value in values.items()}
         for name in TEXTLESS:
             if values.get(name) not in (None, [], ""):
                 raise FieldError(name, f"found {shown(values[name])}, not supported; expected messages of text alone")
         values = _with_one_thought({name: value for name, value in values.items() if name not in TEXTLESS})
-        content = values.get("content", ...)
+        content, parts = values.get("content", ...), values.get("parts")
+        if parts and (not isinstance(parts, list | tuple) or content != "\n".join(map(str, parts))):
+            raise FieldError("parts", "found it, expected no such field: a content itself may be a list of text parts")
         if content is None and values.get("role") == "assistant":
             return values | {"content": ""}
         if not isinstance(content, list):

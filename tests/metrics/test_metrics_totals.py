@@ -141,7 +141,7 @@ def test_workers_that_come_and_go_appear_in_the_discovery_and_vanish(tmp_path: P
         assert group["labels"] == {"run": str(tmp_path / "run")}
         return list(group["targets"])
 
-    with served_metrics(make_context(run, fleet, display=display), EngineConfig(), 0):
+    with served_metrics(make_context(run, fleet, display=display), EngineConfig(), "127.0.0.1", 0):
         address = display.notes[0].split("http://")[1].split("/")[0]
         assert display.notes[0].endswith(f"http://{address}/sd")
         assert targets() == [address]  # no worker yet; the driver's own is always there
@@ -156,7 +156,7 @@ def test_workers_that_come_and_go_appear_in_the_discovery_and_vanish(tmp_path: P
 def test_the_discovery_names_an_object_store_without_its_credentials(tmp_path: Path) -> None:
     run, display = Run.create_or_open(str(tmp_path / "run"), MANIFEST), RecordingDisplay()
     run.store = Store("s3://KEYID:s3cr%2Ft@bucket/run?region=us-east-1", NO_RETRIES)
-    with served_metrics(make_context(run, make_fleet(), display=display), EngineConfig(), 0):
+    with served_metrics(make_context(run, make_fleet(), display=display), EngineConfig(), "127.0.0.1", 0):
         address = display.notes[0].split("http://")[1].split("/")[0]
         with urllib.request.urlopen(f"http://{address}/sd", timeout=60) as page:
             [group] = json.load(page)

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from swiftbatch.jobs.chat import Message, TemplateOptions
+from swiftbatch.jobs.errors import UserError
 from swiftbatch.worker.model.message_texts import MessageTexts
 from swiftbatch.worker.model.template_renderer import TemplateLimitError, TemplateRenderer
 
@@ -36,6 +37,8 @@ class ChatTemplate:
             return self._rendered(self._texts.as_taken(messages, options), options)
         except TemplateLimitError as error:
             raise ValueError(f"messages: the model's chat template {error}") from None
+        except UserError:  # it is not the template's
+            raise
         except Exception as error:  # of any kind: the template is a program that came with the model
             raise ValueError(f"messages: the model's chat template refuses them: {words_of(error)}") from None
 

@@ -14,7 +14,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import markupsafe
+
 from swiftbatch.jobs.chat import Message, TemplateOptions
+from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.input.validation_errors import shown
 from swiftbatch.worker.model.template_renderer import TemplateLimitError
 from swiftbatch.worker.model.thought_markers import KNOWN
@@ -112,7 +115,7 @@ class MessageTexts:
             raise _error(messages, number, f"the model's chat template leaves its text out; {expected}")
         if layout.words and prompt == layout.prompt(messages):
             return
-        for number in _changed(messages, layout, prompt):
+        for number in _changed(messages, layout, prompt, options.continue_final_message):
             reason = "the model's chat template leaves out a part of its text, or changes it"
             raise _error(messages, number, f"{reason}; look for marks that it reads, such as </think>")
 
@@ -155,11 +158,13 @@ class MessageTexts:
         texts = tuple(text for number in range(len(messages)) for text in _texts(messages, number))
         try:
             prompt = self._rendered(_given(_marked(messages, texts), roles, joined), options)
-        except TemplateLimitError:
+        except (TemplateLimitError, UserError):
             raise
         except Exception:  # of any kind: the template is a program that came with the model
             return _Layout(roles, joined, texts)
         pieces = MARKER.split(prompt)
+        if any(int(piece) >= len(texts) for piece in pieces[1::2]):  # a variable of the line looks like a marker
+            return _Layout(roles, joined, texts)
         return _Layout(roles, joined, texts, tuple(pieces[::2]), tuple(texts[int(piece)] for piece in pieces[1::2]))
 
 
@@ -207,18 +212,19 @@ def _error(messages: Sequence[Message], number: int, reason: str) -> ValueError:
     return ValueError(f"messages[{number}] (role {shown(messages[number].role)}): {reason}")
 
 
-def _changed(messages: Sequence[Message], layout: _Layout, prompt: str) -> Iterator[int]:
-    """Find messages whose text is not in a prompt, but for white space, escapes, switches and earlier thoughts.
+def _changed(messages: Sequence[Message], layout: _Layout, prompt: str, goes_on: bool) -> Iterator[int]:
+    """Find messages whose text is not in a prompt, but for white space at its ends, escapes, switches and thoughts.
 
-    Where the order of the texts is known, each is looked for behind the one before.
+    Thoughts may be missing in earlier answers, not in a last message that `goes_on`. Where the order of the texts is
+    known, each is looked for behind the one before.
     """
-    prompt, start = _bare(prompt), 0
+    prompt, start = SWITCHES.sub("", prompt), 0
     for place in dict.fromkeys(layout.shown or layout.texts):
         if not place.is_content:
             continue
         text = place.of(messages)
         ways = [[text]]
-        if layout.roles[place.message] == "assistant":
+        if layout.roles[place.message] == "assistant" and not (goes_on and place.message == len(messages) - 1):
             ways += [_beside_thoughts(text, *marks) for marks in THOUGHTS if marks[1] in text]
         ends = [end for way in ways if (end := _end(prompt, way, start)) is not None]
         if not ends:
@@ -234,16 +240,12 @@ def _beside_thoughts(text: str, begin: str, end: str) -> list[str]:
 
 
 def _end(prompt: str, texts: Iterable[str], start: int) -> int | None:
-    """The place behind texts that stand one after the other in a bare prompt, from a place on."""
-    for text in texts:
-        forms = (text, json.dumps(text, ensure_ascii=False)[1:-1], json.dumps(text)[1:-1], html.escape(text))
-        ends = (place + len(form) for form in map(_bare, forms) if (place := prompt.find(form, start)) >= 0)
+    """The place behind texts that stand one after the other in a prompt without switches, from a place on."""
+    for text in (SWITCHES.sub("", text).strip() for text in texts):
+        written = (json.dumps(text, ensure_ascii=False)[1:-1], json.dumps(text)[1:-1])
+        forms = (text, *written, html.escape(text), str(markupsafe.escape(text)))
+        ends = (place + len(form) for form in forms if (place := prompt.find(form, start)) >= 0)
         if (end := next(ends, None)) is None:
             return None
         start = end
     return start
-
-
-def _bare(text: str) -> str:
-    """A text without white space, and without the words that switch a thought on and off."""
-    return "".join(SWITCHES.sub("", text).split())

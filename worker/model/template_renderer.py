@@ -7,17 +7,21 @@ import contextlib
 import json
 import signal
 import subprocess
+import time
 from collections.abc import Iterable
 from itertools import count
 from threading import Lock
 from typing import Any
 
 from swiftbatch.jobs.child_processes import environment_of_code, module_command
+from swiftbatch.jobs.errors import UserError
 
 MODULE = "swiftbatch.worker.model.template_process"
 SAME_EVERYWHERE = {"TZ": "UTC", "LC_ALL": "C", "PYTHONHASHSEED": "0"}  # a set of texts is in the order of hashes
-MOST_SECONDS = 2.0  # of computing for one text; a template takes less than a thousandth of one
+MOST_SECONDS = 2.0  # of computing for one text of up to a hundred messages; a template takes less than a thousandth
 TIME_IS_UP = signal.SIGPROF
+KILLED = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}  # by another's hand, such as the system's
+NUM_STARTS = 5  # of the process for one answer
 MOST_STOPPED = 2  # texts of one template that were not to be had, which takes seconds each
 
 
@@ -30,7 +34,7 @@ class TemplateRenderer:
 
     def __init__(self, source: str, clock: str) -> None:
         self._number, self._source, self._clock = next(_numbers), source, clock
-        self._num_stopped = 0
+        self._stopped: dict[str, str] = {}  # what was asked in vain, and why
         self._ready: dict[str, dict[str, str]] = {}  # answers by what was asked
 
     def prepare(self, many: Iterable[dict[str, Any]]) -> None:
@@ -38,7 +42,7 @@ class TemplateRenderer:
 
         Where one of them comes to no end, nothing is prepared.
         """
-        asked = [] if self._num_stopped else [_written(variables) for variables in many]
+        asked = [each for each in map(_written, many) if self._refusal(each) is None]
         answers = self._answers(asked) if len(asked) > 1 else []
         self._ready = dict(zip(asked, answers, strict=False)) if len(asked) == len(answers) else {}
 
@@ -47,16 +51,22 @@ class TemplateRenderer:
 
     def render(self, variables: dict[str, Any]) -> str:
         """The text with some variables. Raises TemplateLimitError, and ValueError with the template's own words."""
-        if self._num_stopped >= MOST_STOPPED:
-            raise TemplateLimitError(f"did not come to an end {MOST_STOPPED} times, so it is not asked again")
         asked = _written(variables)
+        if (refusal := self._refusal(asked)) is not None:
+            raise TemplateLimitError(refusal)
         answer = self._ready[asked] if asked in self._ready else self._answers([asked])[0]
         if "beyond" in answer:
-            self._num_stopped += 1
+            self._stopped[asked] = answer["beyond"]
             raise TemplateLimitError(answer["beyond"])
         if "error" in answer:
             raise ValueError(answer["error"])
         return answer["text"]
+
+    def _refusal(self, asked: str) -> str | None:
+        """Say why something need not be asked: it, or several that were no longer, came to no end before."""
+        if asked in self._stopped or len(self._stopped) < MOST_STOPPED or len(asked) < min(map(len, self._stopped)):
+            return self._stopped.get(asked)
+        return f"did not come to an end {len(self._stopped)} times for what was no longer, so it is not asked again"
 
 
 class _Process:
@@ -69,18 +79,31 @@ class _Process:
         atexit.register(self.end)
 
     def answers(self, template: int, asked: list[str], source: dict[str, str]) -> list[dict[str, str]]:
-        """What the process answers, which hears a template's source once; one answer alone where it ends at it."""
+        """What the process answers, which hears a template's source once; one answer alone where it ends at it.
+
+        Raises UserError where others end the process again and again.
+        """
+        ended: list[int | None] = []
         with self._lock:
-            for _ in range(2):  # it may just have ended, idle or by another's hand
+            while len(ended) < NUM_STARTS:  # it may just have ended, idle or by another's hand
                 process = self._process or self._started()
                 first = json.dumps({"template": template} | ({} if template in self._sent else source))
-                if line := _answered(process, f'{first[:-1]}, "many": [{", ".join(asked)}]}}\n'.encode()):
+                line = _answered(process, f'{first[:-1]}, "many": [{", ".join(asked)}]}}\n'.encode())
+                if line.endswith(b"\n"):
                     self._sent.add(template)
                     answers: list[dict[str, str]] = json.loads(line)
                     return answers
-                if self.end() == -TIME_IS_UP:
+                ended.append(self.end())
+                if ended[-1] == -TIME_IS_UP:
                     return [{"beyond": f"did not come to an end within {MOST_SECONDS:g} s of computing"}]
-            return [{"beyond": f"ended the process that it ran in (exit code {process.returncode})"}]
+                if ended[-1] in KILLED:
+                    time.sleep(0.1 * 2 ** len(ended))
+        if ended[-1] in KILLED:
+            raise UserError(
+                f"the process that renders chat templates was killed {len(ended)} times (exit code {ended[-1]}); free "
+                "memory, and give the command again"
+            )
+        return [{"beyond": f"ended the process that it ran in (exit code {ended[-1]})"}]
 
     def _started(self) -> subprocess.Popen[bytes]:
         self._sent.clear()

@@ -103,9 +103,13 @@ def attention_kernel(device_type: str, dtype: torch.dtype) -> KernelName:
 
 def query_row_quantum(device_type: str, dtype: torch.dtype, group: int) -> int:
     """Multiple of query rows, `group` of them for each row of a tile, at which the kernel treats every one alike."""
-    if attention_kernel(device_type, dtype) == "attention by definition":
+    has_amx = device_type == "cpu" and torch.cpu._is_amx_tile_supported()
+    packs_keys = (
+        has_amx and dtype == torch.bfloat16
+    )  # where rows are many beside keys: their logarithms have other bits
+    if packs_keys or attention_kernel(device_type, dtype) == "attention by definition":
         return TILE_ROWS * group  # matrix products choose their order by the number of rows
-    return 16 if torch.cpu._is_amx_tile_supported() else 4  # the AMX path needs more than AVX-512
+    return 16 if has_amx else 4  # the AMX path needs more than AVX-512
 
 
 def tail_row_quantum(group: int) -> int:

@@ -36,6 +36,7 @@ RUN_JSON = """{
   "model_fingerprint": "f1",
   "text_fingerprint": null,
   "model_files": null,
+  "model_commit": null,
   "engine": "suffix",
   "draft_model": null,
   "kv_offload": null,

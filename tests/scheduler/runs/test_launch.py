@@ -22,6 +22,7 @@ from swiftbatch.scheduler.runs import launch
 from swiftbatch.scheduler.runs.default_settings import Settings
 from swiftbatch.worker.caches.cache_room import KVRoomError
 from swiftbatch.worker.config import EngineConfig
+from tests.jobs.run.run_parts import MANIFEST
 from tests.scheduler.commands.command_parts import pretend_to_run
 from tests.scheduler.driver.driver_parts import make_run
 
@@ -107,11 +108,11 @@ def test_it_is_told_in_the_run(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 def test_memory_that_was_asked_for_holds_so_many_positions_and_is_no_question_on_a_gpu() -> None:
     """0.02 GB, of which one position of the embedded model takes 4,096 bytes."""
-    config, on_cpus = EngineConfig(device="cpu"), Cluster(True, num_gpus=0, watch=None)
-    assert launch._most_positions(config, Settings(kv_memory=0.02), on_cpus) == 4882
-    assert launch._most_positions(config, Settings(), on_cpus) is None
+    on_cpus, on_a_gpu = (Cluster(True, num_gpus=number, watch=None) for number in (0, 1))
+    assert launch._most_positions(MANIFEST, Settings(kv_memory=0.02), on_cpus) == 4882
+    assert launch._most_positions(MANIFEST, Settings(), on_cpus) is None
     with pytest.raises(KVRoomError, match=r"^--kv-memory 1: found workers on GPUs"):
-        launch._most_positions(EngineConfig(), Settings(kv_memory=1), Cluster(True, num_gpus=1, watch=None))
+        launch._most_positions(MANIFEST.model_copy(update={"device": "cuda"}), Settings(kv_memory=1), on_a_gpu)
 
 
 @pytest.mark.parametrize(("num_workers", "is_told"), [(2, False), (3, True)])
@@ -130,6 +131,7 @@ def events_of_a_drive(
     driver = SimpleNamespace(run=lambda: "finished", reached_limit=None, request_stop=lambda: None)
     monkeypatch.setattr(launch, "Driver", lambda *_: driver)
     config = EngineConfig(model=model, engine="autoregressive")
+    monkeypatch.setattr(run, "manifest", run.manifest.model_copy(update={"model": model}))
     display, spent, counters = SimpleNamespace(note=told.append), SimpleNamespace(), SimpleNamespace()
     parts: list[Any] = [run, None, None, None, spent, config, settings, cluster, display, counters]
     assert launch._drive(*parts) == ("finished", None)

@@ -26,7 +26,7 @@ from tests.work_counts import num_lines
 NOW = float(int(time.time()))
 
 
-def batch(created: float, expires: float = NOW + 1000, owner: str | None = None, priority: int = 0) -> Batch:
+def batch(created: float, expires: float = NOW + 10**9, owner: str | None = None, priority: int = 0) -> Batch:
     record = BatchRecord(
         id=f"batch_{created:024.0f}",
         created=created,

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from swiftbatch.jobs.chat import Message, TemplateOptions
 from swiftbatch.worker.model import message_texts
@@ -306,3 +307,24 @@ def test_no_published_template_loses_a_text_and_nearly_all_take_plain_chats(
                 found[role] += 1
     assert found["human"] == found["user"] > 0.9 * len(published)
     assert found["taken"] > found["rejected"] > 0
+
+
+def test_parts_beside_a_content_are_refused_and_sharegpts_own_names_are_read() -> None:
+    for content in ("hi", ["hi"]):
+        with pytest.raises(ValidationError, match="expected no such field"):
+            said("user", "hi", content=content, parts=["a", "b"])
+    kept = said("user", "a", "b")
+    assert Message.model_validate(kept.as_sent()) == kept
+    assert Message.model_validate({"from": "human", "value": "hi"}) == said("human", "hi")
+
+
+def test_the_thought_of_a_message_that_goes_on_is_not_left_out(chat_of: Any) -> None:
+    messages, chat = [USER, said("assistant", "<think>It is four.</think>The answer")], chat_of(WITHOUT_THOUGHTS)
+    assert prompt_of(chat, messages) == "(user:u)(assistant:The answer)"
+    with pytest.raises(ValueError, match=r"messages\[1\] .*leaves out a part of its text"):
+        prompt_of(chat, messages, GOES_ON)
+
+
+def test_white_space_within_a_text_is_a_part_of_it(chat_of: Any) -> None:
+    with pytest.raises(ValueError, match="leaves out a part of its text, or changes it"):
+        prompt_of(chat_of(each("{{ m.content.split() | join }}")), [said("user", "say\nit")])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from transformers.utils import chat_template_utils
 
+from swiftbatch.jobs.errors import UserError
 from swiftbatch.worker.model import template_renderer
 from swiftbatch.worker.model.template_process import environment
 from swiftbatch.worker.model.template_renderer import TemplateLimitError, TemplateRenderer, _Process
@@ -69,8 +71,9 @@ def test_a_template_makes_the_same_text_in_every_zone_and_locale_on_every_day(
     [
         ("{{ ['a', 'b'] | random }}", "it asks for the filter `random`, which gives another text each time"),
         ("{{ lipsum() }}", "it asks for `lipsum`, which"),
-        ("{{ 'a' ~ 'a'.upper }}", "it prints <built-in method upper of str object at 0x[0-9a-f]+>, an address"),
-        ("{{ messages | map('upper') }}", "it prints <generator object sync_do_map at"),
+        ("{{ 'a' ~ 'a'.upper }}", "it prints an object at 0x[0-9a-f]+, an address"),
+        ("{{ messages | map('upper') }}", "it prints an object at 0x"),
+        ("{{ messages | map('upper') | string | upper }}", "it prints an object AT 0X"),
         ("{{ raise_exception('no system role') }}", "^no system role$"),
     ],
 )
@@ -82,9 +85,14 @@ def test_what_would_make_another_text_each_time_is_refused(template: str, words:
 
 
 def test_a_message_may_show_an_address_itself() -> None:
-    said = "<object object at 0x7f00>"
+    said = "\"root\" is <Element 'root' at 0x7f00>\nand a \\ at 0x7F01"
     variables = {"messages": [{"role": "user", "content": said}]}
-    assert TemplateRenderer("{{ messages[0].content }}", CLOCK).render(variables) == said
+    template = TemplateRenderer(
+        "{{ messages[0].content }}{% if messages[1] %}{{ messages | map('upper') }}{% endif %}", CLOCK
+    )
+    assert template.render(variables) == said
+    with pytest.raises(ValueError, match="it prints an object at 0x"):
+        template.render({"messages": [*variables["messages"], {"role": "user", "content": "more"}]})
 
 
 @pytest.mark.parametrize(
@@ -106,17 +114,63 @@ def test_a_template_that_does_not_end_or_makes_gigabytes_is_refused_and_others_g
     assert TemplateRenderer("{{ messages[0].content }}", CLOCK).render(HI) == "hi"
 
 
-def test_a_template_that_never_ends_is_asked_twice_whatever_the_number_of_lines(
+def test_a_template_that_never_ends_is_seldom_asked_whatever_the_number_of_lines(
     process: _Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(template_renderer, "MOST_SECONDS", 0.1)
     template, words = TemplateRenderer(ENDLESS, CLOCK), []
-    for _ in range(1000):
+    for number in range(1000):
         with pytest.raises(TemplateLimitError) as error:
-            template.render(HI)
+            template.render({"messages": [], "n": number + 1000})
         words.append(str(error.value))
     assert ["within 0.1 s" in each for each in words] == [True] * 2 + [False] * 998
-    assert "2 times, so it is not asked again" in words[-1]
+    assert "2 times for what was no longer, so it is not asked again" in words[-1]
+
+
+def test_lines_beside_a_long_one_that_came_to_no_end_are_rendered(
+    process: _Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(template_renderer, "MOST_SECONDS", 0.1)
+    template = TemplateRenderer(
+        "{% if messages | length > 9 %}" + ENDLESS + "{% endif %}{{ messages[0].content }}", CLOCK
+    )
+    for length in (10, 11, 12):
+        with pytest.raises(TemplateLimitError):
+            template.render({"messages": HI["messages"] * length})
+        assert template.render(HI) == "hi"
+
+
+@pytest.mark.parametrize(("sign", "error"), [(signal.SIGKILL, UserError), (signal.SIGSEGV, TemplateLimitError)])
+def test_a_process_that_is_killed_again_and_again_is_no_fault_of_a_line(
+    process: _Process, monkeypatch: pytest.MonkeyPatch, sign: signal.Signals, error: type[Exception]
+) -> None:
+    monkeypatch.setattr(template_renderer.time, "sleep", lambda _: None)
+    start = process._started
+
+    def killed() -> subprocess.Popen[bytes]:
+        os.kill(start().pid, sign)
+        return process._process
+
+    monkeypatch.setattr(process, "_started", killed)
+    template = TemplateRenderer("{{ messages[0].content }}", CLOCK)
+    with pytest.raises(error, match=f"exit code -{sign.value}"):
+        template.render(HI)
+    monkeypatch.setattr(process, "_started", start)
+    assert TemplateRenderer("{{ messages[0].content }}", CLOCK).render(HI) == "hi"
+
+
+def test_half_an_answer_is_asked_for_again(process: _Process, monkeypatch: pytest.MonkeyPatch) -> None:
+    template, answered = TemplateRenderer("{{ messages[0].content }}", CLOCK), template_renderer._answered
+    halves = iter([b'[{"text": "h'])
+    monkeypatch.setattr(template_renderer, "_answered", lambda *asked: next(halves, None) or answered(*asked))
+    assert template.render(HI) == "hi"
+
+
+def test_a_template_that_is_none_is_refused_in_the_words_of_jinja_every_time(process: _Process) -> None:
+    template = TemplateRenderer("{% do messages %}", CLOCK)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="Encountered unknown tag 'do'"):
+            template.render(HI)
 
 
 def test_a_process_that_was_ended_is_started_again(process: _Process) -> None:
