@@ -22,7 +22,7 @@ NUM_TOKENS = 90
 def asking(model: Path, thinking_end: str | None, **drawn: Any) -> JobRecord:
     """A chat whose thought ends soon by an end-of-sequence token."""
     [eos] = eos_token_ids_of(locate_model(str(model)))
-    said = {"thinking_token_budget": None, "ignore_eos": False, "logit_bias": {str(eos): 2.0}, "seed": 5}
+    said = {"thinking_token_budget": None, "ignore_eos": False, "logit_bias": {str(eos): 2.0}, "seed": 1}
     return chat("fox", NUM_TOKENS, **said | {"thinking_end": thinking_end} | drawn)
 
 

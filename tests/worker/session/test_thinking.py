@@ -73,7 +73,7 @@ def test_a_thought_goes_on_in_another_worker_in_the_midst_of_its_marker(
 ) -> None:
     end, _ = end_of(model)
     job, other = (
-        chat(structured_outputs={"regex": "( ?[a-z]+){20,30}[.]"}, ignore_eos=False),
+        chat(structured_outputs={"regex": "( ?[a-z]+){20,30}[.]"}, ignore_eos=False, seed=1),
         make_run(tmp_path / "other"),
     )
     undisturbed = done(other, model, job, engine="autoregressive")
