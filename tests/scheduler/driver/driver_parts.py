@@ -73,6 +73,7 @@ def make_run(folder: Path, jobs: dict[str, int], seed: int = SEED, prompts: Mapp
         device="cpu",
         num_threads=1,
         seed=seed,
+        clock="2026-11-28T10:00:00+01:00",
         versions={},
         exactness="not probed",
         cpu_capability="",
