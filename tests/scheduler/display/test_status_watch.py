@@ -82,7 +82,7 @@ def test_a_run_without_a_driver_is_shown_once_and_how_to_go_on(run: Run) -> None
     beat(run, driver_pid=pid)
     result = CliRunner().invoke(main, ["status", run.store.uri, "--watch"])
     assert result.exit_code == 0
-    head, state, hint = result.output.splitlines()
+    head, *_, state, hint = result.output.splitlines()
     assert "model counting" in head
     assert state == "interrupted; jobs: 2 pending; 0 tokens"
     assert hint == f"no driver runs it; go on with: swiftbatch resume {run.store.uri}"
