@@ -27,6 +27,7 @@ from swiftbatch.scheduler.cluster.ray_cluster import OBJECT_STORE_BYTES
 
 NUM_RAYLETS = 2  # so that one can be lost and the run goes on
 START_SECONDS = 60.0
+NUM_STARTS = 4  # of a node: Ray itself gives one up after half a minute, which a busy machine may need
 STOP_SECONDS = 5.0
 STARTED = b"Ray runtime started"
 HEAD_OPTIONS = ("--include-dashboard=false", "--no-monitor")
@@ -100,6 +101,16 @@ class LocalCluster:
         self.raylets.append(node)
         return node
 
+    def wait_for(self, node: Node) -> None:
+        """Wait until a raylet is up, and start another one in place of one that ends. Raises ChaosError."""
+        for _ in range(NUM_STARTS - 1):
+            try:
+                return node.wait_until_up()
+            except ChaosError:
+                self.kill_raylet(node)
+                node = self.add_raylet()
+        return node.wait_until_up()
+
     def kill_raylet(self, node: Node) -> None:
         self.raylets.remove(node)
         node.kill()
@@ -158,7 +169,7 @@ def local_cluster(num_cpus: int, num_raylets: int = NUM_RAYLETS, hosts: Hosts | 
         try:
             cluster.start_head()
             for node in [cluster.add_raylet() for _ in range(num_raylets)]:
-                node.wait_until_up()
+                cluster.wait_for(node)
             yield cluster
         finally:
             cluster.stop()
