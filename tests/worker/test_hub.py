@@ -30,7 +30,7 @@ def refused(tiny_model: Path, tmp_path: Path) -> Path:
 
 
 def snapshots(hub: Hub, folder: Path, *models: str, **variables: str) -> list[str]:
-    """What is said of each model that is asked for: its snapshot's name, or why there is none."""
+    """The answer for each model that is asked for: its snapshot's name, or why there is none."""
     code = (
         "import sys\nfrom swiftbatch.jobs.errors import ModelError\n"
         "from swiftbatch.worker.model.hub import hub_snapshot\n"

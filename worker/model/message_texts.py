@@ -234,7 +234,7 @@ def _changed(messages: Sequence[Message], layout: _Layout, prompt: str, goes_on:
 
 
 def _beside_thoughts(text: str, begin: str, end: str) -> list[str]:
-    """What of a text stands beside thoughts, which may lack the mark in front."""
+    """The parts of a text beside its thoughts, which may lack the mark in front."""
     *thoughts, rest = text.split(end)
     return [*(thought.partition(begin)[0] for thought in thoughts if begin in thought), rest]
 

@@ -79,7 +79,7 @@ class _Process:
         atexit.register(self.end)
 
     def answers(self, template: int, asked: list[str], source: dict[str, str]) -> list[dict[str, str]]:
-        """What the process answers, which hears a template's source once; one answer alone where it ends at it.
+        """The answers of the process, which gets a template's source once; a single one if the process ends at it.
 
         Raises UserError where others end the process again and again.
         """
