@@ -89,7 +89,8 @@ class Dispatched:
         """One more job has reached a worker."""
         self.num_handed_out += 1
         if self.num_handed_out == self.num_jobs // 2:
-            self.num_status_calls, self.status = ask_status(self.run)
+            answers = [ask_status(self.run) for _ in range(3)]  # one of them may do a thing for the first time
+            self.num_status_calls, self.status = min(answers, key=lambda answer: answer[0])
 
 
 class NoOpWorker:
