@@ -6,7 +6,7 @@ import re
 from collections import Counter, defaultdict
 
 from tests import ROOT
-from tests.test_rooms import ROOMS
+from tests.test_rooms import OUTSIDE, ROOMS
 
 SAME_IN_EACH = {  # a paper, a benchmark or a command has one of its own, and so do its neighbours
     *("ablation", "catalogue", "plot", "recipe", "tables", "training", "variants"),
@@ -21,14 +21,14 @@ def classes_of(source: str) -> list[str]:
 
 def test_a_class_s_name_stands_for_one_class_in_the_whole_project() -> None:
     places: defaultdict[str, list[str]] = defaultdict(list)
-    for path in (path for room in ROOMS for path in (ROOT / room).rglob("*.py")):
+    for path in (path for room in (*ROOMS, OUTSIDE) for path in (ROOT / room).rglob("*.py")):
         for name in classes_of(path.read_text(encoding="utf-8")):
             places[name].append(str(path.relative_to(ROOT)))
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
 
 
 def test_a_module_s_name_stands_for_one_module_in_its_room() -> None:
-    for room in ROOMS:
+    for room in (*ROOMS, OUTSIDE):
         names = [path.stem for path in (ROOT / room).rglob("*.py") if path.name != "__init__.py"]
         assert {name for name, number in Counter(names).items() if number > 1} <= SAME_IN_EACH
 

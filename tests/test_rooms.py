@@ -11,6 +11,7 @@ from tests import ROOT
 
 PACKAGE = "swiftbatch"
 ROOMS = ("jobs", "metrics", "worker", "scheduler")
+OUTSIDE = "bench"  # which no install has: it may import all rooms, and no room imports it
 # The packages of `worker`, each of which knows those before it and no other.
 WORKER = {
     "worker.texts": "the text of tokens",
@@ -28,8 +29,8 @@ WORKER = {
     "worker.exactness": "whether a machine keeps the promise",
     "worker.training": "trainings of targets and of the engines' parts",
     "worker.session": "a worker's jobs: orders, checkpoints, resumes, reports",
-    "worker.bench": "benchmarks",
-    "worker.papers": "what belongs to one paper: its engine, training, variants and tables",
+    "worker.papers": "what belongs to one paper: its engine and training",
+    "worker.decode_bench": "how fast each engine is, for who chooses one",
 }
 DRIVER = (
     *("jobs", "metrics", *WORKER),
@@ -46,18 +47,14 @@ MAY_IMPORT = {  # besides itself; a room's name holds for the rooms below that a
     "scheduler.driver": DRIVER,
     "scheduler.runs": (*DRIVER, "scheduler.driver"),
     "scheduler.serve": (*DRIVER, "scheduler.driver", "scheduler.runs"),
-    "scheduler.commands": (
-        *(*DRIVER, "scheduler.driver", "scheduler.runs", "scheduler.serve"),
-        *("scheduler.bench", "scheduler.bench.scale", "scheduler.chaos"),
-    ),
+    "scheduler.commands": (*DRIVER, "scheduler.driver", "scheduler.runs", "scheduler.serve", "scheduler.chaos"),
     "scheduler.demo": (*DRIVER, "scheduler.driver", "scheduler.runs"),
     "scheduler.chaos": (*DRIVER, "scheduler.driver", "scheduler.runs", "scheduler.demo"),
-    "scheduler.bench.scale": (*DRIVER, "scheduler.driver", "scheduler.runs"),
-    "scheduler.bench": DRIVER,
     "scheduler": (  # the command
         *("jobs", "scheduler.chaos", "scheduler.commands", "scheduler.display", "scheduler.process"),
     ),
 }
+MAY_IMPORT[OUTSIDE] = tuple(MAY_IMPORT)
 MOST_LINES = 200  # of two modules that become one
 ALONE = {  # a module that only one of these imports stays by itself
     "metrics.grafana.build": "a dashboard has a module of its own",
@@ -118,9 +115,9 @@ def imports_of_all() -> dict[str, Imports]:
 
     Of each only this stays: the garbage collector would look through all parsed sources again and again.
     """
-    paths = [path.relative_to(ROOT) for room in ROOMS for path in (ROOT / room).rglob("*.py")]
+    paths = [path.relative_to(ROOT) for room in (*ROOMS, OUTSIDE) for path in (ROOT / room).rglob("*.py")]
     sources = {".".join(path.with_suffix("").parts).removesuffix(".__init__"): ROOT / path for path in paths}
-    modules = set(sources) - set(ROOMS)
+    modules = set(sources) - {*ROOMS, OUTSIDE}
     return {
         name: imports_of(ast.parse(path.read_text(encoding="utf-8")).body, modules) for name, path in sources.items()
     }

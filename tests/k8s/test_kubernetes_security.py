@@ -10,7 +10,7 @@ import sys
 import pytest
 from packaging.requirements import Requirement
 
-from swiftbatch.worker.bench.gpu.sizing import MODELS
+from bench.sizing import MODELS
 from swiftbatch.worker.caches.memory.memory_plan import slot_capacity
 from tests.k8s.chart import OVERLAYS, values_file
 from tests.k8s.kubernetes_parts import ROOT, Object, one, pods, render

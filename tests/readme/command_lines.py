@@ -45,10 +45,10 @@ def table(text: str, first: str) -> list[list[str]]:
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
 
 
-def commands(text: str) -> list[list[str]]:
-    """The words behind `swiftbatch` of every command on a page, once each."""
+def commands(text: str, command: re.Pattern[str] = COMMAND) -> list[list[str]]:
+    """The words behind `swiftbatch`, or another program, of every command on a page, once each."""
     code = [*spans(text), *(line for block in blocks(text) for line in block.splitlines())]
-    found = [words_of(match[1]) for line in code if (match := COMMAND.search(line))]
+    found = [words_of(match[1]) for line in code if (match := command.search(line))]
     return [list(words) for words in dict.fromkeys(map(tuple, found))]
 
 
@@ -71,12 +71,12 @@ def is_name(words: Sequence[str]) -> bool:
     return command is not None
 
 
-def options(words: Sequence[str]) -> dict[str, Any]:
+def options(words: Sequence[str], program: click.Command = main) -> dict[str, Any]:
     """The options of a command, as the CLI reads them; none of one that is done with that, as `--make-key` is.
 
     Raises click.UsageError where it does not take them.
     """
-    command: click.Command = main
+    command = program
     rest = list(words)
     while isinstance(command, click.Group):
         name = rest.pop(0)

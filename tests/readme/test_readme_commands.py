@@ -15,11 +15,12 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from bench.variants import VARIANTS
 from swiftbatch.jobs.run.run_records import WorkerStatus
 from swiftbatch.scheduler.cli import main
 from swiftbatch.scheduler.display.events import WorkerReady
 from swiftbatch.scheduler.display.progress_line import summary_line
-from swiftbatch.worker.bench.decode_bench import DecodeBenchOptions
+from swiftbatch.worker.decode_bench import DecodeBenchOptions
 from tests.jobs.run.run_parts import PROGRESS
 from tests.k8s.chart import OVERLAYS
 from tests.k8s.kubernetes_parts import render
@@ -94,6 +95,7 @@ def test_the_engines_of_submit_and_those_for_comparison_are_listed() -> None:
     assert isinstance(option.type, click.Choice)
     assert set(option.type.choices) - variants == engines
     assert len(engines) <= 8
+    assert variants == VARIANTS.keys()
     named = {"engines": tuple(engines | variants), "positions": (64,), "num_tokens": 5, "seed": 0}
     DecodeBenchOptions(**named, temperature=0.0, min_p=0.1, repetition_penalty=1.0)  # takes every name
 

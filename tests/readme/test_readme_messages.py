@@ -26,7 +26,9 @@ def _texts(node: ast.AST) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def texts() -> list[str]:
     """All texts in the code."""
-    files = [path for room in ("jobs", "metrics", "scheduler", "worker") for path in (ROOT / room).rglob("*.py")]
+    files = [
+        path for room in ("bench", "jobs", "metrics", "scheduler", "worker") for path in (ROOT / room).rglob("*.py")
+    ]
     return [text for path in files for text in _texts(ast.parse(path.read_text(encoding="utf-8")))]
 
 

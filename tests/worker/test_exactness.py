@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bench.variants import BENCH_ENGINES, VARIANTS, create_bench_drafter
 from swiftbatch.jobs.repetition import RepetitionDetection
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.bench.bench_variants import BENCH_ENGINES, VARIANTS, create_bench_drafter
 from swiftbatch.worker.constraints.thinking import Thinking, ThinkingRule
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine

@@ -14,13 +14,14 @@ import pytest
 import torch
 import triton
 
+from bench.gpu.gpu_stages import STAGES, GPUStage
+from bench.gpu.stage_process import tried
+from bench.gpu.trial import SMALL_SIZES, Trial
+from bench.variants import BENCH_ENGINES, create_bench_drafter
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.bench.bench_variants import BENCH_ENGINES, bench_slots, create_bench_drafter
-from swiftbatch.worker.bench.gpu.everything.gpu_stages import STAGES, GPUStage
-from swiftbatch.worker.bench.gpu.everything.stage_process import tried
-from swiftbatch.worker.bench.gpu.everything.trial import SMALL_SIZES, Trial
 from swiftbatch.worker.caches.memory.memory_plan import SlotsWanted
 from swiftbatch.worker.config import Computation
+from swiftbatch.worker.decode_bench import bench_slots
 from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.drafters.engine_memory import slots_wanted
 from swiftbatch.worker.drawing.cuda.cuda_drawing import CudaDrawing

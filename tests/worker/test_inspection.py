@@ -12,9 +12,9 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
+from bench.sizing import MODELS, gpu_memory
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.scheduler.cli import main
-from swiftbatch.worker.bench.gpu.sizing import MODELS, gpu_memory
 from swiftbatch.worker.caches.memory.memory_plan import one_slot
 from swiftbatch.worker.caches.memory.model_sizes import read_sizes
 from swiftbatch.worker.inspection import (

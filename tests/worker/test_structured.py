@@ -9,8 +9,8 @@ from typing import Any
 import jsonschema
 import pytest
 
+from bench.variants import create_bench_drafter
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.bench.bench_variants import create_bench_drafter
 from swiftbatch.worker.constraints.constrained_tree import NOTHING_LEFT
 from swiftbatch.worker.drafters.drafter_interface import DraftRequest
 from swiftbatch.worker.drawing.draft_tree import DraftTree

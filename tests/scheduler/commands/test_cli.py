@@ -12,7 +12,6 @@ from click.testing import CliRunner
 
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.cli import main
-from swiftbatch.worker.bench.suite import suite
 from tests import ROOT
 from tests.scheduler.commands.command_parts import COMMANDS, finish, invoke, refusal
 
@@ -22,14 +21,8 @@ pytestmark = pytest.mark.ray
 def test_all_commands_are_there() -> None:
     names = {" ".join(path[1:]) for path, command in COMMANDS.items() if not isinstance(command, click.Group)}
     runs = {"submit", "nightly", "serve", "status", "tail", "results", "report", "resume", "extend", "cancel", "prune"}
-    ablations = {"bench ablation tokenswift", "bench ablation triforce", "bench ablation griffin"}
-    benches = {
-        f"bench {name}"
-        for name in ("decode", "auto", "fields", "kernels", "agreement", "checkpoints", "long", "gpu", "scale", "all")
-    }
-    benches |= ablations | {"bench mixed", "bench tail"}
     trainings = {"train all", "train target", "train tokenswift", "train draft", "train griffin", "train mtp"}
-    assert names == runs | benches | trainings | {"inspect", "quantize", "doctor", "chaos"}
+    assert names == runs | trainings | {"bench decode", "inspect", "quantize", "doctor", "chaos"}
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
@@ -133,29 +126,12 @@ def test_help_and_status_answer_at_once_and_import_nothing_heavy(args: list[str]
         (["bench", "decode", "--engines", "warp"], "expected some of"),
         (["bench", "decode", "--positions", "many"], "positions"),
         (["bench", "decode", "--positions", "100", "--temperature", "nan"], "temperature"),
-        (["bench", "all", "--output", "O"], "Missing option '--text'"),
-        (
-            ["bench", "all", "--text", "/dev/null", "--output", "/proc/figures"],
-            "output /proc/figures: cannot be written",
-        ),
         (["train", "target", "--data", "/nowhere", "--output", "/proc/model"], "no file matches"),
         (["doctor", "--model", "./absent"], "./absent"),
     ],
 )
 def test_wrong_usage_is_one_line_and_exit_code_2(args: list[str], problem: str) -> None:
     assert problem in refusal(*args)
-
-
-def test_an_interrupted_bench_all_tells_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(suite, "text_tokens", interrupt)
-    (tmp_path / "book.txt").write_text("Once")
-    result = invoke("bench", "all", "--text", str(tmp_path / "book.txt"), "--output", str(tmp_path / "figures"))
-    assert result.exit_code == 130
-    hint = "`swiftbatch bench all` with the same options goes on from what is in"
-    assert result.stderr.strip() == f"interrupted; {hint} {tmp_path / 'figures'}"
 
 
 def test_a_standard_output_that_takes_nothing_is_told_in_one_line_or_closed_on_purpose(run: Run) -> None:

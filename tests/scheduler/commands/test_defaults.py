@@ -9,29 +9,15 @@ import click
 import pytest
 from pydantic import BaseModel
 
-from swiftbatch.scheduler.bench.mixed_bench import MixedOptions
-from swiftbatch.scheduler.bench.scale.scale_bench import ScaleOptions
-from swiftbatch.scheduler.bench.tail_bench import TailOptions
 from swiftbatch.scheduler.chaos.chaos_options import ChaosOptions
 from swiftbatch.scheduler.limits import Limits
 from swiftbatch.scheduler.runs.default_settings import Settings
 from swiftbatch.scheduler.serve.server_options import ServeOptions
-from swiftbatch.worker.bench.agreement_bench import AgreementOptions
-from swiftbatch.worker.bench.auto_bench import AutoBenchOptions
-from swiftbatch.worker.bench.checkpoint_bench import CheckpointBenchOptions
-from swiftbatch.worker.bench.decode_bench import DecodeBenchOptions
-from swiftbatch.worker.bench.field_bench import FieldBenchOptions
-from swiftbatch.worker.bench.gpu.gpu_figures import GPUBenchOptions
-from swiftbatch.worker.bench.kernels.kernel_bench import KernelBenchOptions
-from swiftbatch.worker.bench.long.long_bench import LongBenchOptions
-from swiftbatch.worker.bench.suite.suite import SuiteOptions
 from swiftbatch.worker.config import CheckpointSettings, Computation
-from swiftbatch.worker.papers.griffin.tables.ablation import GriffinAblationOptions
+from swiftbatch.worker.decode_bench import DecodeBenchOptions
 from swiftbatch.worker.papers.griffin.training.recipe import GRIFFIN_RECIPE, GriffinRecipe
 from swiftbatch.worker.papers.mtp.training import MTPRecipe
-from swiftbatch.worker.papers.tokenswift.tables.ablation import AblationOptions
 from swiftbatch.worker.papers.triforce.recipe import DraftRecipe
-from swiftbatch.worker.papers.triforce.tables.ablation import PromptAblationOptions
 from swiftbatch.worker.training.head_recipe import HeadRecipe
 from tests.scheduler.commands.command_parts import COMMANDS
 
@@ -58,20 +44,6 @@ FIELDS = {
     "doctor": defaults(Computation),
     "chaos": defaults(ChaosOptions),
     "bench decode": defaults(DecodeBenchOptions),
-    "bench auto": defaults(AutoBenchOptions),
-    "bench fields": defaults(FieldBenchOptions),
-    "bench kernels": defaults(KernelBenchOptions),
-    "bench agreement": defaults(AgreementOptions),
-    "bench checkpoints": defaults(CheckpointBenchOptions),
-    "bench long": defaults(LongBenchOptions),
-    "bench all": defaults(SuiteOptions),
-    "bench gpu": defaults(GPUBenchOptions),
-    "bench scale": defaults(ScaleOptions),
-    "bench mixed": defaults(MixedOptions),
-    "bench tail": defaults(TailOptions),
-    "bench ablation tokenswift": defaults(AblationOptions),
-    "bench ablation triforce": defaults(PromptAblationOptions),
-    "bench ablation griffin": defaults(GriffinAblationOptions),
     "train tokenswift": defaults(HeadRecipe),
     "train draft": defaults(DraftRecipe) | {"seed": HeadRecipe().seed},
     "train griffin": defaults(GriffinRecipe) | {"num_own_texts": GRIFFIN_RECIPE.texts.num_own_texts},

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from bench.peak_memory import peak_bytes, reset_peak
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.bench.peak_memory import peak_bytes, reset_peak
 from swiftbatch.worker.caches import host_memory as cache_hosts
 from swiftbatch.worker.caches import offloaded_cache as offloaded_cache
 from swiftbatch.worker.caches.cache_room import KVRoomError

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from bench.variants import BENCH_ENGINES, VARIANTS, create_bench_drafter
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.bench.bench_variants import BENCH_ENGINES, VARIANTS, create_bench_drafter
 from swiftbatch.worker.drafters.catalogue import DEFAULT_ENGINE, ENGINES, create_drafter
 from swiftbatch.worker.drafters.drafter_interface import Drafter
 from swiftbatch.worker.drawing.draft_tree import ROOT, DraftTree

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from bench.compared_caches import PARTIAL_CACHES
+from bench.variants import TOKENSWIFT_PAPER
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.bench.compared_caches import PARTIAL_CACHES
 from swiftbatch.worker.caches import summary_cache as summary_cache
 from swiftbatch.worker.caches.cache_room import KVRoomError
 from swiftbatch.worker.caches.full_cache import CacheShape
@@ -29,7 +30,6 @@ from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.model.tokenizer import TextCodec
 from swiftbatch.worker.papers.tokenswift.tokenswift import TokenSwiftOptions, tokenswift
-from swiftbatch.worker.papers.tokenswift.variants import PAPER as TOKENSWIFT_PAPER
 from swiftbatch.worker.target.target import RowOutputs, TargetModel
 from tests import ROOT
 from tests.worker.caches.cache_parts import everything_of

@@ -8,8 +8,8 @@ from collections.abc import Sequence as Items
 
 import numpy as np
 
+from bench.variants import create_bench_drafter
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.bench.bench_variants import create_bench_drafter
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.engine.shared_prefixes import MEMORY_SHARE, KeptPrefixes, Sharing

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.variants import BENCH_ENGINES, VARIANTS
 from swiftbatch.jobs.shared_prompts import prompt_keys, shared_prompts
-from swiftbatch.worker.bench.bench_variants import BENCH_ENGINES, VARIANTS
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.shared_prefixes import SHORTEST
 from swiftbatch.worker.model.model_files import locate_model

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from bench.variants import BENCH_ENGINES, VARIANTS, create_bench_drafter
 from swiftbatch.jobs.checkpoints.token_log import Rewind
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.bench.bench_variants import BENCH_ENGINES, VARIANTS, create_bench_drafter
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.engine.stopping import may_rewind, rewound

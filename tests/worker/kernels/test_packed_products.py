@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.bench.kernels.roofline import with_roof
+from bench.kernel_operations import with_roof
 from swiftbatch.worker.kernels import native_decoder as native_module
 from swiftbatch.worker.kernels.build import find_compiler
 from swiftbatch.worker.kernels.compute_threads import ELEMENTS, Team

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench.variants import BENCH_ENGINES, VARIANTS, create_bench_drafter
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.bench.bench_variants import BENCH_ENGINES, VARIANTS, create_bench_drafter
 from swiftbatch.worker.drafters.two_level.auto import round_costs
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine

@@ -45,8 +45,8 @@ CHECKS = (
 NEVER_PROVED = (
     "that two GPUs of one product agree: run this on each",
     "a worker that is killed under load: `swiftbatch chaos` does that",
-    "speed, of a step and of all engines: `swiftbatch bench gpu` measures it",
-    "copies of checkpoints beside a step, rounds, caches on the host: `swiftbatch bench gpu --everything` tries them",
+    "speed, of a step and of all engines: `python -m bench gpu` measures it",
+    "copies of checkpoints beside a step, rounds, caches on the host: `python -m bench gpu --everything` tries them",
     "a model over several GPUs",
 )
 

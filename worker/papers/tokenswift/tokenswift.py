@@ -169,7 +169,7 @@ def _confident(tokens: tuple[int, ...], confidences: dict[tuple[int, ...], float
 
 @dataclass(frozen=True)
 class TokenSwiftOptions:
-    """The paper's parameters. Defaults are what is fastest; the paper's own are in `worker/bench/bench_variants.py`."""
+    """The paper's parameters. Defaults are what is fastest; the paper's own are in `bench/variants.py`."""
 
     digits: tuple[int, ...] = (1, 3, 3, 3)
     ngram_size: int = 4

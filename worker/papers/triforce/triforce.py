@@ -28,7 +28,7 @@ from swiftbatch.worker.target.target import TargetModel
 
 @dataclass(frozen=True)
 class TriForceOptions:
-    """The paper's parameters. Defaults are what is fastest; the paper's own are in `worker/bench/bench_variants.py`."""
+    """The paper's parameters. Defaults are what is fastest; the paper's own are in `bench/variants.py`."""
 
     cache: PartialCacheFactory = SummaryKVCache  # what the middle level sees
     budget: int = ENGINES["triforce"].partial_budget

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from swiftbatch.worker.bench.gpu.sizing import MODELS, gpu_memory
+from bench.sizing import MODELS, gpu_memory
 from swiftbatch.worker.caches.cache_room import KVRoomError
 from swiftbatch.worker.caches.full_cache import CacheShape
 from swiftbatch.worker.caches.host_copies import HostStream

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from swiftbatch.worker.bench.gpu.sizing import MODELS, WINDOWED, gpu_memory
+from bench.sizing import MODELS, WINDOWED, gpu_memory
 from swiftbatch.worker.caches.cache_room import KVRoomError
 from swiftbatch.worker.caches.full_cache import CacheShape
 from swiftbatch.worker.caches.memory.memory_plan import DraftMemory, GPUMemory, plan_memory

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench.sizing import MODELS, gpu_memory
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.bench.gpu.sizing import MODELS, gpu_memory
 from swiftbatch.worker.caches.cache_room import KVRoomError
 from swiftbatch.worker.caches.full_cache import MAX_TREE_NODES, CacheShape
 from swiftbatch.worker.caches.memory.memory_plan import (

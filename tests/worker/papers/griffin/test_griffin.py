@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench.variants import GRIFFIN_PAPER
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.drafters.drafter_interface import DraftRequest
 from swiftbatch.worker.drawing.draft_tree import ROOT, DraftTree
@@ -14,7 +15,6 @@ from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.papers.griffin.draft_forwards import GriffinForwards, Level
 from swiftbatch.worker.papers.griffin.draft_input import entry_of, regressed_place, window_start
 from swiftbatch.worker.papers.griffin.griffin import GriffinDrafter, GriffinOptions
-from swiftbatch.worker.papers.griffin.variants import PAPER as GRIFFIN_PAPER
 from swiftbatch.worker.target.target import TargetModel
 from tests.worker.drafters.drafter_parts import proposed
 from tests.worker.papers.griffin.griffin_parts import (

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench.variants import create_bench_drafter
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.bench.bench_variants import create_bench_drafter
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.papers.griffin.draft_input import NUM_PLACES, Features

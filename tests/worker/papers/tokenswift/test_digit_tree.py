@@ -8,9 +8,9 @@ import random
 
 import pytest
 
+from bench.long import by_ngrams_alone
 from swiftbatch.worker.drawing.draft_tree import ROOT, DraftTree
 from swiftbatch.worker.papers.tokenswift.digit_tree import Ranked, Sources, digit_tree
-from swiftbatch.worker.papers.tokenswift.tables.ablation import by_ngrams_alone
 from tests.work_counts import num_lines
 
 Paths = dict[tuple[int, ...], float]

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from bench import compared_caches as retrieval_cache
+from bench.compared_caches import PARTIAL_CACHES
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.bench import compared_caches as retrieval_cache
-from swiftbatch.worker.bench.compared_caches import PARTIAL_CACHES
 from swiftbatch.worker.drafters.catalogue import create_drafter
 from swiftbatch.worker.drafters.drafter_interface import Drafter
 from swiftbatch.worker.drafters.two_level.two_level_drafter import TwoLevelDrafter

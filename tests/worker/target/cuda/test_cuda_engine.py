@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from bench.variants import BENCH_ENGINES, create_bench_drafter
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.bench.bench_variants import BENCH_ENGINES, create_bench_drafter
 from swiftbatch.worker.caches.memory.memory_plan import SlotsWanted
 from swiftbatch.worker.caches.memory.model_sizes import read_sizes
 from swiftbatch.worker.drafters.catalogue import ENGINES, create_drafter

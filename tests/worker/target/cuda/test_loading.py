@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from swiftbatch.worker.bench.gpu.sizing import MODELS, WINDOWED
+from bench.sizing import MODELS, WINDOWED
 from swiftbatch.worker.caches.cache_room import KVRoom
 from swiftbatch.worker.caches.host_copies import computing_stream
 from swiftbatch.worker.caches.layer_ring import Streams

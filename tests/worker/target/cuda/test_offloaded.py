@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from swiftbatch.worker.bench.bench_variants import BENCH_ENGINES
+from bench.variants import BENCH_ENGINES
 from swiftbatch.worker.caches.full_cache import CacheShape, FullKVCache
 from swiftbatch.worker.caches.host_copies import ComputingStream, computing_stream
 from swiftbatch.worker.drawing.draft_tree import ROOT, DraftTree

@@ -7,9 +7,9 @@ import functools
 import pytest
 import torch
 
+from bench import compared_caches as retrieval_cache
+from bench.compared_caches import PARTIAL_CACHES
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.bench import compared_caches as retrieval_cache
-from swiftbatch.worker.bench.compared_caches import PARTIAL_CACHES
 from swiftbatch.worker.caches import summary_cache as summary_cache
 from swiftbatch.worker.caches.cache_room import KVRoomError
 from swiftbatch.worker.caches.full_cache import CacheShape, FullKVCache

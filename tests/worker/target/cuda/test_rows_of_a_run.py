@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench.variants import create_bench_drafter
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.bench.bench_variants import create_bench_drafter
 from swiftbatch.worker.drawing.cuda.cuda_drawing import CudaDrawing
 from swiftbatch.worker.drawing.draft_tree import DraftTree
 from swiftbatch.worker.drawing.sequence import Sequence

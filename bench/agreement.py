@@ -1,0 +1,174 @@
+"""`python -m bench agreement`: how often the target draws with a partial cache what it draws with all keys."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from pydantic import Field, field_validator
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from bench.compared_caches import PARTIAL_CACHES
+from bench.variants import Temperatures
+from swiftbatch.jobs.frozen_records import Frozen
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.caches.full_cache import FullKVCache
+from swiftbatch.worker.caches.partial_cache import PartialCache
+from swiftbatch.worker.caches.scan_cache import ScanKVCache
+from swiftbatch.worker.decode_bench import BenchError, BenchOptions, Positions, check_length, read_tokens, text_tokens
+from swiftbatch.worker.drawing.draft_tree import DraftTree
+from swiftbatch.worker.drawing.drawing import Drawing, Sampler
+from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.model.model_files import locate_model
+from swiftbatch.worker.target.partial_rows import partial_rows
+from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.target.tiles import tree_rows
+
+CACHES = PARTIAL_CACHES | {"scan": ScanKVCache}
+
+
+class AgreementOptions(BenchOptions):
+    """The measurement asked for: `num_tokens` behind each of `positions`, at each temperature, for each of `caches`."""
+
+    caches: tuple[str, ...]  # name, or name:budget
+    positions: Positions
+    num_tokens: int = Field(ge=1)
+    temperatures: Temperatures
+    min_p: float = Field(ge=0.0, le=1.0)
+    text: Path
+    seed: int = Field(ge=0)
+
+    @field_validator("caches")
+    @classmethod
+    def _known_caches(cls, caches: tuple[str, ...]) -> tuple[str, ...]:
+        for entry in caches:
+            name, _, budget = entry.partition(":")
+            if name not in CACHES or not budget.isdecimal() or not 0 < int(budget) < 2**20:
+                raise ValueError(f"got {entry!r}; expected one of {', '.join(CACHES)}, with a budget, as in `scan:256`")
+        return caches
+
+
+class AgreementRecord(Frozen):
+    """One cache at one position and temperature. `round_ms` is the median of a row's forward with it."""
+
+    cache: str
+    position: int
+    temperature: float
+    share_alike: float  # of tokens
+    round_ms: float
+    plain_ms: float  # with all keys
+
+
+def run_agreement_bench(
+    options: AgreementOptions, report: Callable[[str], None] = lambda line: None
+) -> list[AgreementRecord]:
+    """Measure at all positions; `report` gets a line about each. Raises BenchError, ModelError."""
+    files, highest = locate_model(options.model), options.positions[-1]
+    check_length(files, highest, options.num_tokens)
+    target = options.load(files)
+    if any(_name(entry) == "scan" for entry in options.caches) and target.forwards.team is None:
+        raise BenchError(
+            f"keys are scanned by compiled kernels alone, and {files.name} runs on {target.forwards.numerics}"
+        )
+    text = text_tokens(options.text, files, highest)
+    full = target.new_cache(highest + options.num_tokens)
+    records: list[AgreementRecord] = []
+    for position in options.positions:
+        report(f"position {position}: reading the text, then {options.num_tokens} tokens for each temperature")
+        read_tokens(target, full, text[:position], [])
+        for temperature in options.temperatures:
+            records += _Comparison(target, options, full, text[:position], temperature).records()
+            full.roll_back(position - 1)
+        options.write({"results": [record.model_dump() for record in records]}, target)
+    return records
+
+
+class _Comparison:
+    """Plain decoding behind a text; before each token, every cache draws its own."""
+
+    def __init__(
+        self, target: TargetModel, options: AgreementOptions, full: FullKVCache, text: list[int], temperature: float
+    ) -> None:
+        sampling = SamplingParams(
+            max_tokens=options.num_tokens,
+            temperature=temperature,
+            min_p=options.min_p,
+            seed=options.seed,
+            ignore_eos=True,
+        )
+        self._target, self._full, self._position = target, full, len(text)
+        self._sequence = Sequence("agreement", text, sampling, target.vocab_size, target.device)
+        self._drawing: Drawing = target.forwards.new_drawing()
+        self._sampler: Sampler = self._drawing.sampler(self._sequence)
+        self._caches = {entry: _new_cache(target, entry, self._sequence) for entry in options.caches}
+        self._alike: dict[str, list[bool]] = {entry: [] for entry in options.caches}
+        self._seconds: dict[str, list[float]] = {entry: [] for entry in (*options.caches, "")}
+
+    def records(self) -> list[AgreementRecord]:
+        for _ in range(self._sequence.num_remaining_tokens):
+            self._step()
+        plain = statistics.median(self._seconds[""])
+        return [
+            AgreementRecord(
+                cache=entry,
+                position=self._position,
+                temperature=self._sequence.sampling.temperature,
+                share_alike=float(np.mean(alike)),
+                round_ms=1000 * statistics.median(self._seconds[entry]),
+                plain_ms=1000 * plain,
+            )
+            for entry, alike in self._alike.items()
+        ]
+
+    def _step(self) -> None:
+        newest = int(self._sequence.token_ids[-1])
+        drawn = {entry: self._drawn_with(entry, cache, newest) for entry, cache in self._caches.items()}
+        started = time.perf_counter()
+        [outputs] = self._target.verify([tree_rows(self._full, newest, DraftTree())])
+        self._seconds[""].append(time.perf_counter() - started)
+        token_id = self._drawn(outputs.logits)
+        for entry, found in drawn.items():
+            self._alike[entry].append(found == token_id)
+        self._full.commit([])
+        self._sequence.extend([token_id])
+
+    def _drawn_with(self, entry: str, cache: PartialCache, newest: int) -> int:
+        cache.follow(self._full, self._queries)
+        started = time.perf_counter()
+        [outputs] = self._target.check([partial_rows(cache, newest, len(self._sequence) - 1, DraftTree())])
+        self._seconds[entry].append(time.perf_counter() - started)
+        return self._drawn(outputs.logits)
+
+    def _drawn(self, logits: torch.Tensor) -> int:
+        [walk] = self._drawing.walks([self._sampler], [DraftTree()], [logits])
+        return int(walk.drawn[0])
+
+    def _queries(self, position: int) -> torch.Tensor:
+        with self._full.replayed(position) as before:
+            return self._target.queries(before, int(self._sequence.token_ids[position]))
+
+
+def _name(entry: str) -> str:
+    return entry.partition(":")[0]
+
+
+def _new_cache(target: TargetModel, entry: str, sequence: Sequence) -> PartialCache:
+    name, _, budget = entry.partition(":")
+    return CACHES[name](target.cache_shape, int(budget), sequence)
+
+
+def render(records: list[AgreementRecord]) -> Table:
+    """A table for people."""
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for header in ("position", "T", "cache", "drawn alike", "ms of a round", "of a plain step"):
+        table.add_column(header, justify="left" if header == "cache" else "right", no_wrap=True)
+    for record in records:
+        share = f"{record.round_ms / record.plain_ms:.0%}"
+        cells = (f"{record.position}", f"{record.temperature:g}", record.cache, f"{record.share_alike:.3f}")
+        table.add_row(*cells, f"{record.round_ms:.2f}", share)
+    return table

@@ -1,0 +1,248 @@
+"""`python -m bench checkpoints`: what writing state costs, and what it saves on a resume."""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from pydantic import Field
+from rich.table import Table
+
+from bench.peak_memory import peak_bytes, reset_peak
+from bench.tables import new_table
+from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore, ResumeRecord
+from swiftbatch.jobs.frozen_records import Frozen
+from swiftbatch.jobs.job import Job, JobRecord, SentJob, packed
+from swiftbatch.jobs.run.run import Run, RunManifest
+from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.config import EngineConfig
+from swiftbatch.worker.decode_bench import BenchError, BenchOptions, Positions, check_length, text_tokens, write_json
+from swiftbatch.worker.model.model_files import locate_model
+from swiftbatch.worker.model.tokenizer import TextCodec
+from swiftbatch.worker.session.session import WorkerSession
+from swiftbatch.worker.session.work_messages import Assignment, Orders
+
+JOB_ID = "bench"
+SLICE_SECONDS = 0.05
+STEP_SECONDS = 1e-6  # a slice of about one step
+MOST_SLICE_TOKENS = 1024  # what no slice generates
+DRAIN_SECONDS = 600.0
+
+
+@dataclass(frozen=True)
+class Turn:
+    num_tokens: int
+    seconds: float
+    num_peak_bytes: int  # of resident memory, above that at its beginning
+
+    @property
+    def ms_per_token(self) -> float:
+        return 1000 * self.seconds / self.num_tokens
+
+
+def make_run(folder: Path, model: str, prompt: str, max_tokens: int) -> None:
+    """A run folder with one job: the prompt, sampled on at temperature 1 with min-p 0.1."""
+    files = locate_model(model)
+    manifest = RunManifest(
+        run_id="bench",
+        created=time.time(),
+        model=model,
+        model_fingerprint=files.fingerprint,
+        engine="",
+        dtype="bfloat16",
+        device="auto",
+        num_threads=1,
+        seed=0,
+        versions={},
+        exactness="not probed",
+        cpu_capability="",
+    )
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=1.0, min_p=0.1, seed=1, ignore_eos=True)
+    job = Job(custom_id="bench", url="/v1/completions", prompt=prompt, sampling=sampling)
+    ids = TextCodec(files).prompt_of(job).token_ids
+    record = JobRecord(JOB_ID, job, 1, len(ids), prompt_token_ids=packed(ids))
+    Run.create_or_open(str(folder), manifest).add_jobs([record])
+
+
+class BenchWorker:
+    """One attempt at the job of a run folder."""
+
+    def __init__(self, folder: Path, config: EngineConfig) -> None:
+        run = Run.open(str(folder))
+        [record] = run.jobs()
+        self._session = WorkerSession(config, str(folder), "bench")
+        self._checkpoints = CheckpointStore.of(run)
+        attempt = max(self._checkpoints.attempts(JOB_ID), default=0) + 1
+        self._orders = Orders((Assignment(SentJob.of(record), attempt, num_attempts=attempt),))
+        self.num_tokens = 0
+
+    @property
+    def output_ids(self) -> np.ndarray:
+        """The tokens so far, `[num_tokens]`."""
+        [sequence] = self._session.engine.sequences
+        return sequence.output_ids
+
+    @property
+    def num_state_bytes(self) -> int:
+        return self._session.engine.counters.checkpoint_bytes["state"]
+
+    def generate_to(self, num_tokens: int) -> Turn:
+        """Work until the job has `num_tokens` tokens; the time of what a resume has to do first counts as well."""
+        resident, started, num_before = reset_peak(), time.perf_counter(), self.num_tokens
+        while self.num_tokens < num_tokens:
+            self._work(STEP_SECONDS if num_tokens - self.num_tokens < MOST_SLICE_TOKENS else SLICE_SECONDS)
+        return Turn(self.num_tokens - num_before, time.perf_counter() - started, peak_bytes() - resident)
+
+    def resume_seconds(self) -> float:
+        """Take the preempted job in and work until it has a new token; returns the seconds from one to the other."""
+        self._work(STEP_SECONDS)
+        num_recovered = self._resume().num_recovered_tokens
+        while self.num_tokens <= num_recovered:
+            self._work(STEP_SECONDS)
+        return self._resume().seconds
+
+    def drain(self) -> None:
+        """Write a whole checkpoint and hand the job back."""
+        self._session.drain(DRAIN_SECONDS)
+
+    def _work(self, seconds: float) -> None:
+        report = self._session.work(self._orders, seconds)
+        if not report.progress:
+            reasons = [*(words for _, words in report.failed), *(words for *_, words in report.refused)]
+            ended = "; ".join(reasons) or "take other positions"
+            raise BenchError(f"the job ended while it was measured: {ended}")
+        [progress] = report.progress
+        self._orders = Orders()
+        self.num_tokens = progress.num_generated_tokens
+
+    def _resume(self) -> ResumeRecord:
+        """Return how this attempt began; the record is written again with its seconds at the first new token."""
+        record = self._checkpoints.history(JOB_ID)[-1].resume
+        assert record is not None
+        return record
+
+
+MIB = 2**20
+SPARE_TOKENS = 1024  # the last step goes beyond what is measured: the job may not end with it
+
+
+class CheckpointBenchOptions(BenchOptions):
+    """The measurement asked for: `num_rounds` times `checkpoint_tokens` tokens behind each of `positions`."""
+
+    engine: str
+    positions: Positions
+    checkpoint_tokens: int = Field(ge=128)  # more than a step generates
+    num_rounds: int = Field(ge=1)
+    text: Path
+
+    def engine_config(self, checkpoint: Literal["tokens", "state"]) -> EngineConfig:
+        fields = self.model_dump(include={"model", "engine", "dtype", "device", "num_threads", "checkpoint_tokens"})
+        return EngineConfig(checkpoint=checkpoint, **fields)
+
+
+class CheckpointRecord(Frozen):
+    """Figures at one position. `overhead`: time with state over time without, less 1; the median of the rounds."""
+
+    position: int
+    tokens_ms_per_token: float
+    state_ms_per_token: float
+    overhead: float
+    segment_bytes: int
+    num_bytes_per_token: float  # of state, drafter included
+    num_peak_bytes_above: int  # resident memory in a round with state above that of one without
+    kv_seconds: float  # from the assignment to the first new token
+    replay_seconds: float
+    has_same_tokens: bool  # of both resumes and of the worker that went on
+
+
+def run_checkpoint_bench(
+    options: CheckpointBenchOptions, report: Callable[[str], None] = lambda line: None
+) -> list[CheckpointRecord]:
+    """Measure at all positions; `report` gets a line about each stage. Raises BenchError, ModelError."""
+    files = locate_model(options.model)
+    num_tokens = (options.num_rounds + 3) * options.checkpoint_tokens
+    check_length(files, options.positions[-1], num_tokens)
+    text = text_tokens(options.text, files, options.positions[-1])
+    records = []
+    for position in options.positions:
+        report(f"position {position}: reading the prompt, then {options.num_rounds} rounds with and without state")
+        with tempfile.TemporaryDirectory(prefix="swiftbatch-bench-") as folder:
+            prompt = TextCodec(files).decode(text[:position])
+            most = min(num_tokens + SPARE_TOKENS, files.max_positions - position)
+            make_run(Path(folder) / "state", options.model, prompt, most)
+            records.append(_measure(options, position, Path(folder)))
+    if options.json_path is not None:
+        settings = options.model_dump(mode="json", exclude={"json_path"})
+        document = {"results": [r.model_dump() for r in records], "settings": settings}
+        write_json(options.json_path, document)
+    return records
+
+
+def _measure(options: CheckpointBenchOptions, position: int, folder: Path) -> CheckpointRecord:
+    first = BenchWorker(folder / "state", options.engine_config("state"))
+    first.generate_to(1)
+    first.drain()
+    shutil.copytree(folder / "state", folder / "tokens")
+    pair = [BenchWorker(folder / name, options.engine_config(name)) for name in ("tokens", "state")]
+    rounds = list(_rounds(pair, options))
+    tokens_ms, state_ms = ([turn.ms_per_token for turn in turns] for turns in zip(*rounds, strict=True))
+    undisturbed, preempted = pair
+    preempted.drain()  # writes in the background are done, and counted
+    shutil.copytree(folder / "state", folder / "replay", ignore=shutil.ignore_patterns("*.arrow", "manifest.json"))
+    resumed = [BenchWorker(folder / name, options.engine_config("state")) for name in ("state", "replay")]
+    kv_seconds, replay_seconds = (worker.resume_seconds() for worker in resumed)
+    num_tokens = resumed[0].num_tokens + options.checkpoint_tokens
+    for worker in (undisturbed, *resumed):
+        worker.generate_to(num_tokens)
+    outputs = {tuple(worker.output_ids[:num_tokens]) for worker in (undisturbed, *resumed)}
+    for worker in (undisturbed, *resumed):
+        worker.drain()  # nothing writes into the folder any more
+    return CheckpointRecord(
+        position=position,
+        tokens_ms_per_token=round(statistics.median(tokens_ms), 3),
+        state_ms_per_token=round(statistics.median(state_ms), 3),
+        overhead=round(statistics.median(s / t for t, s in zip(tokens_ms, state_ms, strict=True)) - 1, 4),
+        segment_bytes=max(path.stat().st_size for path in (folder / "state").glob("checkpoints/*/*/kv-*")),
+        num_bytes_per_token=round(preempted.num_state_bytes / (preempted.num_tokens - first.num_tokens), 1),
+        num_peak_bytes_above=round(statistics.median(s.num_peak_bytes - t.num_peak_bytes for t, s in rounds)),
+        kv_seconds=round(kv_seconds, 3),
+        replay_seconds=round(replay_seconds, 3),
+        has_same_tokens=len(outputs) == 1,
+    )
+
+
+def _rounds(pair: list[BenchWorker], options: CheckpointBenchOptions) -> Iterator[tuple[Turn, Turn]]:
+    """Generate one interval's tokens with both in turn, each time in the other order. Yields turns (tokens, state)."""
+    half = options.checkpoint_tokens // 2  # a state falls due in the middle of a turn, and is written within it
+    for worker in pair:
+        worker.generate_to(half)
+    for number in range(1, options.num_rounds + 1):
+        num_tokens = half + number * options.checkpoint_tokens
+        ordered = pair if number % 2 else pair[::-1]
+        turns = {worker: worker.generate_to(num_tokens) for worker in ordered}
+        yield turns[pair[0]], turns[pair[1]]
+
+
+def render(records: list[CheckpointRecord]) -> Table:
+    headers = ("position", "tokens\nms", "state\nms", "over-\nhead", "segment\nMiB", "peak\nMiB", "kv\ns", "replay\ns")
+    table = new_table("", (), (*headers, "same\ntokens"))
+    for record in records:
+        table.add_row(
+            str(record.position),
+            f"{record.tokens_ms_per_token:.2f}",
+            f"{record.state_ms_per_token:.2f}",
+            f"{record.overhead:.1%}",
+            f"{record.segment_bytes / MIB:.1f}",
+            f"{record.num_peak_bytes_above / MIB:.1f}",
+            f"{record.kv_seconds:.2f}",
+            f"{record.replay_seconds:.2f}",
+            "yes" if record.has_same_tokens else "no",
+        )
+    return table

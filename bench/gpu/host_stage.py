@@ -1,0 +1,140 @@
+"""The stage of the host: what it adds to steps of few and of many jobs, beside a device that takes no time.
+
+The double of a graph launches nothing, and tokens come from a list. So the stage says the same with a GPU and without:
+for how long a device waits between the tokens of a step and the next forward, and the host's work beside that.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from bench.gpu.decoding import random_ids, sequences_of
+from bench.gpu.trial import Shape, Trial, Try, write_random
+from bench.variants import create_bench_drafter
+from swiftbatch.worker.decode_bench import BenchEngine
+from swiftbatch.worker.drawing.cuda.cuda_drawing import CudaDrawing
+from swiftbatch.worker.drawing.cuda.draw_graphs import WORDS_OUT, in_a_row
+from swiftbatch.worker.drawing.verification import TOP_K
+from swiftbatch.worker.exactness.gpu_doctor.check_parts import ArenaTarget, Parts
+from swiftbatch.worker.exactness.gpu_doctor.findings import Finding, Row
+from swiftbatch.worker.kernels.cuda.cuda_graph import Graph, Repeated, Work
+from swiftbatch.worker.kernels.cuda.decoder import CudaDecoder
+from swiftbatch.worker.kernels.kernel_sizes import ROW_CHOICES
+from swiftbatch.worker.model.model_files import locate_model
+from swiftbatch.worker.target.step_costs import ROW_COUNTS, StepCosts
+
+CPU = torch.device("cpu")
+SHAPE = Shape(64, 64, 2, 1, 64, 1024, 4096)  # of which only the vocabulary matters here
+ENGINES = ("autoregressive", "token-recycling", "auto")
+LENGTH = 1000  # of all texts
+NUM_WARM_STEPS, TOKENS_A_STEP = 12, 9
+FIRST_TOKEN = 16  # of those that are drawn
+SURE = 0.6  # share of rows that draw their best candidate
+ONE_STEP, ONE_JOB = 0.3, 0.01  # ms that a step may have a device wait, and each of its jobs
+LENGTHS, FORWARD_SECONDS, POSITION_SECONDS = (64, 8192, 49_152), 7e-3, 4e-8  # of 8B on an H100
+FORWARD, DRAW = CudaDecoder.forward.__name__, "draw"
+
+
+@dataclass
+class IdleDevice:
+    """A `Capture` whose graphs do nothing. It notes when those of forwards and of draws are replayed."""
+
+    launched: dict[str, list[float]] = field(default_factory=lambda: {FORWARD: [], DRAW: []})
+
+    def __call__(self, work: Work, device: torch.device) -> Graph:
+        name = DRAW if work.__qualname__.startswith(in_a_row.__name__) else work.__name__
+        times = self.launched.setdefault(name, [])
+        return Repeated(lambda: times.append(time.thread_time()))
+
+    def take(self) -> tuple[float, float]:
+        """The moments at which the first forward and the last draw since the last call were launched."""
+        found = self.launched[FORWARD][0], self.launched[DRAW][-1]
+        for times in self.launched.values():
+            times.clear()
+        return found
+
+
+def host(trial: Trial) -> Iterator[Try]:
+    """All numbers of jobs, each with all engines."""
+    folder = trial.scratch / "host-model"
+    if not folder.exists():
+        write_random(SHAPE, 1, trial.scratch, CPU).rename(folder)
+    parts = Parts.of(locate_model(str(folder)), "float32", CPU)
+    for num_jobs in trial.sizes.host_counts:
+        wide = parts.with_rows(next(rows for rows in ROW_CHOICES if rows >= num_jobs))
+        yield f"{num_jobs} at a time", functools.partial(_steps, wide, num_jobs, trial.sizes.num_host_steps)
+
+
+def _steps(parts: Parts, num_jobs: int, num_steps: int) -> Finding:
+    """The same jobs with every engine."""
+    rows, most = list[Row](), ONE_STEP + ONE_JOB * num_jobs
+    for name in ENGINES:
+        rows.append(_times(parts, name, num_jobs, num_steps))
+    slowest = max(float(row["ms waited for"]) for row in rows)
+    words = f"at most {slowest:.2f} ms between tokens and the next forward; the goal is {most:.2f}"
+    return Finding(passed=True, words=words, rows=rows)
+
+
+def _times(parts: Parts, engine: str, num_jobs: int, num_steps: int) -> Row:
+    """Medians over steps: for how long the device waits for its next forward, and the host's work beside one."""
+    device, num_all = IdleDevice(), num_steps + NUM_WARM_STEPS
+    running, drawn = _begun(parts.target(num_jobs, LENGTH + TOKENS_A_STEP * num_all, device), engine, num_jobs, num_all)
+    waits, besides, before = list[float](), list[float](), 0.0
+    for _ in range(num_all):
+        drawn.renew()
+        running.step()
+        launched, tokens_at = device.take()
+        waits.append(launched - before)
+        besides.append(tokens_at - launched)
+        before = tokens_at
+    num_tokens = running.counters.num_generation_tokens
+    return {
+        "engine": engine,
+        "ms waited for": 1000 * statistics.median(waits[NUM_WARM_STEPS:]),
+        "ms beside the forward": 1000 * statistics.median(besides[NUM_WARM_STEPS:]),
+        "tokens a job": num_tokens / num_all / num_jobs,
+    }
+
+
+def _begun(target: ArenaTarget, engine: str, num_jobs: int, num_steps: int) -> tuple[BenchEngine, DrawnTokens]:
+    """An engine with jobs behind caches that count as read."""
+    running = BenchEngine(target, create_bench_drafter(engine, target, lambda: _costs(target)))
+    prompts = [random_ids(target.vocab_size, LENGTH, number) for number in range(num_jobs)]
+    for sequence in sequences_of(target, prompts, TOKENS_A_STEP * num_steps):
+        cache = target.new_cache(sequence.max_length)
+        cache.reserve(LENGTH)
+        cache.advance(LENGTH - 1)
+        running.start(sequence, cache)
+    drawing = target.forwards.new_drawing()
+    assert isinstance(drawing, CudaDrawing)
+    return running, DrawnTokens(drawing.out)
+
+
+class DrawnTokens:
+    """Tokens in place of those that a device would draw: few, so that drafts are accepted now and then."""
+
+    def __init__(self, out: torch.Tensor) -> None:
+        """`out`: the results of a draw, as `DrawGraphs` has them."""
+        self._rng, self._out = np.random.default_rng(0), out.numpy()
+
+    def renew(self) -> None:
+        """Draw others, with candidates of which they are some."""
+        num_rows = len(self._out) // WORDS_OUT
+        tokens, _, ids, logprobs = np.split(self._out, np.cumsum([1, 1, TOP_K]) * num_rows)
+        rows = np.argsort(self._rng.random((num_rows, TOP_K)), axis=1) + FIRST_TOKEN
+        ids[:] = rows.reshape(-1)
+        tokens[:] = np.where(self._rng.random(num_rows) < SURE, rows[:, 0], rows[:, -1])
+        logprobs.view(np.float32)[:] = np.tile(-0.5 - np.arange(TOP_K, dtype=np.float32), num_rows)
+
+
+def _costs(target: ArenaTarget) -> StepCosts:
+    """The seconds that steps would take on the GPU that is stood for."""
+    seconds = [[FORWARD_SECONDS + POSITION_SECONDS * length] * len(ROW_COUNTS) for length in LENGTHS]
+    return StepCosts(LENGTHS, np.array(seconds), target.forwards.rows_per_forward)

@@ -1,0 +1,244 @@
+"""The table of docs/gpu.md for runs of few and of many jobs: tokens a second by the worker's own plans.
+
+`python -m bench many-jobs` prints it; no GPU is needed. Memory, rows, jobs at a time and draft
+nodes are planned as a worker does. Seconds of a step are a model: measured on an H100 in forwards of 64 rows, and
+computed from there on.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from swiftbatch.worker.caches.memory.memory_plan import NO_DRAFTS, GPUMemory, SlotsWanted, plan_memory, splits_of
+from swiftbatch.worker.caches.memory.model_sizes import ModelSizes
+from swiftbatch.worker.caches.memory.page_counts import GPU_PAGE, Growth, most_pages, pages_of
+from swiftbatch.worker.caches.memory.page_plan import plan_pages
+from swiftbatch.worker.caches.memory.row_choice import RunLoad, most_rows, rows_that_pay
+from swiftbatch.worker.drafters.catalogue import ENGINES
+from swiftbatch.worker.drafters.row_shares import best_shares, rate_of
+from swiftbatch.worker.drafters.tree_budget import NODE_CHOICES, PRIOR_ACCEPTANCE
+from swiftbatch.worker.inspection import CONTEXT_BYTES, GPU_BYTES, GPUS
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK, NUM_ROWS, least_blocks
+from swiftbatch.worker.target.cuda.cuda_loading import with_rounds
+from swiftbatch.worker.target.step_costs import ROW_COUNTS, StepCosts
+
+HEADERS = (
+    *("GPU", "jobs", "rows, plain / drafts", "slots, 64 rows", "plain, the host as measured"),
+    *("plain", "drafts, few accepted", "drafts, many accepted"),
+)
+SIZES = ModelSizes(8_030_261_248, 131_072, 32, 8, 128, 4096, 14336, 128_256, 2)  # Llama 3.1 8B
+NUM_LAYERS = 32
+STEPS_AT_ONCE = 64  # with the same plan
+GROUP_ROWS = 16  # of a sequence, for which its keys are read once
+SIXTEEN_ROWS = 1.07  # times the attention of one row: measured
+BUSY_SHARE = 0.6  # of a GPU's tensor cores that products reach: computed
+DRAW_SECONDS = 1e-4  # of 64 rows: computed
+
+
+@dataclass(frozen=True)
+class HostTime:
+    """Seconds that the host adds to a step."""
+
+    base: float
+    per_job: float
+
+    def seconds(self, num_jobs: int) -> float:
+        return self.base + num_jobs * self.per_job
+
+
+MEASURED_HOST, PROMISED_HOST = HostTime(4e-4, 1.2e-4), HostTime(3e-4, 1e-5)
+
+
+@dataclass(frozen=True)
+class GPU:
+    """A GPU's speed. That of the A100 is computed from that of the H100 by the bandwidth of its memory."""
+
+    name: str
+    capability: int
+    bandwidth: float  # bytes a second that a plain read reaches
+    flops: float  # of its tensor cores in bfloat16, at most
+    forward: float  # seconds of a forward of 64 rows of one job, behind nothing
+    products: float  # of that, those of its products
+    per_job: float  # seconds that each further job adds
+
+    def memory(self, num_rows: int) -> GPUMemory:
+        num_splits = splits_of(GPUS[self.name], SIZES)
+        return GPUMemory(GPU_BYTES - CONTEXT_BYTES, num_splits).with_rows(num_rows)
+
+    def costs(self, num_rows: int) -> StepCosts:
+        """The step costs of forwards of so many rows."""
+        multiplied = 2 * num_rows * SIZES.num_parameters / (BUSY_SHARE * self.flops)
+        beyond = max(0.0, multiplied - self.products) if num_rows > NUM_ROWS else 0.0
+        base = self.forward + beyond + DRAW_SECONDS * (num_rows / NUM_ROWS - 1)
+        factors = [
+            (1 + (SIXTEEN_ROWS - 1) * min(rows, GROUP_ROWS) / GROUP_ROWS) * -(-rows // GROUP_ROWS)
+            for rows in ROW_COUNTS
+        ]
+        position = SIZES.bytes_per_position / self.bandwidth
+        lengths = (0, 131_072)
+        seconds = np.array([[base + length * position * factor for factor in factors] for length in lengths])
+        return StepCosts(lengths, seconds, num_rows)
+
+    def merge_seconds(self, lengths: np.ndarray, num_rows: np.ndarray, forward: GPUMemory) -> float:
+        """Seconds to write and read partial sums of attention."""
+        numbers = SIZES.num_heads * (SIZES.head_dim + 1) * NUM_LAYERS
+        num_blocks = -(-lengths // BLOCK)
+        of_split = np.maximum(-(-num_blocks // forward.num_splits), least_blocks(forward.num_rows))
+        parts = -(-num_blocks // of_split) * num_rows
+        return float(parts.sum()) * numbers * 8 / self.bandwidth
+
+
+H100 = GPU("H100 80 GB", 9, 3.104e12, 9.89e14, 7.85e-3, 5.8e-3, 7e-5)
+A100_SHARE = 3.35 / 2.039  # of the bandwidths that are published
+A100 = GPU(
+    "A100 80 GB", 8, 3.104e12 / A100_SHARE, 3.12e14, 7.85e-3 * A100_SHARE, 5.8e-3 * A100_SHARE, 7e-5 * A100_SHARE
+)
+
+
+@dataclass(frozen=True)
+class JobMix:
+    """A run of jobs of these lengths, in positions, whose prompts are short."""
+
+    name: str
+    lengths: tuple[int, ...]
+
+
+def uniform(number: int, least: int, most: int) -> tuple[int, ...]:
+    chance = random.Random(number)
+    return tuple(chance.randint(least, most) for _ in range(number))
+
+
+RUNS = (
+    JobMix("5 x 100K", (100_000,) * 5),
+    JobMix("30 x 16-32K", uniform(30, 16_000, 32_000)),
+    JobMix("200 x 4-8K", uniform(200, 4000, 8000)),
+    JobMix("one of 100K beside 199 of 6K", (100_000, *(6000,) * 199)),
+)
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to run them: the rows of a forward, the pages of a pool, the jobs at a time, and what drafts bring."""
+
+    num_rows: int
+    num_slots: int
+    num_pages: int | None  # None: each slot has room for the longest job
+    acceptance: np.ndarray  # of each node of a tree
+    host: HostTime
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """Tokens that a step brings a job, `[num_choices]`."""
+        return np.array([1 + self.acceptance[:number].sum() for number in NODE_CHOICES])
+
+
+NOTHING = np.zeros(NODE_CHOICES[-1])
+
+
+def way_before(gpu: GPU, run: JobMix) -> Way:
+    """Return the way of the time before pages: slots of the longest job, 32 at most, and 64 rows."""
+    plan = plan_memory(SIZES, gpu.memory(NUM_ROWS), max(run.lengths))
+    return Way(NUM_ROWS, plan.num_slots, None, NOTHING, MEASURED_HOST)
+
+
+def way_now(gpu: GPU, run: JobMix, acceptance: np.ndarray, host: HostTime) -> Way:
+    """Return the way in which a worker plans for a new run."""
+    load = RunLoad(len(run.lengths), sum(run.lengths) / len(run.lengths) / 2, bool(acceptance.any()))
+    most = most_rows(gpu.capability, SIZES.item_size, is_packed=False)
+    num_rows = rows_that_pay(SIZES, gpu.memory(NUM_ROWS), load, most)
+    memory, longest = gpu.memory(num_rows), max(run.lengths)
+    wanted = SlotsWanted(longest, scanned_best=ENGINES["auto"].scanned_best if load.has_drafts else 0)
+    plan = plan_pages(SIZES, memory, longest, None, with_rounds(NO_DRAFTS, wanted, SIZES, memory))
+    return Way(num_rows, plan.num_slots, plan.num_pages, acceptance, host)
+
+
+@dataclass
+class Simulation:
+    """A worker that only counts. Jobs are begun as the driver begins them, and the youngest leaves when pages end."""
+
+    gpu: GPU
+    run: JobMix
+    way: Way
+    waiting: list[Growth] = field(default_factory=list)
+    running: list[Growth] = field(default_factory=list)  # oldest first
+    seconds: float = 0.0
+    num_tokens: float = 0.0
+
+    def speeds(self) -> tuple[float, float]:
+        """Run all jobs to their ends: tokens a second while some wait, and of the whole run."""
+        self.waiting = [Growth(0, length) for length in self.run.lengths]
+        costs, memory = self.gpu.costs(self.way.num_rows), self.gpu.memory(self.way.num_rows)
+        full = 0.0
+        while self.waiting or self.running:
+            self._begin()
+            self._advance(costs, memory)
+            self._throw_out()
+            if self.waiting:
+                full = self.num_tokens / self.seconds
+        whole = self.num_tokens / self.seconds
+        return full or whole, whole
+
+    def _begin(self) -> None:
+        way = self.way
+        while self.waiting and len(self.running) < way.num_slots:
+            beside = [*self.running, self.waiting[0]]
+            if way.num_pages is not None and self.running and most_pages(beside, GPU_PAGE) > way.num_pages:
+                return
+            self.running.append(self.waiting.pop(0))
+
+    def _advance(self, costs: StepCosts, memory: GPUMemory) -> None:
+        """Some steps with one plan, until the next job ends at most."""
+        way, number = self.way, len(self.running)
+        lengths, tokens = np.array([job.now for job in self.running]), np.tile(way.tokens, (number, 1))
+        overhead = way.host.seconds(number) + self.gpu.per_job * (number - 1)
+        chosen = best_shares(costs, tokens, lengths, overhead, 0.0)
+        brought = tokens[np.arange(number), chosen]
+        rows = np.array(NODE_CHOICES)[chosen] + 1
+        own = costs.own_seconds(np.array(NODE_CHOICES) + 1, lengths)
+        step = float(brought.sum()) / rate_of(costs, tokens, own, chosen, overhead, 0.0)
+        step += self.gpu.merge_seconds(lengths, rows, memory)
+        lefts = np.array([job.left for job in self.running])
+        num_steps = min(STEPS_AT_ONCE, max(1, int((lefts / brought).min())))
+        grown = np.minimum(np.ceil(brought * num_steps), lefts).astype(int)
+        self.seconds += num_steps * step
+        self.num_tokens += float(grown.sum())
+        grew = [Growth(job.now + int(more), job.end) for job, more in zip(self.running, grown, strict=True)]
+        self.running = [job for job in grew if job.left]
+
+    def _throw_out(self) -> None:
+        if self.way.num_pages is None:
+            return
+        while sum(pages_of(job.now, GPU_PAGE) for job in self.running) > self.way.num_pages and len(self.running) > 1:
+            self.waiting.insert(0, self.running.pop())
+
+
+def speed(gpu: GPU, run: JobMix, way: Way) -> str:
+    return " / ".join(f"{each:,.0f}" for each in Simulation(gpu, run, way).speeds())
+
+
+def table_rows(gpu: GPU) -> Iterator[list[str]]:
+    """Yield the cells of a GPU's rows."""
+    for run in RUNS:
+        ways = {
+            "before": way_before(gpu, run),
+            "host": way_now(gpu, run, NOTHING, MEASURED_HOST),
+            "plain": way_now(gpu, run, NOTHING, PROMISED_HOST),
+            "few": way_now(gpu, run, PRIOR_ACCEPTANCE / 2, PROMISED_HOST),
+            "many": way_now(gpu, run, PRIOR_ACCEPTANCE, PROMISED_HOST),
+        }
+        num_rows = f"{ways['plain'].num_rows} / {ways['many'].num_rows}"
+        yield [gpu.name, run.name, num_rows, *(speed(gpu, run, way) for way in ways.values())]
+
+
+def jobs_table() -> str:
+    """Markdown."""
+    lines = [HEADERS, ["---"] * len(HEADERS), *(cells for gpu in (H100, A100) for cells in table_rows(gpu))]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+if __name__ == "__main__":
+    print(jobs_table())

@@ -1,0 +1,203 @@
+"""Stages of `bench scale`, a process each: `python -m bench.scale_stages STAGE OPTIONS`."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from bench.peak_memory import peak_bytes, reset_peak
+from bench.scale import JOBS_FILE, RUN, ScaleOptions
+from bench.stub_workers import SimulatedClock, StubCalls
+from swiftbatch.jobs.job import JobRecord
+from swiftbatch.jobs.run.output_line import success_line
+from swiftbatch.jobs.run.run import Progress, Run
+from swiftbatch.jobs.run.segment_format import SealedResult
+from swiftbatch.jobs.storage.store import Store
+from swiftbatch.metrics.driver_counters import DriverCounters
+from swiftbatch.scheduler.cluster.ray_cluster import Cluster
+from swiftbatch.scheduler.cluster.worker_actor import WorkerSpec
+from swiftbatch.scheduler.display.events import Event
+from swiftbatch.scheduler.driver.attempt_numbers import Attempts
+from swiftbatch.scheduler.driver.driver import Driver
+from swiftbatch.scheduler.driver.driver_state import DriverContext
+from swiftbatch.scheduler.driver.queue_loading import load_queue
+from swiftbatch.scheduler.driver.run_lock import Hold
+from swiftbatch.scheduler.driver.worker_fleet import Fleet
+from swiftbatch.scheduler.limits import Limits, Spending
+from swiftbatch.scheduler.runs.cancellation import cancel_jobs
+from swiftbatch.scheduler.runs.default_settings import Settings
+from swiftbatch.scheduler.runs.submission import submission
+from swiftbatch.worker.config import EngineConfig
+from swiftbatch.worker.session.result_writer import MOST_RESULTS
+
+MAX_ATTEMPTS = 5
+PATIENCE = 1e9  # seconds: no stub worker is ever given up
+
+Result = TypeVar("Result")
+
+
+def submit(options: ScaleOptions) -> dict[str, float]:
+    """Read the file of jobs, tokenize it, and add what is new to the run."""
+    with submission(str(options.folder / JOBS_FILE), str(options.folder / RUN), Settings()) as made:
+        return {"num_rejects": len(made.rejects)}
+
+
+def drive(options: ScaleOptions) -> dict[str, float]:
+    """Run jobs for a while with stub workers: `busy` is the driver's share of a core, and turns are its loop's."""
+    clock = SimulatedClock()
+    store = SlowStore(str(options.folder / RUN), clock, options.store_ms / 1000)
+    run, beats = Run(store, Run.open(store.uri).manifest), BeatTimes(clock)
+    calls = StubCalls(clock)
+    cluster = Cluster(is_embedded=True, num_gpus=0, watch=None)
+    fleet = Fleet(WorkerSpec(EngineConfig(), run.store.uri), cluster, PATIENCE, calls, clock.now)
+    hold = Hold(run, clock=clock.now)
+    attempts = Attempts.read(run.store, hold.epoch.number)
+    queue = load_queue(run, MAX_ATTEMPTS, attempts)
+    context = DriverContext(
+        *(run, queue, attempts, fleet, beats, DriverCounters(), options.num_workers, options.num_slots),
+        grace_seconds=0.0,
+        limits=Limits(),
+        spent=Spending(),
+        clock=clock.now,
+    )
+    driver = Driver(context, hold)
+    turns = DriverTurns(calls, store, options.num_seconds, driver.request_stop)
+    calls.at_turn = turns.turn
+    driver.run()
+    return turns.figures() | beats.figures(*turns.span)
+
+
+class SlowStore(Store):
+    """A folder whose requests take a simulated time, and are counted. They delay the thread that made it alone."""
+
+    def __init__(self, uri: str, clock: SimulatedClock, seconds: float) -> None:
+        super().__init__(uri)
+        self.is_local = not seconds
+        self.num_requests = 0
+        self._clock, self._seconds, self._loop = clock, seconds, threading.current_thread()
+
+    def _try(self, action: str, path: str, call: Callable[[], Result], is_root_meant: bool = False) -> Result:
+        self.num_requests += 1
+        if threading.current_thread() is self._loop:
+            self._clock.skip_to(self._clock.now() + self._seconds)
+        return super()._try(action, path, call, is_root_meant)
+
+
+class BeatTimes:
+    """Stands for a display, which hears of each beat."""
+
+    def __init__(self, clock: SimulatedClock) -> None:
+        self._clock = clock
+        self._times: list[float] = []
+
+    def note(self, event: Event) -> None:
+        pass
+
+    def update(self, progress: Progress) -> None:
+        self._times.append(self._clock.now())
+
+    def figures(self, start: float, end: float) -> dict[str, float]:
+        """The longest time without a beat within another."""
+        times = [start, *(time for time in self._times if start < time < end), end]
+        return {"longest_without_beat_seconds": float(np.diff(times).max())}
+
+
+class DriverTurns:
+    """Run a driver from its first turn until enough seconds are over."""
+
+    def __init__(self, calls: StubCalls, store: SlowStore, num_seconds: float, stop: Callable[[], None]) -> None:
+        self._calls, self._store, self._num_seconds, self._stop = calls, store, num_seconds, stop
+        self._turns: list[tuple[float, float]] = []  # simulated time and CPU time
+        self._counts = self._first = (0, 0, 0)
+
+    def turn(self) -> None:
+        if self._turns and self._turns[-1][0] - self._turns[0][0] >= self._num_seconds:
+            self._stop()
+            return
+        self._turns.append((self._calls.clock.now(), self._calls.clock.cpu_seconds()))
+        self._counts = (self._calls.num_reports, self._calls.num_finished, self._store.num_requests)
+        if len(self._turns) == 1:
+            self._first = self._counts
+
+    @property
+    def span(self) -> tuple[float, float]:
+        """The simulated times of the first turn and of the last one."""
+        return self._turns[0][0], self._turns[-1][0]
+
+    def figures(self) -> dict[str, float]:
+        (start, cpu_start), (end, cpu_end) = self._turns[0], self._turns[-1]
+        num_reports, num_finished, num_requests = np.subtract(self._counts, self._first).tolist()
+        turns = np.diff([now for now, _ in self._turns])
+        return {
+            "busy": (cpu_end - cpu_start) / max(end - start, 1e-9),
+            "us_per_ended": 1e6 * (cpu_end - cpu_start) / max(num_finished, 1),
+            "ms_per_report": 1e3 * (cpu_end - cpu_start) / max(num_reports, 1),
+            "num_reports": num_reports,
+            "num_finished": num_finished,
+            "num_requests": num_requests,
+            "turn_p99_seconds": float(np.quantile(turns, 0.99)) if len(turns) else 0.0,
+        }
+
+
+def finish(options: ScaleOptions) -> dict[str, float]:
+    """Write results as workers would, of all jobs but a part: nothing here is measured for its own sake."""
+    run = Run.open(str(options.folder / RUN))
+    records = run.jobs()
+    ended = records[: int(len(records) * options.share_done)]
+    for number, start in enumerate(range(0, len(ended), MOST_RESULTS)):
+        results = [_result(run, record) for record in ended[start : start + MOST_RESULTS]]
+        run.write_segment(f"simulated-{number:04d}", results)
+    return {}
+
+
+def _result(run: Run, record: JobRecord) -> SealedResult:
+    line = success_line(
+        *(record, run.manifest.run_id, "a text " * 8, "length"),
+        model=run.manifest.model,
+        system_fingerprint=run.manifest.fingerprint,
+        token_ids=np.zeros(record.job.sampling.max_tokens, np.uint32),
+        metrics={"seconds": 1.0},
+    )
+    return SealedResult.of(record.job_id, line)
+
+
+def resume(options: ScaleOptions) -> dict[str, float]:
+    """Find out what is left to do, as a driver does before it hands out the first job."""
+    run = Run.open(str(options.folder / RUN))
+    queue = load_queue(run, MAX_ATTEMPTS)
+    run.set_damaged_aside(queue.unfinished())
+    return {"num_unfinished": queue.num_unfinished}
+
+
+def cancel(options: ScaleOptions) -> dict[str, float]:
+    """Cancel what is left, with the output files written."""
+    cancel_jobs(Run.open(str(options.folder / RUN)), None)
+    return {}
+
+
+STAGES: dict[str, Callable[[ScaleOptions], dict[str, float]]] = {
+    "submit": submit,
+    "drive": drive,
+    "finish": finish,
+    "submit again": submit,
+    "resume": resume,
+    "cancel": cancel,
+}
+
+
+def measured(name: str, options: ScaleOptions) -> dict[str, Any]:
+    """A stage's CPU seconds and the memory that it took above what was there before, in bytes."""
+    before, started = reset_peak(), time.process_time()
+    figures = STAGES[name](options)
+    return {"stage": name, "cpu_seconds": time.process_time() - started, "peak_bytes": peak_bytes() - before, **figures}
+
+
+if __name__ == "__main__":
+    print(json.dumps(measured(sys.argv[1], ScaleOptions.model_validate_json(Path(sys.argv[2]).read_bytes()))))

@@ -1,0 +1,153 @@
+"""The tables of docs/gpu.md: slots that fit a GPU, with weights in bfloat16, packed, and where layers forget.
+
+`python -m bench sizing` prints them; no GPU is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+from swiftbatch.worker.caches.cache_room import GB, NUM_UNWRITTEN
+from swiftbatch.worker.caches.memory.memory_plan import NO_DRAFTS, DraftMemory, GPUMemory, one_slot, splits_of
+from swiftbatch.worker.caches.memory.model_sizes import ExpertSizes, ModelSizes
+from swiftbatch.worker.caches.memory.packed_sizes import PackedPart
+from swiftbatch.worker.caches.memory.page_counts import held_in_windows
+from swiftbatch.worker.caches.memory.row_choice import most_together
+from swiftbatch.worker.caches.summary_cache import summary_positions
+from swiftbatch.worker.drafters.catalogue import ENGINES
+from swiftbatch.worker.inspection import CONTEXT_BYTES, GPU_BYTES, GPUS, SLOT_LENGTHS
+from swiftbatch.worker.kernels.kernel_sizes import LatentSizes
+
+DENSE = {  # models whose weights are published in 8 or 4 bits; sizes follow from their configs
+    "Llama 3.1 8B": ModelSizes(8_030_261_248, 131_072, 32, 8, 128, 4096, 14336, 128_256, 2),
+    "Qwen3 32B": ModelSizes(32_762_123_264, 262_144, 64, 8, 128, 5120, 25600, 151_936, 2),
+    "Llama 3.1 70B": ModelSizes(70_553_706_496, 327_680, 64, 8, 128, 8192, 28672, 128_256, 2),
+}
+MXFP4, FP8 = "MXFP4 experts", "FP8, blocks of 128"
+CHOSEN = {  # with all routers, their biases and sinks
+    "gpt-oss-20b": ExpertSizes(32, 4, 2880, 24 * (32 * 2881 + 64)),
+    "gpt-oss-120b": ExpertSizes(128, 4, 2880, 36 * (128 * 2881 + 64)),
+    "Qwen3 30B A3B": ExpertSizes(128, 8, 768, 48 * 128 * 2048),
+    "GLM 4.7 Flash": ExpertSizes(64, 4, 1536, 46 * 64 * 2049),
+}
+LATENT = LatentSizes(rank=512, query_rank=768, still_dim=192, turned_dim=64, value_dim=256)  # of GLM 4.7 Flash
+EXPERTS = {  # with what of their weights is packed: all experts, and where FP8 is published all products
+    "gpt-oss-20b": (ModelSizes(20_914_757_184, 49_152, 64, 8, 64, 2880, 2880, 201_088, 2), MXFP4, 19_110_297_600),
+    "gpt-oss-120b": (ModelSizes(116_829_156_672, 73_728, 64, 8, 64, 2880, 2880, 201_088, 2), MXFP4, 114_661_785_600),
+    "Qwen3 30B A3B": (ModelSizes(30_532_122_624, 98_304, 32, 4, 128, 2048, 6144, 151_936, 2), FP8, 29_896_998_912),
+    "GLM 4.7 Flash": (
+        ModelSizes(29_943_393_920, 54_144, 20, 1, 576, 2048, 10240, 154_880, 2, latent=LATENT),
+        FP8,
+        29_087_105_024,
+    ),
+}
+
+WINDOWED = {  # with layers that have a window, and others that see all
+    "Gemma 3 27B": ModelSizes(
+        *(27_009_346_304, 507_904, 32, 16, 128, 5376, 21504, 262_208, 2),
+        windows=((1024,) * 5 + (None,)) * 10 + (1024,) * 2,
+    ),
+    "gpt-oss-20b": replace(EXPERTS["gpt-oss-20b"][0], windows=(128, None) * 12),
+    "gpt-oss-120b": replace(EXPERTS["gpt-oss-120b"][0], windows=(128, None) * 18),
+}
+MODELS = {
+    "Llama 3.1 8B": ModelSizes(8_030_261_248, 131_072, 32, 8, 128, 4096, 14336, 128_256, 2),
+    "Qwen2.5 32B": ModelSizes(32_763_876_352, 262_144, 40, 8, 128, 5120, 27648, 152_064, 2),
+}
+LENGTHS = (32_768, 100_000)
+HEADERS = ("model", "GPU", "positions", "weights", "a slot", "work space", "slots", "with drafts a slot", "slots then")
+
+
+def gpu_memory(num_multiprocessors: int, free_bytes: int, sizes: ModelSizes = MODELS["Llama 3.1 8B"]) -> GPUMemory:
+    """A GPU with the splits that a model of these sizes has there."""
+    return GPUMemory(free_bytes, splits_of(num_multiprocessors, sizes))
+
+
+def sizing_table() -> str:
+    """Markdown: what each model takes of each GPU in bfloat16, in GB, and how many slots of each length fit."""
+    lines = [HEADERS, ["---"] * len(HEADERS), *_rows()]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _rows() -> Iterator[list[str]]:
+    for (model, sizes), (name, num_multiprocessors), length in product(MODELS.items(), GPUS.items(), LENGTHS):
+        gpu = gpu_memory(num_multiprocessors, GPU_BYTES - CONTEXT_BYTES, sizes)
+        draft_bytes = summary_positions(ENGINES["tokenswift"].partial_budget, length) * sizes.bytes_per_position
+        plain = one_slot(sizes, gpu, length)
+        figures = [plain.weight_bytes, plain.slot_bytes, plain.work_bytes]
+        drafts = DraftMemory(slot_bytes=draft_bytes)
+        slots = [
+            _slots(sizes, gpu, length),
+            f"{(plain.slot_bytes + draft_bytes) / GB:.1f}",
+            _slots(sizes, gpu, length, drafts),
+        ]
+        yield [model, name, f"{length:,}", *(f"{each / GB:.1f}" for each in figures), *slots]
+
+
+def packed_table() -> str:
+    """Markdown: what the weights of a model take in each form, in GB, and how many slots of each length fit then.
+
+    Behind those with keys and values in bfloat16 are those in 8 bits; latent vectors have no such codes.
+    """
+    slots = [f"slots of {length:,}{words}" for words in ("", ", keys in fp8") for length in SLOT_LENGTHS]
+    headers = ("weights of", "form", "GB", "GPU", *slots)
+    lines = [headers, ["---"] * len(headers), *_packed_rows()]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _packed_rows() -> Iterator[list[str]]:
+    for (model, form, sizes), (name, number) in product(packed_models(), GPUS.items()):
+        gpu = gpu_memory(number, GPU_BYTES - CONTEXT_BYTES, sizes)
+        kept = (sizes, replace(sizes, kv_dtype="fp8")) if sizes.latent is None else (sizes,)
+        slots = [_slots(each, gpu, length) for each in kept for length in SLOT_LENGTHS]
+        slots += ["-"] * (2 * len(SLOT_LENGTHS) - len(slots))
+        yield [model, form, f"{sizes.weight_bytes / GB:.1f}", name, *slots]
+
+
+def window_table() -> str:
+    """Markdown: what a job takes of models whose layers with a window forget, in GB, and how many fit one H100.
+
+    Beside both is what it would be if they forgot nothing.
+    """
+    headers = ("model with windows", "positions", "a job", "all held", "slots", "slots, all held")
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [headers, ["---"] * len(headers), *_window_rows()])
+
+
+def _window_rows() -> Iterator[list[str]]:
+    for (model, plain), length in product(WINDOWED.items(), SLOT_LENGTHS):
+        if model in EXPERTS:
+            plain = replace(plain, packed=(PackedPart(EXPERTS[model][2], 4, 32),), experts=CHOSEN[model])
+        gpu = gpu_memory(GPUS["H100 80 GB"], GPU_BYTES - CONTEXT_BYTES, plain)
+        forgetting = replace(plain, held=held_in_windows(plain.windows, NUM_UNWRITTEN))
+        both = (forgetting, plain)
+        figures = [f"{one_slot(sizes, gpu, length).slot_bytes / GB:.2f}" for sizes in both]
+        yield [model, f"{length:,}", *figures, *(_slots(sizes, gpu, length) for sizes in both)]
+
+
+def _slots(sizes: ModelSizes, gpu: GPUMemory, length: int, drafts: DraftMemory = NO_DRAFTS) -> str:
+    return str(most_together(sizes, gpu, length, drafts) or "none")
+
+
+def packed_models() -> Iterator[tuple[str, str, ModelSizes]]:
+    """Yield each model in each form: its products packed, embedding, head, norms and biases in bfloat16."""
+    for model, sizes in DENSE.items():
+        number = num_in_products(sizes)
+        yield model, "bfloat16", sizes
+        yield model, FP8, replace(sizes, packed=(PackedPart(number, 8, 128),))
+        yield model, "int4, groups of 128", replace(sizes, packed=(PackedPart(number, 4, 128, has_offsets=True),))
+    for model, (sizes, form, number) in EXPERTS.items():
+        part = PackedPart(number, 4, 32) if form == MXFP4 else PackedPart(number, 8, 128)
+        yield model, form, replace(sizes, packed=(part,), experts=CHOSEN[model])
+
+
+def num_in_products(sizes: ModelSizes) -> int:
+    """Count the weights in the products of a dense model's layers."""
+    num_layers = sizes.bytes_per_position // (2 * sizes.num_kv_heads * sizes.head_dim * sizes.item_size)
+    heads = 2 * (sizes.num_heads + sizes.num_kv_heads) * sizes.head_dim  # rows of q, k and v, columns of the output
+    return num_layers * sizes.hidden * (heads + 3 * sizes.intermediate)
+
+
+if __name__ == "__main__":
+    print(sizing_table(), packed_table(), window_table(), sep="\n\n")

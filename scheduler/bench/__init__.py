@@ -1,1 +1,0 @@
-"""Benchmarks of whole batches: real runs with real workers, measured from their first job to their last."""

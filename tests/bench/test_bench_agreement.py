@@ -1,0 +1,72 @@
+"""Agreement of partial caches: counted against plain decoding's own tokens, on a text longer than a chunk."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+from rich.console import Console
+
+from bench.agreement import AgreementOptions, render, run_agreement_bench
+from swiftbatch.worker.decode_bench import BenchError
+from swiftbatch.worker.kernels.instruction_sets import NO_KERNELS, OVERRIDE
+from tests.worker.kernels.kernel_parts import needs_kernels
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("".join(f"The {number}th night was colder than the {number - 1}th. " for number in range(400)))
+    return path
+
+
+def make_options(text: Path, **changes: object) -> AgreementOptions:
+    fields = {
+        "caches": ("scan:128", "full:1", "streaming:32"),
+        "positions": (1700,),
+        "num_tokens": 12,
+        "temperatures": (0.0, 1.0),
+        "min_p": 0.1,
+        "text": text,
+        "seed": 0,
+        "device": "cpu",
+        "json_path": text.with_suffix(".json"),
+    }
+    return AgreementOptions.model_validate(fields | changes)
+
+
+@needs_kernels
+def test_a_cache_that_holds_everything_always_agrees_and_others_less(text: Path) -> None:
+    options = make_options(text, dtype="float32")  # in bfloat16 two candidates may tie within rounding
+    records = run_agreement_bench(options)
+    shares = {(record.cache, record.temperature): record.share_alike for record in records}
+    assert shares["full:1", 0.0] == shares["full:1", 1.0] == 1.0
+    assert shares["scan:128", 0.0] >= 0.75
+    assert len(shares) == 6
+    assert all(record.round_ms > 0 for record in records)
+    assert json.loads(text.with_suffix(".json").read_text())["results"] == [r.model_dump() for r in records]
+    console = Console(width=100, record=True)
+    console.print(render(records))
+    assert "scan:128" in console.export_text()
+
+
+@pytest.mark.parametrize("temperature", [-1.0, 101.0, float("nan")])
+def test_a_temperature_that_is_none_is_refused_before_the_text_is_read(text: Path, temperature: float) -> None:
+    with pytest.raises(ValidationError, match="temperatures"):
+        make_options(text, temperatures=(temperature,))
+
+
+@pytest.mark.parametrize("cache", ["scan", "scan:0", "scan:many", "medusa:5"])
+def test_an_unknown_cache_names_the_known_ones(text: Path, cache: str) -> None:
+    with pytest.raises(ValidationError, match=r"expected one of summary, .*scan, with a budget, as in `scan:256`"):
+        make_options(text, caches=(cache,))
+
+
+def test_models_whose_keys_are_not_scanned_are_refused(
+    text: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(OVERRIDE, NO_KERNELS)
+    with pytest.raises(BenchError, match="keys are scanned by compiled kernels alone"):
+        run_agreement_bench(make_options(text, model=str(tiny_model), positions=(100,)))
