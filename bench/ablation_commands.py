@@ -16,7 +16,6 @@ from swiftbatch.scheduler.commands.options.model_options import (
     DRAFT_MODEL,
     JSON,
     MODEL,
-    PLOT,
     SEED,
     checked,
     say,
@@ -77,7 +76,6 @@ def tokenswift(**options: Any) -> None:
     "--kv-offload", type=click.Path(path_type=Path), metavar="DIR", help="Table 3: keep caches in this folder."
 )
 @JSON
-@PLOT
 @COMPUTING
 def triforce(**options: Any) -> None:
     """Repeat a table or figure of the TriForce paper, with prompts of `--prefill` tokens (table 4: in all).
@@ -119,7 +117,6 @@ def triforce(**options: Any) -> None:
 @click.option("--prefill", type=ANY_WHOLE_NUMBER, default=2048, help="Tokens of each prompt.")
 @click.option("--tokens", "num_tokens", type=ANY_WHOLE_NUMBER, default=256, help="Tokens to generate for each prompt.")
 @JSON
-@PLOT
 @COMPUTING
 def griffin(**options: Any) -> None:
     """Repeat a table or figure of the GRIFFIN paper: train what its rows compare, then let them draft.

@@ -21,11 +21,11 @@ from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.worker.decode_bench import (
     BenchOptions,
     EngineContestant,
+    OwnPositions,
     Positions,
     bench_slots,
     check_length,
     compete,
-    hot_contestant,
     num_warmup_tokens,
     read_tokens,
     text_tokens,
@@ -36,7 +36,7 @@ from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.target.step_costs import Costs, step_costs_of
 from swiftbatch.worker.target.target import TargetModel
-from swiftbatch.worker.target.timers import by_processor
+from swiftbatch.worker.target.timers import by_processor, seconds_now
 
 BASELINE, CHOOSER = "autoregressive", "auto"
 TWIN = "autoregressive again"  # plain decoding beside itself: what the machine's own wandering makes of a ratio
@@ -198,6 +198,42 @@ def run_auto_bench(options: AutoBenchOptions, report: Callable[[str], None] = la
     return records
 
 
+class JobsContestant(EngineContestant):
+    """A contestant that has other jobs behind its first ones."""
+
+    _num_tokens_before = 0  # of jobs that it has left
+
+    def go_on_with(self, sequences: list[Sequence]) -> None:
+        """Leave the jobs for others behind the same text, with all that the drafter has learned.
+
+        The time to leave a job and to begin one counts, as a worker needs it for every job.
+        """
+        self._num_tokens_before = self.num_tokens
+        started = seconds_now()
+        for sequence in self._sequences:
+            self._engine.stop(sequence)
+        self._own = [_emptied(own) for own in self._own]
+        for sequence, own in zip(sequences, self._own, strict=True):
+            self._engine.start(sequence, own.cache)
+        self._sequences = sequences
+        self.timing.seconds += seconds_now() - started
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens generated in all jobs so far."""
+        return self._num_tokens_before + sum(sequence.num_generated_tokens for sequence in self._sequences)
+
+    def first_token_ids(self, num_tokens: int) -> list[np.ndarray]:
+        """Return the first tokens of every sequence, as many as all contestants have."""
+        return [sequence.output_ids[:num_tokens] for sequence in self._sequences]
+
+
+def _emptied(own: OwnPositions) -> OwnPositions:
+    """Return the same place in a cache, for a generation that begins there; the cache ends at it."""
+    own.cache.roll_back(min(own.cache.length, own.first))
+    return OwnPositions(own.cache)
+
+
 @dataclass(frozen=True)
 class _Cell:
     """A place of the grid."""
@@ -273,11 +309,13 @@ class _Grid:
             has_same_tokens=has_same_tokens,
         )
 
-    def _contestant(self, name: str, cell: _Cell) -> EngineContestant:
+    def _contestant(self, name: str, cell: _Cell) -> JobsContestant:
         engine = BASELINE if name == TWIN else name
         drafter = create_bench_drafter(engine, self._target, self._costs)
         sequences, caches = self._sequences(name, cell, job=0), self._caches[: cell.num_sequences]
-        return hot_contestant(name, self._target, drafter, self._drafters[engine], sequences, caches)
+        contestant = JobsContestant(name, self._target, drafter, sequences, caches)
+        contestant.learn_from(self._drafters[engine])
+        return contestant
 
     def _sequences(self, name: str, cell: _Cell, job: int) -> list[Sequence]:
         """The jobs of all slots, none of which another repetition or slot has."""

@@ -27,7 +27,6 @@ from bench.griffin_tables import (
     Results,
     Training,
     Variant,
-    plot,
     render,
     summary,
 )
@@ -98,15 +97,12 @@ class GriffinAblationOptions(BenchOptions):
     num_prompts: int = Field(ge=1)
     prefill: int = Field(ge=2)
     num_tokens: int = Field(gt=MAX_FORWARDS + 1)  # more than the first step commits
-    plot_path: Path | None = None
 
     @model_validator(mode="after")
     def _only_where_they_belong(self) -> GriffinAblationOptions:
         layout = self.layout.layout
         if self.num_seeds is not None and layout != "order":
             raise ValueError(f"table {self.table}: --seeds is for table order; the others take one --seed")
-        if self.plot_path is not None and layout != "forwards":
-            raise ValueError(f"table {self.table}: --plot is for figure 1c")
         if self.text is None and self.layout.plans:
             raise ValueError(f"table {self.table}: its arms go on from a text; name one with --text FILE")
         return self
@@ -163,7 +159,7 @@ def _prompts(options: GriffinAblationOptions, files: ModelFiles) -> list[Prompt]
 
 def _make_folders(options: GriffinAblationOptions) -> None:
     """Make the folders that are written to, before anything takes long. Raises BenchError."""
-    files = [path for path in (options.json_path, options.plot_path) if path is not None]
+    files = [path for path in (options.json_path,) if path is not None]
     for folder in [options.work, *(path.parent for path in files)]:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -202,8 +198,6 @@ def _compared(options: GriffinAblationOptions) -> str:
 
 def _save(options: GriffinAblationOptions, results: Results, target: TargetModel) -> None:
     options.write(_documents(results), target)
-    if options.plot_path is not None:
-        plot(options.layout, results.trainings, options.plot_path)
 
 
 def _documents(results: Results) -> dict[str, Any]:

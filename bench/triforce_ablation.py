@@ -17,14 +17,12 @@ from bench.ablation_prompts import NEEDLE, Prompt, Prompts, length_of, make_prom
 from bench.compared_caches import StreamingKVCache, with_cache
 from bench.long import Report
 from bench.triforce_tables import (
-    FIGURES,
     OFFLOADED,
     PROMPT_TABLES,
     TOP_P,
     PromptArm,
     PromptTable,
     Results,
-    plot,
     render,
     summary,
 )
@@ -57,14 +55,11 @@ class PromptAblationOptions(BenchOptions):
     seed: int = Field(ge=0)
     text: Path
     kv_offload: Path | None = None
-    plot_path: Path | None = None
 
     @model_validator(mode="after")
     def _only_where_they_belong(self) -> PromptAblationOptions:
         if (self.kv_offload is not None) != (self.table in OFFLOADED):
             raise ValueError(f"table {self.table}: --kv-offload DIR belongs to table 3, and table 3 needs it")
-        if self.plot_path is not None and self.table not in FIGURES:
-            raise ValueError(f"table {self.table}: --plot is for figures {' and '.join(FIGURES)}")
         return self
 
     @property
@@ -76,7 +71,7 @@ class PromptAblationOptions(BenchOptions):
 
 
 def run_prompt_ablation(options: PromptAblationOptions, report: Report = lambda line: None) -> Group:
-    """Run all arms and lay out the tables. Writes JSON and plot after each arm. Raises BenchError, ModelError."""
+    """Run all arms and lay out the tables. Writes JSON after each arm. Raises BenchError, ModelError."""
     files = locate_model(options.model)
     _check(options, files)
     table = options.layout()
@@ -143,8 +138,6 @@ def _arms_behind(table: PromptTable, prompts: Prompts) -> Iterator[tuple[tuple[i
 
 def _save(options: PromptAblationOptions, table: PromptTable, results: Results, target: TargetModel) -> None:
     options.write({"arms": _documents(table, results)}, target)
-    if options.plot_path is not None:
-        plot(table, results, options.plot_path)
 
 
 def _documents(table: PromptTable, results: Results) -> list[dict[str, Any]]:

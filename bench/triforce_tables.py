@@ -7,12 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullLocator
 from rich.console import Group
 from rich.table import Table
 
@@ -58,14 +54,13 @@ class Column:
 
 @dataclass(frozen=True)
 class PromptTable:
-    """Rows and columns as in the paper; a figure also has the option that its x axis shows."""
+    """Rows and columns as in the paper."""
 
     title: str
     label_headers: tuple[str, ...]
     columns: tuple[Column, ...]
     rows: tuple[Row, ...]
     note: str
-    x_option: str | None = None
 
 
 CACHES = {
@@ -168,7 +163,7 @@ def _table_4(prefill: int, model: str) -> PromptTable:
 def _figure_6a(prefill: int, model: str) -> PromptTable:
     budgets = [budget for budget in BUDGETS if budget < prefill]
     rows = (Row((f"{budget:,}",), {"triforce": PromptArm({"budget": budget}, plan="paper")}) for budget in budgets)
-    return PromptTable("Figure 6a: cache budget, gammas 2 and 6", ("budget",), FIGURE, tuple(rows), AT, "budget")
+    return PromptTable("Figure 6a: cache budget, gammas 2 and 6", ("budget",), FIGURE, tuple(rows), AT)
 
 
 def _figure_6b(prefill: int, model: str) -> PromptTable:
@@ -177,7 +172,7 @@ def _figure_6b(prefill: int, model: str) -> PromptTable:
     arms = {size: PromptArm({"budget": budget, "chunk_size": size}, plan="paper") for size in sizes}
     title = f"Figure 6b: chunk size at a budget of {budget:,}, gammas 2 and 6"
     rows = (Row((f"{size:,}",), {"triforce": arm}) for size, arm in arms.items())
-    return PromptTable(title, ("chunk size",), FIGURE, tuple(rows), AT, "chunk_size")
+    return PromptTable(title, ("chunk size",), FIGURE, tuple(rows), AT)
 
 
 PROMPT_TABLES: dict[str, Callable[[int, str], PromptTable]] = {
@@ -189,7 +184,6 @@ PROMPT_TABLES: dict[str, Callable[[int, str], PromptTable]] = {
     "6b": _figure_6b,
 }
 """Each takes the prompt's length and the model's name."""
-FIGURES = ("6a", "6b")
 OFFLOADED = ("3",)
 
 
@@ -197,9 +191,6 @@ Key = tuple[int, str]  # row number and name of an arm
 Results = dict[Key, PromptFigures]
 
 RATE = ".3f"
-FULL, MIDDLE, SPEEDUP = "#0b5fa5", "#6fa8d6", "#d9730d"  # also told apart without colours
-WIDTH_INCHES, HEIGHT_INCHES, DPI = 7.5, 4.4, 150
-HEADROOM = 1.3  # above the highest speed-up, where the legend is
 
 
 def _speedup(figures: PromptFigures) -> str:
@@ -280,49 +271,3 @@ def _compared(results: Results) -> str:
 
 def _either(counts: list[int]) -> str:
     return " or ".join(f"{count:,}" for count in counts)
-
-
-def plot(table: PromptTable, results: Results, path: Path) -> None:
-    """Draw the arms that have run so far into a PNG file."""
-    figure = Figure(figsize=(WIDTH_INCHES, HEIGHT_INCHES), layout="constrained")
-    FigureCanvasAgg(figure)  # draws without a display
-    rates = figure.add_subplot()
-    speeds = rates.twinx()
-    points = [(_size(table, key), figures) for key, figures in results.items()]
-    sizes = [size for size, _ in points]
-    full = [(size, figures.acceptance) for size, figures in points if figures.acceptance is not None]
-    middle = [(size, figures.middle_acceptance) for size, figures in points if figures.middle_acceptance is not None]
-    lines = [
-        *rates.plot(*_columns(full), "o-", color=FULL, label="acceptance, full verification"),
-        *rates.plot(*_columns(middle), "^:", color=MIDDLE, label="acceptance, middle level"),
-        *speeds.plot(sizes, [figures.speedup for _, figures in points], "s--", color=SPEEDUP, label="speed-up"),
-    ]
-    rates.set_title(table.title, fontsize=11)
-    rates.set_xlabel(table.label_headers[0])
-    rates.set_xscale("log", base=2)
-    rates.set_xticks(sizes)
-    rates.xaxis.set_minor_locator(NullLocator())
-    rates.xaxis.set_major_formatter(FuncFormatter(lambda size, _: _short(size)))
-    rates.set_ylabel("acceptance rate")
-    rates.set_ylim(0, HEADROOM)
-    rates.set_yticks([0.0, 0.2, 0.4, 0.6, 0.8, 1.0])
-    speeds.set_ylabel("speed-up over plain decoding [x]")
-    speeds.set_ylim(0, HEADROOM * max(1.0, *(figures.speedup for _, figures in points)))
-    rates.grid(color="#dddddd", linewidth=0.7)
-    rates.legend(handles=lines, framealpha=1.0, edgecolor="white", fontsize=9, loc="upper left", ncols=3)
-    figure.savefig(path, dpi=DPI, format="png")
-
-
-def _size(table: PromptTable, key: tuple[int, str]) -> int:
-    """Return the place of an arm on the x axis."""
-    assert table.x_option is not None
-    size: int = table.rows[key[0]].arms[key[1]].options[table.x_option]
-    return size
-
-
-def _columns(points: list[tuple[int, float]]) -> tuple[list[int], list[float]]:
-    return [size for size, _ in points], [rate for _, rate in points]
-
-
-def _short(size: float) -> str:
-    return f"{size / 1024:g}K" if size >= 1024 else f"{size:g}"

@@ -285,24 +285,19 @@ class OwnPositions:
 
     def __init__(self, cache: FullKVCache) -> None:
         self.cache = cache
-        self._first = cache.length
+        self.first = cache.length
         self._kv = cache.kv(0, 0).copy()
-
-    def emptied(self) -> OwnPositions:
-        """Return the same place in the cache, for a generation that begins there; the cache ends at it."""
-        self.cache.roll_back(min(self.cache.length, self._first))
-        return OwnPositions(self.cache)
 
     def put_back(self) -> None:
         """Put the positions back into the cache, before the generation goes on."""
         if self.cache.is_by_position:
-            self.cache.roll_back(self._first)
+            self.cache.roll_back(self.first)
             self.cache.load(self._kv)
 
     def take_away(self) -> None:
         """Take the positions out of the cache, before another generation goes on."""
         if self.cache.is_by_position:
-            self._kv = self.cache.kv(self._first, self.cache.length).copy()
+            self._kv = self.cache.kv(self.first, self.cache.length).copy()
 
 
 @dataclass
@@ -341,31 +336,17 @@ class EngineContestant:
         self._target = target
         self._sequences = sequences
         self._own = [OwnPositions(cache) for cache in caches]
+        self._drafter = drafter
         self._engine = BenchEngine(target, drafter, output_text)
         self.counters = self._engine.counters
-        self._num_tokens_before = 0  # of jobs that it has left
         for sequence, cache in zip(sequences, caches, strict=True):
             self._engine.start(sequence, cache)
 
-    def go_on_with(self, sequences: list[Sequence]) -> None:
-        """Leave the jobs for others behind the same text, with all that the drafter has learned.
-
-        The time to leave a job and to begin one counts, as a worker needs it for every job.
-        """
-        self._num_tokens_before = self.num_tokens
-        started = seconds_now()
+    def learn_from(self, warm: Drafter) -> None:
+        """Know of other jobs what the `warm` drafter has learned."""
         for sequence in self._sequences:
-            self._engine.stop(sequence)
-        self._own = [own.emptied() for own in self._own]
-        for sequence, own in zip(sequences, self._own, strict=True):
-            self._engine.start(sequence, own.cache)
-        self._sequences = sequences
-        self.timing.seconds += seconds_now() - started
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens generated in all jobs so far."""
-        return self._num_tokens_before + sum(sequence.num_generated_tokens for sequence in self._sequences)
+            if state := warm.state(sequence):
+                self._drafter.restore(sequence, state)
 
     def generate_to(self, num_tokens: int) -> None:
         """Generate until every sequence has at least `num_tokens` tokens in all, and take the time.
@@ -388,10 +369,6 @@ class EngineContestant:
     def token_ids(self) -> np.ndarray:
         """The generated tokens of all sequences, one behind the other, `[num_generated] int64`."""
         return np.concatenate([sequence.output_ids for sequence in self._sequences])
-
-    def first_token_ids(self, num_tokens: int) -> list[np.ndarray]:
-        """Return the first tokens of every sequence, as many as all contestants have."""
-        return [sequence.output_ids[:num_tokens] for sequence in self._sequences]
 
 
 class TransformersContestant:
@@ -514,7 +491,9 @@ def _contestants(
         sequence = Sequence(name, text, sampling, target.vocab_size, target.device)
         drafter = BY_NAME[name](target, costs, options.draft_model)
         own = cache if cache.is_by_position else _own_cache(target, cache, text, options.num_tokens)
-        yield hot_contestant(name, target, drafter, drafters[name], [sequence], [own])
+        contestant = EngineContestant(name, target, drafter, [sequence], [own])
+        contestant.learn_from(drafters[name])
+        yield contestant
     if options.against == "transformers":
         yield TransformersContestant(target, Sequence("transformers", text, sampling, target.vocab_size), cache)
 
@@ -526,22 +505,6 @@ def _own_cache(target: TargetModel, cache: FullKVCache, text: list[int], num_tok
         own.copy_from(cache, end)
     read_tokens(target, own, text, [])
     return own
-
-
-def hot_contestant(
-    name: str,
-    target: TargetModel,
-    drafter: Drafter,
-    warm: Drafter,
-    sequences: list[Sequence],
-    caches: list[FullKVCache],
-) -> EngineContestant:
-    """Make a contestant whose fresh `drafter` knows of other jobs what the `warm` one has learned."""
-    contestant = EngineContestant(name, target, drafter, sequences, caches)
-    for sequence in sequences:
-        if state := warm.state(sequence):
-            drafter.restore(sequence, state)
-    return contestant
 
 
 def warm_drafters(
@@ -606,12 +569,9 @@ def _ms_per_token(contestant: Contestant) -> float:
 def render(records: Items[DecodeRecord]) -> Table:
     """A table for people; tokens that differ from the baseline's are marked."""
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("position", justify="right")
-    table.add_column("T", justify="right")
-    table.add_column("engine", no_wrap=True)
-    for header in ("ms per\ntoken", "speed-up", "acceptance\nlength"):
-        table.add_column(header, justify="right", no_wrap=True)
-    table.add_column("same\ntokens")
+    for header in ("position", "T", "engine", "ms per\ntoken", "speed-up", "acceptance\nlength", "same\ntokens"):
+        is_text = header in ("engine", "same\ntokens")
+        table.add_column(header, justify="left" if is_text else "right", no_wrap=header != "same\ntokens")
     first = {record.position: record.tokens_sha256 for record in reversed(records)}
     for record in records:
         table.add_row(

@@ -202,8 +202,7 @@ def test_kernels_are_measured_that_were_asked_for(one_layer_model: Path, monkeyp
 
 def test_a_machine_without_a_gpu_is_refused_in_one_line_also_without_triton() -> None:
     program = (
-        "import sys; sys.modules['triton'] = None; sys.argv = ['swiftbatch', 'bench', 'gpu']; "
-        "from swiftbatch.scheduler.__main__ import main; main()"
+        "import sys; sys.modules['triton'] = None; sys.argv = ['bench', 'gpu']; from bench.commands import main; main()"
     )
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     ran = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120)
