@@ -12,7 +12,8 @@ from bench.ablation_prompts import ReadPrompt
 from bench.long_figures import per_step
 from swiftbatch.jobs.frozen_records import Frozen
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.decode_bench import BenchEngine, BenchError, OwnPositions, digest
+from swiftbatch.worker.bench_texts import BenchEngine, BenchError
+from swiftbatch.worker.decode_bench import OwnPositions, digest
 from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
 from swiftbatch.worker.drafters.drafter_interface import DraftCounters, Drafter
 from swiftbatch.worker.drawing.sequence import Sequence

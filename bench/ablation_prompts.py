@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from swiftbatch.worker.bench_texts import encode
 from swiftbatch.worker.caches.full_cache import FullKVCache
-from swiftbatch.worker.decode_bench import encode, read_tokens
+from swiftbatch.worker.decode_bench import read_tokens
 from swiftbatch.worker.model.model_files import ModelFiles
 from swiftbatch.worker.target.target import TargetModel
 

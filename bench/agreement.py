@@ -17,10 +17,11 @@ from bench.compared_caches import PARTIAL_CACHES
 from bench.variants import Temperatures
 from swiftbatch.jobs.frozen_records import Frozen
 from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.bench_texts import BenchError, text_tokens
 from swiftbatch.worker.caches.full_cache import FullKVCache
 from swiftbatch.worker.caches.partial_cache import PartialCache
 from swiftbatch.worker.caches.scan_cache import ScanKVCache
-from swiftbatch.worker.decode_bench import BenchError, BenchOptions, Positions, check_length, read_tokens, text_tokens
+from swiftbatch.worker.decode_bench import BenchOptions, Positions, check_length, read_tokens
 from swiftbatch.worker.drawing.draft_tree import DraftTree
 from swiftbatch.worker.drawing.drawing import Drawing, Sampler
 from swiftbatch.worker.drawing.sequence import Sequence

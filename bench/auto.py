@@ -18,6 +18,7 @@ from bench.tables import new_table
 from bench.variants import Temperatures, create_bench_drafter
 from swiftbatch.jobs.frozen_records import Frozen
 from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.bench_texts import text_tokens
 from swiftbatch.worker.decode_bench import (
     BenchOptions,
     EngineContestant,
@@ -28,7 +29,6 @@ from swiftbatch.worker.decode_bench import (
     compete,
     num_warmup_tokens,
     read_tokens,
-    text_tokens,
     warm_drafters,
 )
 from swiftbatch.worker.drafters.catalogue import ENGINES

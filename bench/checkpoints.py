@@ -22,8 +22,9 @@ from swiftbatch.jobs.frozen_records import Frozen
 from swiftbatch.jobs.job import Job, JobRecord, SentJob, packed
 from swiftbatch.jobs.run.run import Run, RunManifest
 from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.bench_texts import BenchError, text_tokens
 from swiftbatch.worker.config import EngineConfig
-from swiftbatch.worker.decode_bench import BenchError, BenchOptions, Positions, check_length, text_tokens, write_json
+from swiftbatch.worker.decode_bench import BenchOptions, Positions, check_length, write_json
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.model.tokenizer import TextCodec
 from swiftbatch.worker.session.session import WorkerSession

@@ -17,17 +17,9 @@ from bench.tables import new_table
 from bench.variants import EngineName, create_bench_drafter
 from swiftbatch.jobs.frozen_records import Frozen
 from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.bench_texts import BenchError, own_tokens, text_tokens
 from swiftbatch.worker.constraints.thinking import Markers, Thinking, ThinkingRule
-from swiftbatch.worker.decode_bench import (
-    BenchError,
-    BenchOptions,
-    EngineContestant,
-    bench_slots,
-    check_length,
-    own_tokens,
-    read_tokens,
-    text_tokens,
-)
+from swiftbatch.worker.decode_bench import BenchOptions, EngineContestant, bench_slots, check_length, read_tokens
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.drawing.token_rules import Rule
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model

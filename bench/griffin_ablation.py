@@ -32,7 +32,8 @@ from bench.griffin_tables import (
 )
 from bench.long import Report
 from bench.variants import GRIFFIN_PAPER as PAPER
-from swiftbatch.worker.decode_bench import BenchError, BenchOptions, bench_slots, check_length, encode, read_text
+from swiftbatch.worker.bench_texts import BenchError, encode, read_text
+from swiftbatch.worker.decode_bench import BenchOptions, bench_slots, check_length
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 from swiftbatch.worker.papers.griffin.griffin import GriffinOptions, griffin
 from swiftbatch.worker.papers.griffin.model import GriffinConfig

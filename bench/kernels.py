@@ -28,8 +28,9 @@ from bench.kernel_operations import (
 from bench.tables import new_table, number
 from swiftbatch.jobs.frozen_records import Frozen
 from swiftbatch.jobs.run.option_values import Device
+from swiftbatch.worker.bench_texts import BenchError
 from swiftbatch.worker.caches.full_cache import FullKVCache
-from swiftbatch.worker.decode_bench import BenchError, BenchOptions, check_length
+from swiftbatch.worker.decode_bench import BenchOptions, check_length
 from swiftbatch.worker.kernels.compute_threads import ELEMENTS, Team
 from swiftbatch.worker.kernels.decoder_weights import DecoderSizes
 from swiftbatch.worker.kernels.instruction_sets import chosen_variant, load_library, why_none

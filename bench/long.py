@@ -17,16 +17,8 @@ from bench.long_figures import LongFigures, LongRecord, LongResult, Mark, PlainW
 from bench.variants import TOKENSWIFT_PAPER as PAPER
 from bench.variants import EngineName, create_bench_drafter
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.decode_bench import (
-    BenchEngine,
-    BenchOptions,
-    bench_slots,
-    check_length,
-    digest,
-    own_tokens,
-    read_tokens,
-    text_tokens,
-)
+from swiftbatch.worker.bench_texts import BenchEngine, own_tokens, text_tokens
+from swiftbatch.worker.decode_bench import BenchOptions, bench_slots, check_length, digest, read_tokens
 from swiftbatch.worker.drafters.drafter_interface import Drafter
 from swiftbatch.worker.drafters.two_level.chain import Chain
 from swiftbatch.worker.drawing.draft_tree import DraftTree

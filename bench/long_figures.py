@@ -21,8 +21,8 @@ from rich.table import Table
 
 from bench.tables import new_table, number
 from swiftbatch.jobs.frozen_records import Frozen
+from swiftbatch.worker.bench_texts import BenchEngine
 from swiftbatch.worker.caches.full_cache import FullKVCache
-from swiftbatch.worker.decode_bench import BenchEngine
 from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.target.target import TargetModel

@@ -24,7 +24,8 @@ from bench.long import LongBenchOptions
 from bench.long_figures import LongResult
 from bench.long_figures import plot as plot_long
 from bench.stage_file import StageFile, read_stage_file, write_whole
-from swiftbatch.worker.decode_bench import BenchError, DecodeRecord
+from swiftbatch.worker.bench_texts import BenchError
+from swiftbatch.worker.decode_bench import DecodeRecord
 
 Figures = dict[str, Any]  # as a benchmark writes them to its file
 NUM_FIELD_COLUMNS = 3

@@ -15,7 +15,8 @@ from pydantic import ValidationError
 
 import swiftbatch
 from swiftbatch.jobs.frozen_records import Frozen
-from swiftbatch.worker.decode_bench import BenchError, BenchOptions, read_text
+from swiftbatch.worker.bench_texts import BenchError, read_text
+from swiftbatch.worker.decode_bench import BenchOptions
 from swiftbatch.worker.kernels.instruction_sets import chosen_variant
 
 PATHS = {"json_path", "plot_path", "text", "model"}  # options that say where, and not what

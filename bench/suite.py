@@ -20,7 +20,8 @@ from bench.speed_page import PAGE, draw_plots, page_of
 from bench.stage_file import MadeWith, StageFile, known, made_with, sha256_of, write_whole
 from swiftbatch.jobs.errors import ModelError, UserError
 from swiftbatch.jobs.run.option_values import Device
-from swiftbatch.worker.decode_bench import BenchOptions, DecodeBenchOptions, run_decode_bench, text_tokens
+from swiftbatch.worker.bench_texts import text_tokens
+from swiftbatch.worker.decode_bench import BenchOptions, DecodeBenchOptions, run_decode_bench
 from swiftbatch.worker.drafters.catalogue import ENGINES, check_parts
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 from swiftbatch.worker.training.held_folder import held

@@ -27,10 +27,11 @@ from bench.triforce_tables import (
     summary,
 )
 from bench.variants import TRIFORCE_PAPER as PAPER
+from swiftbatch.worker.bench_texts import encode, text_tokens
 from swiftbatch.worker.caches.cache_room import check_folder
 from swiftbatch.worker.caches.memory.memory_plan import SlotsWanted
 from swiftbatch.worker.caches.partial_cache import NUM_PINNED
-from swiftbatch.worker.decode_bench import BenchOptions, bench_slots, check_length, encode, text_tokens
+from swiftbatch.worker.decode_bench import BenchOptions, bench_slots, check_length
 from swiftbatch.worker.drafters.catalogue import check_parts
 from swiftbatch.worker.drafters.two_level.chain import RoundPlan
 from swiftbatch.worker.drafters.two_level.two_level_drafter import TwoLevelDrafter

@@ -30,6 +30,7 @@ WORKER = {
     "worker.training": "trainings of targets and of the engines' parts",
     "worker.session": "a worker's jobs: orders, checkpoints, resumes, reports",
     "worker.papers": "what belongs to one paper: its engine and training",
+    "worker.bench_texts": "texts for measurements, and the engine that reads them",
     "worker.decode_bench": "how fast each engine is, for who chooses one",
 }
 DRIVER = (

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.bench_texts import BenchEngine
 from swiftbatch.worker.caches.full_cache import FullKVCache
 from swiftbatch.worker.caches.scan_cache import ScanKVCache
-from swiftbatch.worker.decode_bench import BenchEngine, digest
+from swiftbatch.worker.decode_bench import digest
 from swiftbatch.worker.drafters.drafter_interface import Drafter
 from swiftbatch.worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
 from swiftbatch.worker.drafters.two_level.auto import NUM_BEST, RecycledProposer

@@ -24,7 +24,7 @@ from bench.gpu.gpu_stages import STAGES, GPUStage
 from bench.gpu.stage_record import GPUStageRecord, file_name, read_record
 from swiftbatch.jobs.child_processes import environment_of_code, module_command
 from swiftbatch.jobs.storage.store import Store
-from swiftbatch.worker.decode_bench import BenchError
+from swiftbatch.worker.bench_texts import BenchError
 from swiftbatch.worker.training.held_folder import held
 
 PROCESS = "bench.gpu.stage_process"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from bench.gpu.gpu_figures import GPUBenchOptions
-from swiftbatch.worker.decode_bench import BenchError
+from swiftbatch.worker.bench_texts import BenchError
 from swiftbatch.worker.kernels.kernel_choice import CudaKernels
 from swiftbatch.worker.model.model_files import locate_model
 

@@ -18,7 +18,7 @@ import torch
 from bench.gpu.decoding import random_ids, sequences_of
 from bench.gpu.trial import Shape, Trial, Try, write_random
 from bench.variants import create_bench_drafter
-from swiftbatch.worker.decode_bench import BenchEngine
+from swiftbatch.worker.bench_texts import BenchEngine
 from swiftbatch.worker.drawing.cuda.cuda_drawing import CudaDrawing
 from swiftbatch.worker.drawing.cuda.draw_graphs import WORDS_OUT, in_a_row
 from swiftbatch.worker.drawing.verification import TOP_K

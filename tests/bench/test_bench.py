@@ -10,15 +10,8 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.decode_bench import (
-    BenchError,
-    DecodeBenchOptions,
-    EngineContestant,
-    read_text,
-    read_tokens,
-    render,
-    run_decode_bench,
-)
+from swiftbatch.worker.bench_texts import BenchError, read_text
+from swiftbatch.worker.decode_bench import DecodeBenchOptions, EngineContestant, read_tokens, render, run_decode_bench
 from swiftbatch.worker.drafters.catalogue import create_drafter
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.model.model_files import locate_model

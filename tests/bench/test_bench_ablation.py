@@ -16,7 +16,7 @@ from bench.compared_caches import PARTIAL_CACHES, ImportanceKVCache
 from bench.long_figures import LongFigures, LongRecord, LongResult
 from bench.tokenswift_ablation import LAYOUTS, MEASURES, AblationOptions, render, run_ablation
 from bench.tokenswift_tables import ABLATIONS
-from swiftbatch.worker.decode_bench import BenchError
+from swiftbatch.worker.bench_texts import BenchError
 from swiftbatch.worker.model.model_files import PARTS_FOLDER, locate_model
 from swiftbatch.worker.papers.tokenswift.heads import save_heads
 

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from bench.agreement import AgreementOptions, render, run_agreement_bench
-from swiftbatch.worker.decode_bench import BenchError
+from swiftbatch.worker.bench_texts import BenchError
 from swiftbatch.worker.kernels.instruction_sets import NO_KERNELS, OVERRIDE
 from tests.worker.kernels.kernel_parts import needs_kernels
 

@@ -13,10 +13,10 @@ from rich.console import Group
 
 from bench import auto as bench_auto
 from bench.auto import AutoBenchOptions, AutoRecord, render, run_auto_bench
+from swiftbatch.worker.bench_texts import BenchError
 from swiftbatch.worker.caches.cache_room import KVRoomError
 from swiftbatch.worker.caches.full_cache import CacheShape
 from swiftbatch.worker.caches.offloaded_cache import OffloadedKVCache
-from swiftbatch.worker.decode_bench import BenchError
 from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.target.timers import seconds_now
 from tests.bench.bench_parts import words

@@ -6,8 +6,8 @@ import pytest
 
 from bench.checkpoints import BenchWorker, CheckpointBenchOptions, make_run, run_checkpoint_bench
 from swiftbatch.jobs.run.run import Run
+from swiftbatch.worker.bench_texts import BenchError
 from swiftbatch.worker.config import EngineConfig
-from swiftbatch.worker.decode_bench import BenchError
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.model.tokenizer import TextCodec
 

@@ -11,8 +11,8 @@ from rich.console import Group
 
 from bench.fields import NOTHING, FieldBenchOptions, FieldRecord, fields, render, run_field_bench
 from swiftbatch.jobs.sampling import LATER_FIELDS, SamplingParams
+from swiftbatch.worker.bench_texts import BenchError
 from swiftbatch.worker.config import Computation
-from swiftbatch.worker.decode_bench import BenchError
 from tests.bench.bench_parts import words
 
 

@@ -18,8 +18,8 @@ from bench.griffin_ablation import OPTIONS, GriffinAblationOptions, run_griffin_
 from bench.griffin_tables import TEMPERATURES, GriffinFigures
 from bench.variants import GRIFFIN_PAPER
 from swiftbatch.jobs.errors import ModelError
+from swiftbatch.worker.bench_texts import BenchError, encode, read_text
 from swiftbatch.worker.caches.full_cache import FullKVCache
-from swiftbatch.worker.decode_bench import BenchError, encode, read_text
 from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest
 from swiftbatch.worker.drawing.draft_tree import DraftTree
 from swiftbatch.worker.drawing.sequence import Sequence

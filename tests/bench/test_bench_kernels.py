@@ -16,7 +16,7 @@ from bench import kernel_operations as roofline
 from bench import kernels as kernel_bench
 from bench.kernel_operations import Roof
 from bench.kernels import KernelBenchOptions, KernelResult, render, run_kernel_bench
-from swiftbatch.worker.decode_bench import BenchError
+from swiftbatch.worker.bench_texts import BenchError
 from swiftbatch.worker.kernels import build
 from swiftbatch.worker.kernels.instruction_sets import OVERRIDE, load_library
 from tests.bench.bench_parts import words

@@ -18,7 +18,8 @@ from rich.console import Console
 from bench.long import METERED, LongBenchOptions, generate_long, metered_drafter, run_long_bench
 from bench.long_figures import LongResult, PlainWindows, integral, render
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.decode_bench import BenchError, read_tokens, text_tokens
+from swiftbatch.worker.bench_texts import BenchError, text_tokens
+from swiftbatch.worker.decode_bench import read_tokens
 from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
 from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest
 from swiftbatch.worker.drawing.draft_tree import ROOT, DraftTree

@@ -18,8 +18,8 @@ from bench.compared_caches import PARTIAL_CACHES, RetrievalKVCache
 from bench.triforce_ablation import PromptAblationOptions, run_prompt_ablation, triforce_options
 from bench.triforce_tables import MEASURES, PROMPT_TABLES, PromptTable, Results, arm_name, render
 from bench.variants import TRIFORCE_PAPER
+from swiftbatch.worker.bench_texts import encode
 from swiftbatch.worker.caches.summary_cache import SummaryKVCache
-from swiftbatch.worker.decode_bench import encode
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.papers.triforce.triforce import TriForceOptions
 from tests.bench.bench_parts import words

@@ -19,9 +19,9 @@ from bench.ablation_prompts import Prompt, ReadPrompt, read_prompt
 from bench.triforce_ablation import new_drafter
 from bench.triforce_tables import TOP_P, Plan, PromptArm
 from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.worker.bench_texts import BenchError
 from swiftbatch.worker.caches.full_cache import FullKVCache
 from swiftbatch.worker.caches.offloaded_cache import OffloadedKVCache
-from swiftbatch.worker.decode_bench import BenchError
 from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
 from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest
 from swiftbatch.worker.drawing.draft_tree import DraftTree

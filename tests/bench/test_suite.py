@@ -20,7 +20,8 @@ from bench.stage_file import MadeWith, StageFile, cpu_name, read_stage_file
 from bench.suite import STAGES, SuiteOptions, SuiteStage, run_suite, stages_of
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker import decode_bench
-from swiftbatch.worker.decode_bench import BenchError, BenchOptions
+from swiftbatch.worker.bench_texts import BenchError
+from swiftbatch.worker.decode_bench import BenchOptions
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 from swiftbatch.worker.training.held_folder import held
 from tests.worker.kernels.kernel_parts import needs_kernels

@@ -20,9 +20,9 @@ from bench.gpu.gpu_steps import Stopwatch, read_records, resume_record, step_byt
 from bench.gpu.measuring import fitting_lengths, measured
 from bench.sizing import MODELS
 from swiftbatch.jobs.errors import ModelError
+from swiftbatch.worker.bench_texts import BenchError
 from swiftbatch.worker.caches.memory.memory_plan import GPUMemory
 from swiftbatch.worker.caches.slot_arena import ArenaKVCache
-from swiftbatch.worker.decode_bench import BenchError
 from swiftbatch.worker.exactness.gpu_doctor.check_parts import Parts
 from swiftbatch.worker.kernels import kernel_choice
 from swiftbatch.worker.kernels.cuda.linear import LINEAR_KERNELS

@@ -24,7 +24,7 @@ from bench.gpu.stage_record import GPUStageRecord, read_record
 from bench.gpu.trial import SMALL_SIZES, Trial
 from bench.sizing import EXPERTS, WINDOWED
 from swiftbatch.jobs.errors import UserError
-from swiftbatch.worker.decode_bench import BenchError
+from swiftbatch.worker.bench_texts import BenchError
 from swiftbatch.worker.exactness.gpu_doctor.findings import Finding, Result
 from swiftbatch.worker.model.dense_config import read_dense
 from tests import ROOT

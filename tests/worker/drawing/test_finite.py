@@ -17,7 +17,8 @@ from bench.long import LongBenchOptions, run_long_bench
 from bench.variants import BENCH_ENGINES, create_bench_drafter
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.decode_bench import BenchError, DecodeBenchOptions, run_decode_bench, text_tokens
+from swiftbatch.worker.bench_texts import BenchError, text_tokens
+from swiftbatch.worker.decode_bench import DecodeBenchOptions, run_decode_bench
 from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
 from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest
 from swiftbatch.worker.drawing.draft_tree import ROOT, DraftTree
