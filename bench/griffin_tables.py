@@ -1,7 +1,4 @@
-"""The figures of GRIFFIN's trainings and arms as tables, and as the plot of its figure 1c.
-
-Tables are those of the paper, and what its latency formula predicts. The plot has misaligned tokens against the number
-of the draft forward."""
+"""The tables of the GRIFFIN paper: rows, figures of trainings and arms, and what its latency formula predicts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The figures of TriForce's arms as tables, those of the paper, and as the plot of its figures 6a and 6b.
+"""The tables of the TriForce paper as data, and the figures of arms in them.
 
 Below the paper's tables stands what each arm's time went into. The plot has acceptance rate and speed-up against a
 size."""
