@@ -1,7 +1,7 @@
 """The tables of the TriForce paper as data, and the figures of arms in them.
 
-Below the paper's tables stands what each arm's time went into. The plot has acceptance rate and speed-up against a
-size."""
+Below the paper's tables stands what each arm's time went into.
+"""
 
 from __future__ import annotations
 
