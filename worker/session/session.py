@@ -368,7 +368,7 @@ class WorkerSession:
             token_ids=output_ids,
             metrics=job.metrics(attempts, exactness),
             logprobs=None if logprobs is None else shown_logprobs(record.job, output_ids, logprobs, self._codec),
-            reasoning=reasoning_of(job.sequence, text, job.thinking, self._codec.output_text),
+            reasoning=reasoning_of(job.sequence, text, job.thinking, self._codec.output_text.offsets),
         )
 
     def _release(self, job_ids: Iterable[str], seconds: float) -> list[JobProgress]:
