@@ -74,7 +74,7 @@ def read_model(store: Store, path: str, model: type[Model]) -> Model | None:
 def _refuse_other_version(store: Store, path: str, found: Any, expected: int) -> None:
     """Raise `RunError`, which is no `DamagedError`: the file is whole for another swiftbatch."""
     if found != expected:
-        problem = f"found {'no version' if found is None else f'version {shown(found)}'}, expected version {expected}"
+        problem = f"found version {'none' if found is None else shown(found)}, expected version {expected}"
         raise RunError(_unusable(store, path, problem, "use the version of swiftbatch that made it"))
 
 

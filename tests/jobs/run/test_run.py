@@ -164,7 +164,7 @@ DAMAGED = [
     (b"[1]", "found a list, expected a JSON object"),
     (b'{"version": 1}', "found version 1, expected version 2; use the version of swiftbatch that made it"),
     (b'{"version": "2\\n"}', 'found version "2\\n", expected version 2'),
-    (b"{}", "found no version, expected version 2"),
+    (b"{}", "found version none, expected version 2"),
     (
         MANIFEST.model_dump_json().replace('"seed"', '"seeed"').encode(),
         'unknown field "seeed", expected one of: version',

@@ -130,6 +130,6 @@ def test_every_command_refuses_the_folder_of_another_version_and_leaves_it_alone
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     where = (jobs_file, "--run", run.store.uri) if command == "submit" else (run.store.uri,)
     told = refusal(command, *where, *RUN_COMMANDS[command])
-    found = f"found version {version}" if version else "found no version"
-    assert f"cannot use run.json in {folder}: {found}, expected version 2; use the version of swiftbatch" in told
+    found = f"found version {version or 'none'}, expected version 2"
+    assert f"cannot use run.json in {folder}: {found}; use the version of swiftbatch that made it" in told
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
