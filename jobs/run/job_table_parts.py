@@ -117,4 +117,4 @@ def _metadata(table: parquet.ParquetFile) -> dict[bytes, bytes]:
 
 
 def _longest(file: BinaryIO, run_id: str | None) -> int:
-    return int(_metadata(_opened(file, run_id))[LONGEST])
+    return int(_metadata(_opened(file, run_id)).get(LONGEST, b""))
