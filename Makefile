@@ -40,11 +40,7 @@ style: $(VENV)/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# mypy finds a package by its folder alone: one with links has the rooms as an install does.
 types: style
-	mkdir -p build/links/swiftbatch
-	for room in jobs metrics scheduler worker; do ln -sfn ../../../$$room build/links/swiftbatch/$$room; done
-	ln -sfn ../../../swiftbatch/__init__.py build/links/swiftbatch/__init__.py
 	$(BIN)/mypy
 
 # Pythons come with an older pip, which takes three times as long to find out which versions there are.
