@@ -211,7 +211,7 @@ class WorkerSession:
         except PagesError:  # the others have grown since the driver heard of them
             found.outgrown.append(JobProgress(record.job_id, assignment.num_reported_tokens))
             self._reserve.keep_to(len(self._running))
-        except ConstraintError as error:  # an older version took what this one can't follow
+        except ConstraintError as error:  # a driver of another version took what this one can't follow
             found.refused.append((record.job_id, CONSTRAINT_REFUSED, str(error)))
         except (ValueError, MemoryError, RuntimeError) as error:
             logger.exception("job %s could not be started", record.job_id)
