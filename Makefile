@@ -11,7 +11,8 @@ NEEDS = $(BIN)/python -c '$(PROJECT); own = project["project"]; \
 	print(*own["dependencies"], *(line for name in sys.argv[1:] for line in own["optional-dependencies"][name]), sep="\n")'
 BUILD_NEEDS = $(BIN)/python -c '$(PROJECT); print(*project["build-system"]["requires"], sep="\n")'
 # The kernels are compiled by then: pip itself would compile them before it unpacks anything, with a backend of its own.
-INSTALL = PYTHONPATH=$(BACKEND) $(PIP) --no-deps --no-build-isolation -e .
+# An editable install is what setuptools warns of.
+INSTALL = PYTHONWARNINGS="ignore:Editable installation" PYTHONPATH=$(BACKEND) $(PIP) --no-deps --no-build-isolation -e .
 
 # Two processes compute, two more go on while tests wait for Ray or a store; without those, one more is enough. Each
 # one costs ten seconds of a core: it imports all tests, and has models and servers of its own.
@@ -39,11 +40,7 @@ style: $(VENV)/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# mypy finds a package by its folder alone: one with links has the rooms as an install does.
 types: style
-	mkdir -p build/links/swiftbatch
-	for room in jobs metrics scheduler worker; do ln -sfn ../../../$$room build/links/swiftbatch/$$room; done
-	ln -sfn ../../../swiftbatch/__init__.py build/links/swiftbatch/__init__.py
 	$(BIN)/mypy
 
 # Pythons come with an older pip, which takes three times as long to find out which versions there are.

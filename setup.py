@@ -1,9 +1,9 @@
-"""Names the folders of the package, and compiles the kernels where that can be done: `pyproject.toml` says neither."""
+"""Compiles the kernels where that can be done: `pyproject.toml` cannot say so."""
 
 import sys
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
@@ -32,13 +32,4 @@ class WheelForOneMachine(bdist_wheel):
         return "py3", "none", super().get_tag()[2]
 
 
-ROOMS = ("jobs", "metrics", "scheduler", "worker")
-FOLDERS = {"swiftbatch": "swiftbatch"} | {
-    f"swiftbatch.{package}": package.replace(".", "/") for package in find_packages() if package.split(".")[0] in ROOMS
-}
-
-setup(
-    packages=list(FOLDERS),
-    package_dir=FOLDERS,
-    cmdclass={"build_py": BuildKernels, "bdist_wheel": WheelForOneMachine},
-)
+setup(cmdclass={"build_py": BuildKernels, "bdist_wheel": WheelForOneMachine})

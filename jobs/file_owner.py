@@ -56,12 +56,12 @@ def _printable(text: str) -> str:
 
 
 class DamagedFileError(ValueError):
-    """A file is torn, corrupt, another job's, or of a newer version; the text has what was found and expected."""
+    """A file is torn, corrupt or another job's; the text has what was found and expected."""
 
 
-def refuse_other(found: Identity | None, expected: Identity) -> None:
-    """Raise `DamagedFileError` for another job's file; None is one of an older version, which does not say whose."""
-    if found is not None and (problem := expected.difference(found)) is not None:
+def refuse_other(found: Identity, expected: Identity) -> None:
+    """Raise `DamagedFileError` for another job's file."""
+    if (problem := expected.difference(found)) is not None:
         raise DamagedFileError(problem)
 
 

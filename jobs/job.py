@@ -110,9 +110,8 @@ class JobRecord:
     `line_number` (from 1) counts the lines of all files that were submitted with it, in their order: of two jobs of one
     length the one with the lower number runs first. The order of the output is that of the run's tables of jobs.
     `supersedes` is the id of the shorter job whose tokens it goes on from, None for a job of a file. `prompt_keys` are
-    those of `jobs/shared_prompts.py`; a run of an older version has none. `prompt_token_ids`, as `packed`, and
-    `last_marker` are made once, when the run takes the job in: who renders later may get another text. Older runs have
-    neither.
+    those of `jobs/shared_prompts.py`. `prompt_token_ids`, as `packed`, and `last_marker` are made when the run takes
+    the job in: who renders later may get another text.
     """
 
     job_id: str

@@ -56,7 +56,7 @@ class Spending:
         if last is None:
             return cls(num_generated_tokens)
         num_untold = max(0, num_generated_tokens - last.num_generated_tokens)
-        return cls(max(last.num_total_tokens + num_untold, num_generated_tokens), last.worker_seconds)
+        return cls(last.num_total_tokens + num_untold, last.worker_seconds)
 
 
 @dataclass(frozen=True)

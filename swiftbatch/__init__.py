@@ -1,14 +1,13 @@
 """swiftbatch: a batch runner for long-form text generation.
 
-In a checkout the rooms `jobs`, `metrics`, `scheduler` and `worker` lie beside this folder; installed they lie in it.
-This file imports nothing of them: a worker asks it where they are before any of them runs. The names that a program may
-use are looked up when they are asked for.
+In a checkout `jobs`, `metrics`, `scheduler` and `worker` here are links to the rooms beside this folder. This file
+imports nothing of them: a worker asks it where they are before any of them runs. The names that a program may use are
+looked up when they are asked for.
 """
 
 from __future__ import annotations
 
 import importlib
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -20,9 +19,6 @@ __version__ = "0.1.0"
 __all__ = ["Progress", "Run", "UserError", "__version__"]
 
 _MODULES = {"Progress": "jobs.run.run_records", "Run": "jobs.run.run", "UserError": "jobs.errors"}
-_HERE = Path(__file__).parent
-if not (_HERE / "jobs").is_dir():
-    __path__.append(str(_HERE.parent))
 
 
 def __getattr__(name: str) -> Any:

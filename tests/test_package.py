@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
 
 import swiftbatch
+from tests import ROOT
 from tests.jobs.run.run_parts import MANIFEST
+from tests.test_rooms import ROOMS
 
 
 def test_every_name_that_a_program_may_use_is_there() -> None:
@@ -31,3 +35,19 @@ def test_a_program_opens_a_run_by_its_folder(tmp_path: Path) -> None:
     assert (run.progress(), list(run.joined_lines())) == (None, [])
     with pytest.raises(swiftbatch.UserError, match="nothing"):
         swiftbatch.Run.open(str(tmp_path / "nothing"))
+
+
+@pytest.mark.long
+def test_a_wheel_has_every_module_and_what_goes_with_the_code_and_nothing_else(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path)]
+    building = os.environ | {"PYTHONPATH": str(ROOT / "build/backend")}
+    built = subprocess.run([*command, str(ROOT)], capture_output=True, text=True, env=building)
+    assert built.returncode == 0, built.stderr
+    assert "Package" not in built.stderr  # setuptools names each folder that it finds unclear
+    (wheel,) = tmp_path.glob("*.whl")
+    held = {name.partition("/purelib/")[2] for name in zipfile.ZipFile(wheel).namelist()} - {""}
+    modules = {f"swiftbatch/{path.relative_to(ROOT)}" for room in ROOMS for path in (ROOT / room).rglob("*.py")}
+    assert {name for name in held if name.endswith(".py")} == {"swiftbatch/__init__.py", *modules}
+    data = {name for name in held if not name.endswith(".py")}
+    assert {name.split("/")[2] for name in data} == {"embedded", "kernels", "report", "serve"}
+    assert {"swiftbatch/worker/embedded/model.safetensors", "swiftbatch/worker/kernels/source/rows.c"} <= data

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from swiftbatch.jobs.checkpoints.checkpoint_records import (
-    NUMBERS_PER_EPOCH,
     AttemptRecord,
     ClaimFile,
     FileModel,
@@ -53,7 +52,8 @@ class CheckedFiles:
         size, sha256 = known
 
         def verified(data: bytes) -> Content:
-            refuse_other(whose(data), identity)
+            if (owner := whose(data)) is not None:  # else the file is damaged
+                refuse_other(owner, identity)
             if len(data) != size:
                 raise DamagedFileError(f"found {len(data)} bytes, expected {size}")
             if digest(data) != sha256:
@@ -94,14 +94,13 @@ def read_attempt(
         if data is None and not is_due:
             return None
         found = files.decoded(path, data, lambda data: parse_file(data, model, identity))
-        return found.model_dump(exclude={"version", "identity"}) if found else None
+        return found.model_dump(exclude={"identity"}) if found else None
 
     number, is_newest = numbers[index], index == len(numbers) - 1
     start = read("claim.json", ClaimFile, is_due=True) or {}
     # the first attempt has none, and the newest may have just begun
     resume = read("resume.json", ResumeFile, is_due=index > 0 and not is_newest)
-    # none where it drew no token, or an older version wrote none
+    # none where it drew no token
     timeline = read("timeline.json", TimelineFile, is_due=False)
-    attempt = start.pop("attempt", 0) or (number if number < NUMBERS_PER_EPOCH else index + 1)
-    known = {"attempt": attempt, "number": number, "resume": resume, "timeline": timeline}
-    return AttemptRecord.model_validate(start | known)
+    known = {"attempt": index + 1} | start | {"number": number, "resume": resume, "timeline": timeline}
+    return AttemptRecord.model_validate(known)

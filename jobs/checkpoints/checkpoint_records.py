@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any, Final, Literal, Self, TypeVar
+from typing import Final, Literal, Self, TypeVar
 
-from pydantic import Field, SerializerFunctionWrapHandler, ValidationError, model_serializer, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from swiftbatch.jobs.checkpoints.timeline import Moment, Timeline
 from swiftbatch.jobs.file_owner import DamagedFileError, Identity, refuse_other
@@ -13,15 +12,12 @@ from swiftbatch.jobs.frozen_records import Strict
 from swiftbatch.jobs.input.validation_errors import reasons, shown
 from swiftbatch.jobs.json_lines import sealed, unsealed
 
-VERSION: Final = 3
-VERSION_OF_NOBODY: Final = 2  # the version of older runs: such a file does not say whose it is
-NUMBERS_PER_EPOCH: Final = 1_000_000  # of attempts, for each driver; older versions counted a job's from 1
+NUMBERS_PER_EPOCH: Final = 1_000_000  # of attempts, for each driver
 
 
 class OwnedFile(Strict):
     """The part that all files share. `dump_file` fills it in."""
 
-    version: Literal[2, 3] = VERSION
     identity: Identity | None = None
 
 
@@ -104,14 +100,6 @@ class StateManifest(OwnedFile):
             expected = segment.end
         return self
 
-    @model_serializer(mode="wrap")
-    def _without_what_it_lacks(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Older versions refuse a field that they do not know."""
-        found: dict[str, Any] = dump(self)
-        if self.states is None:
-            found.pop("states", None)
-        return found
-
 
 class ResumeRecord(Strict):
     """The beginning of an attempt: what it took over, what it had to compute again, and how long that took.
@@ -129,21 +117,18 @@ class ResumeRecord(Strict):
 
 
 class AttemptStart(Strict):
-    """The maker of an attempt, since when, with which numerics, and which of its job's attempts it is: 1, 2, ...
-
-    `attempt` is 0 in older runs, whose attempts have these as their numbers.
-    """
+    """The maker of an attempt, since when, with which numerics, and which of its job's attempts it is: 1, 2, ..."""
 
     worker_id: str
     claimed: Moment
     numerics: str  # names what makes KV the same bits; attempts that differ in it don't share segments
-    attempt: int = Field(default=0, ge=0)
+    attempt: int = Field(ge=1)
 
 
 class AttemptRecord(Strict):
     """One attempt of a job; `worker_id` and `numerics` are empty and `claimed` is 0 where its start is damaged.
 
-    `attempt` counts from 1, `number` is that of its folder: 0 in older results, where they are the same.
+    `attempt` counts from 1, `number` is that of its folder.
     """
 
     attempt: int
@@ -152,11 +137,7 @@ class AttemptRecord(Strict):
     numerics: str = ""
     resume: ResumeRecord | None = None
     timeline: Timeline | None = None  # None where it never drew a token
-    number: int = 0
-
-    @property
-    def folder_number(self) -> int:
-        return self.number or self.attempt
+    number: int
 
 
 class ClaimFile(AttemptStart, OwnedFile):
@@ -176,22 +157,12 @@ FileModel = TypeVar("FileModel", bound=OwnedFile)
 
 def dump_file(content: OwnedFile, identity: Identity) -> bytes:
     """One line of JSON that says whose it is, and ends with a checksum of itself."""
-    owned = content.model_copy(update={"version": VERSION, "identity": identity})
+    owned = content.model_copy(update={"identity": identity})
     return sealed(owned.model_dump_json().encode())
 
 
 def parse_file(data: bytes, model: type[FileModel], identity: Identity) -> FileModel:
-    """The content of a job's JSON file. Raises `DamagedFileError` for a damaged one or one of another job or version.
-
-    A file of an older run says nothing of its job.
-    """
-    try:
-        version = json.loads(data).get("version")
-    except (ValueError, AttributeError, RecursionError):
-        raise DamagedFileError(f"found {len(data)} bytes that are no JSON object") from None
-    # a newer version may be sealed in another way
-    if version not in (VERSION_OF_NOBODY, VERSION):
-        raise DamagedFileError(f"found version {shown(version)}, expected {VERSION_OF_NOBODY} or {VERSION}")
+    """The content of a job's JSON file. Raises `DamagedFileError` for a damaged one or one of another job."""
     try:
         text = unsealed(data)
     except ValueError as error:
@@ -202,10 +173,10 @@ def parse_file(data: bytes, model: type[FileModel], identity: Identity) -> FileM
         found = model.model_validate_json(text)
     except ValidationError as error:
         raise DamagedFileError(reasons(error, model)) from None
-    if found.identity is None and version == VERSION:
-        raise DamagedFileError(f"found no job's name in a file of version {VERSION}")
+    if found.identity is None:
+        raise DamagedFileError("found no job's name")
     refuse_other(found.identity, identity)
-    return found.model_copy(update={"version": VERSION, "identity": None})  # as it was given to `dump_file`
+    return found.model_copy(update={"identity": None})  # as it was given to `dump_file`
 
 
 def segment_name(start: int, end: int) -> str:

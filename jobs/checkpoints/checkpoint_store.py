@@ -12,10 +12,9 @@ checkpoints/<job_id>/<attempt>/claim.json            who took the job, when, on 
                                manifest.json         names segments (of earlier attempts too) and drafter state with
                                                      their checksums, written last
                                resume.json           how the attempt began, where it was not the first
-                               timeline.json         when it had how many tokens, for reports; absent in older runs
+                               timeline.json         when it had how many tokens, for reports
 
-Each file says whose it is. One of another job, or of a run that computes otherwise, is skipped as a damaged one is;
-one of a run of an older version, which does not say, is taken for the job's own.
+Each file says whose it is. One of another job, or of a run that computes otherwise, is skipped as a damaged one is.
 """
 
 from __future__ import annotations

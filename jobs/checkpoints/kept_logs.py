@@ -116,7 +116,7 @@ def inherit(
     _State(CheckpointStore(store, identity.fingerprint), identity.job_id, earlier_id).take()
     for record in attempts:
         is_last = record is attempts[-1]
-        folder = f"{CHECKPOINTS}/{identity.job_id}/{record.folder_number:04d}"
+        folder = f"{CHECKPOINTS}/{identity.job_id}/{record.number:04d}"
         claim = ClaimFile(
             worker_id=record.worker_id, claimed=record.claimed, numerics=record.numerics, attempt=record.attempt
         )

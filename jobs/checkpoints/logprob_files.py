@@ -1,9 +1,9 @@
 """The log-probabilities of running jobs, in files beside their token logs: written before these, read with them.
 
-A file has those of some consecutive output tokens: a header with checksums, whose they are (in version 1 nobody's), the
-token ids, their log-probabilities, and ids and log-probabilities of the likeliest tokens at each place; 4 bytes a
-number, little-endian. What stands there follows from the job and its tokens up to each place: bytes that name both can
-be trusted, whatever was rewound since, and by whichever attempt they were written.
+A file has those of some consecutive output tokens: a header with checksums, whose they are, the token ids, their
+log-probabilities, and ids and log-probabilities of the likeliest tokens at each place; 4 bytes a number, little-endian.
+What stands there follows from the job and its tokens up to each place: bytes that name both can be trusted, whatever
+was rewound since, and by whichever attempt they were written.
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ from swiftbatch.jobs.logprobs import TokenLogprobs
 from swiftbatch.jobs.storage.store import Store
 
 MAGIC = b"SWLOGPRB"
-VERSION = 2
-VERSION_OF_NOBODY = 1  # the version of older runs
-HEADER = struct.Struct("<8sIIII32s")  # magic, version, first token, tokens, likeliest, SHA-256 of tokens in front
+HEADER = struct.Struct("<8sIII32s")  # magic, first token, tokens, likeliest, SHA-256 of tokens in front
 CHECKSUM = struct.Struct("<I")  # CRC-32 of the header and of all behind this
 NAME = re.compile(r"logprobs-([0-9]+)-([0-9]+)-[0-9]+\.bin")
 
@@ -57,7 +55,7 @@ def encode_span(token_ids: TokenIds, logprobs: TokenLogprobs, identity: Identity
     types = ("<u4", "<f4", "<i4", "<f4")
     numbers = b"".join(np.asarray(array, dtype).tobytes() for array, dtype in zip(arrays, types, strict=True))
     payload = identity.pack() + numbers
-    header = HEADER.pack(MAGIC, VERSION, start, len(part), part.num_top, _digest(token_ids[:start]))
+    header = HEADER.pack(MAGIC, start, len(part), part.num_top, _digest(token_ids[:start]))
     return header + CHECKSUM.pack(zlib.crc32(payload, zlib.crc32(header))) + payload
 
 
@@ -79,16 +77,13 @@ def _checked(data: bytes, identity: Identity) -> tuple[int, int, int, bytes, mem
     """The header of a whole file of the job, from its first token on, and the numbers behind it."""
     if len(data) < HEADER.size + CHECKSUM.size:
         raise DamagedFileError(f"found {len(data)} bytes, expected a header of {HEADER.size + CHECKSUM.size}")
-    magic, version, start, num_tokens, num_top, before = HEADER.unpack_from(data)
+    magic, start, num_tokens, num_top, before = HEADER.unpack_from(data)
     if magic != MAGIC:
         raise DamagedFileError("found no log-probabilities: expected it to start with its magic word")
-    if version not in (VERSION_OF_NOBODY, VERSION):
-        raise DamagedFileError(f"found version {version}, expected {VERSION_OF_NOBODY} or {VERSION}")
     header, payload = data[: HEADER.size], memoryview(data)[HEADER.size + CHECKSUM.size :]
     if CHECKSUM.pack(zlib.crc32(payload, zlib.crc32(header))) != data[HEADER.size : HEADER.size + CHECKSUM.size]:
         raise DamagedFileError(f"found {len(payload)} bytes that do not match their checksum")
-    behind = 0 if version == VERSION_OF_NOBODY else take_identity(payload, identity)
-    return start, num_tokens, num_top, before, payload[behind:]
+    return start, num_tokens, num_top, before, payload[take_identity(payload, identity) :]
 
 
 @dataclass

@@ -79,7 +79,7 @@ class RunningAttempt(NamedTuple):
 
 
 class _Head(Strict):
-    entry: Literal[1] = 1  # the version
+    entry: Literal[1] = 1  # with `HEAD`, what a reader looks for behind damage
     job_id: str
     attempt: int
     sizes: tuple[int, int, int] = Field(description="of the files in bytes")
@@ -238,9 +238,9 @@ class PackedLogs:
 
     def _attempt(self, entry: PackedLog, data: bytes) -> RunningAttempt:
         identity = Identity(job_id=entry.job_id, fingerprint=self._fingerprint)
-        start = parse_file(entry.claim, ClaimFile, identity).model_dump(exclude={"version", "identity"})
+        start = parse_file(entry.claim, ClaimFile, identity).model_dump(exclude={"identity"})
         timeline = parse_file(entry.timeline, TimelineFile, identity) if entry.timeline else None
-        kept = None if timeline is None else timeline.model_dump(exclude={"version", "identity"})
+        kept = None if timeline is None else timeline.model_dump(exclude={"identity"})
         record = AttemptRecord.model_validate({**start, "number": entry.attempt, "timeline": kept})
         return RunningAttempt(record, self._decoded(entry, data))
 

@@ -1,10 +1,10 @@
 """The state of a drafter, or of layers, as an Arrow IPC file: a record batch of one row, a binary column an array.
 
-The schema's metadata say whose it is; those of older runs do not.
+The schema's metadata say whose it is.
 
 A KV segment as a file: Arrow IPC tensors one behind the other, which load without a copy.
 
-They are a header, whose segment it is (not in version 1), the tokens, keys and values.
+They are the first position, whose segment it is, the tokens, keys and values.
 """
 
 from __future__ import annotations
@@ -107,8 +107,6 @@ def _array(field: Any, column: Any) -> NDArray[Any]:
     return values.reshape(json.loads(field.metadata[b"shape"])).copy()
 
 
-VERSION = 2
-VERSION_OF_NOBODY = 1  # the version of older runs
 # 16-bit floats are kept as their bits, since Arrow has no bfloat16; rows in 8 bits as the bytes of codes and scales
 KV_DTYPES = tuple(map(np.dtype, ("uint16", "float32", "int8", "uint8")))
 HEADERS_SIZE = 4096  # room for what Arrow puts before four tensors, and the second of them: a few hundred bytes in all
@@ -136,7 +134,7 @@ def encode_segment(segment: Segment, identity: Identity) -> memoryview:
 
     _check(segment)
     kv, token_ids = segment.kv, np.ascontiguousarray(segment.token_ids)
-    header = np.array([VERSION, segment.start], dtype=np.int64)
+    header = np.array([segment.start], dtype=np.int64)
     owner = np.frombuffer(identity.pack(), dtype=np.uint8)
     buffer = pa.allocate_buffer(kv.nbytes + token_ids.nbytes + HEADERS_SIZE)
     sink = pa.FixedSizeBufferWriter(buffer)
@@ -170,24 +168,19 @@ def identity_of_segment(data: bytes) -> Identity | None:
 
     try:
         _, owner = _read_head(pa.BufferReader(data))
-        return None if owner is None else Identity.unpack(owner)[0]
+        return Identity.unpack(owner)[0]
     except (pa.ArrowException, OSError, ValueError):
         return None
 
 
-def _read_head(source: Any) -> tuple[int, memoryview | None]:
+def _read_head(source: Any) -> tuple[int, memoryview]:
     """The first position, and the bytes of the identity, of a segment file's reader, which then is behind them."""
     import pyarrow as pa
 
     header = pa.ipc.read_tensor(source).to_numpy()
-    if header.dtype != np.int64 or header.shape != (2,):
+    if header.dtype != np.int64 or header.shape != (1,):
         raise DamagedFileError("found no KV segment: expected its header first")
-    version, start = (int(number) for number in header)
-    if version not in (VERSION_OF_NOBODY, VERSION):
-        raise DamagedFileError(f"found version {version}, expected {VERSION_OF_NOBODY} or {VERSION}")
-    if version == VERSION_OF_NOBODY:
-        return start, None
-    return start, memoryview(pa.ipc.read_tensor(source).to_numpy().tobytes())
+    return int(header[0]), memoryview(pa.ipc.read_tensor(source).to_numpy().tobytes())
 
 
 def _check(segment: Segment) -> None:

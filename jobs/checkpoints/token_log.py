@@ -1,13 +1,10 @@
-"""The token log: a header with a checksum, whose it is, the rewinds, then 4 bytes a token, little-endian.
-
-Versions 1 and 2 do not say whose they are; version 1 has no rewinds.
-"""
+"""The token log: a header with a checksum, whose it is, the rewinds, then 4 bytes a token, little-endian."""
 
 from __future__ import annotations
 
 import struct
 import zlib
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,9 +14,7 @@ from swiftbatch.jobs.file_owner import DamagedFileError, Identity, take_identity
 TokenIds = NDArray[np.uint32]
 
 MAGIC = b"SWTOKENS"
-VERSION: Final = 3
-VERSION_OF_NOBODY, VERSION_WITH_REWINDS = 1, 2  # the versions of older runs
-HEADER = struct.Struct("<8sIII")  # magic, version, number of tokens, CRC-32 of what follows
+HEADER = struct.Struct("<8sII")  # magic, number of tokens, CRC-32 of what follows
 NUM_REWINDS = struct.Struct("<I")
 REWIND = struct.Struct("<II")
 
@@ -57,24 +52,21 @@ def encode_log(log: TokenLog, identity: Identity) -> bytes:
         raise TypeError(f"found token ids of {token_ids.dtype} {token_ids.shape}, expected uint32 [num_tokens]")
     head = identity.pack() + NUM_REWINDS.pack(len(rewinds)) + b"".join(REWIND.pack(*each) for each in rewinds)
     payload = head + token_ids.astype("<u4", copy=False).tobytes()
-    return HEADER.pack(MAGIC, VERSION, len(token_ids), zlib.crc32(payload)) + payload
+    return HEADER.pack(MAGIC, len(token_ids), zlib.crc32(payload)) + payload
 
 
 def decode_log(data: bytes, identity: Identity) -> TokenLog:
     """The log of a job, its tokens in memory of their own. Raises `DamagedFileError`, never gives wrong tokens."""
     if len(data) < HEADER.size:
         raise DamagedFileError(f"found {len(data)} bytes, expected a header of {HEADER.size}")
-    magic, version, num_tokens, checksum = HEADER.unpack_from(data)
+    magic, num_tokens, checksum = HEADER.unpack_from(data)
     if magic != MAGIC:
         raise DamagedFileError("found no token log: expected it to start with its magic word")
-    if not VERSION_OF_NOBODY <= version <= VERSION:
-        raise DamagedFileError(f"found version {version}, expected {VERSION_OF_NOBODY} to {VERSION}")
     payload = data[HEADER.size :]
     if zlib.crc32(payload) != checksum:
         raise DamagedFileError(f"found {len(payload)} bytes that do not match their checksum")
-    if version == VERSION:
-        payload = payload[take_identity(payload, identity) :]
-    start = 0 if version == VERSION_OF_NOBODY else _size_of_rewinds(payload)
+    payload = payload[take_identity(payload, identity) :]
+    start = _size_of_rewinds(payload)
     if len(payload) != start + 4 * num_tokens:
         raise DamagedFileError(f"found {len(payload) - start} bytes of tokens, expected {4 * num_tokens}")
     rewinds = tuple(Rewind(*each) for each in REWIND.iter_unpack(payload[NUM_REWINDS.size : start]))

@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from swiftbatch.jobs.errors import UserError
-from swiftbatch.jobs.input.validation_errors import reasons
-from swiftbatch.jobs.run.run_records import FORM, RUN_FORM, RUN_VERSION
+from swiftbatch.jobs.input.validation_errors import reasons, shown
 from swiftbatch.jobs.storage.store import Store
 
 NUM_READERS = 16  # at once: an object store takes its time for each
@@ -57,32 +56,26 @@ def read_object(store: Store, path: str) -> dict[str, Any] | None:
 def read_model(store: Store, path: str, model: type[Model]) -> Model | None:
     """The model that a file holds as JSON; None when it is absent.
 
-    Raises `DamagedError`, another `RunError` for a newer version's.
+    Raises `DamagedError`, another `RunError` for another version's.
     """
 
     def parse(data: bytes) -> Model:
         values = _parse_object(data)
-        version = values.get("version", RUN_VERSION)
-        if version != RUN_VERSION:
-            problem = f"found version {version}, expected {RUN_VERSION}, the one this swiftbatch writes"
-            raise RunError(_unusable(store, path, problem))  # it is whole for another swiftbatch
+        if "version" in model.model_fields:
+            _refuse_other_version(store, path, values.get("version"), model.model_fields["version"].default)
         try:
             return model.model_validate(values)
         except ValidationError as error:
-            problem = reasons(error, model)
-            if (form := _form_of(values)) > RUN_FORM:
-                newer = f"a newer swiftbatch made it (form {form}, this one knows {RUN_FORM}): {problem}"
-                raise RunError(_unusable(store, path, newer, "update swiftbatch")) from None
-            raise ValueError(problem) from None
+            raise ValueError(reasons(error, model)) from None
 
     return read_parsed(store, path, parse)
 
 
-def _form_of(values: dict[str, Any]) -> int:
-    """The form of a run folder as a manifest has it; 0 for an older one, and for other files."""
-    versions = values.get("versions")
-    form = versions.get(FORM) if isinstance(versions, dict) else None
-    return int(form) if isinstance(form, str) and form.isdecimal() else 0
+def _refuse_other_version(store: Store, path: str, found: Any, expected: int) -> None:
+    """Raise `RunError`, which is no `DamagedError`: the file is whole for another swiftbatch."""
+    if found != expected:
+        problem = f"found version {'none' if found is None else shown(found)}, expected version {expected}"
+        raise RunError(_unusable(store, path, problem, "use the version of swiftbatch that made it"))
 
 
 def _unusable(store: Store, path: str, problem: str, remedy: str = "restore it or use another folder") -> str:

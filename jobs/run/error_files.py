@@ -1,4 +1,4 @@
-"""Output lines of a run, a file for each job: errors, and results of older versions.
+"""Output lines of a run in a file for each job, as errors are.
 
 What is damaged counts as not there, is kept, and can be told of.
 """
@@ -83,10 +83,6 @@ class LineFiles:
                 for _ in pool.map(lambda pair: self.write(*pair), batch):
                     pass
 
-    def write_new(self, job_id: str, line: dict[str, Any]) -> bool:
-        """Keep a line; False where there is one."""
-        return self._store.write_new(self.path(job_id), sealed(dump_line(line)[:-1]))
-
     def read(self, job_id: str) -> dict[str, Any] | None:
         """A job's line; None where it is absent or damaged."""
         return self._parsed(self.place(job_id), self._data(self.place(job_id)))
@@ -130,8 +126,9 @@ def parsed_line(
     if data is None:
         return None
     try:
-        text = unsealed(data)  # None for a line of an older version
-        return parse_line(text or data, place.job_id, fingerprint, is_sealed=text is not None)
+        if (text := unsealed(data)) is None:
+            raise ValueError("found no checksum")
+        return parse_line(text, place.job_id, fingerprint)
     except ValueError as error:
         damaged[place.name] = str(error)
         return None

@@ -4,8 +4,7 @@ jobs.parquet                      of the first one
 jobs/<number>-<random>.parquet    of each later one that brought new jobs; never changed, and no two have one name
 
 A table is made of parts (row groups) of at most `ROWS_PER_PART` jobs, and no more than one is in memory. It says which
-run it is of and how long its longest job is, and its pages have checksums. Tables of older versions have neither, and
-are read.
+run it is of and how long its longest job is, and its pages have checksums.
 
 A job that takes another one's place names it in the column `supersedes`. The token ids of its prompt stand with it,
 so that no attempt makes them again.

@@ -1,15 +1,14 @@
-"""Reads tables of jobs part by part; what tables of older versions lack is filled in from the jobs themselves."""
+"""Reads tables of jobs part by part."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
+from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 from swiftbatch.jobs.input.validation_errors import shown
 from swiftbatch.jobs.job import Job, JobRecord
 from swiftbatch.jobs.run.checked_reading import DamagedError
-from swiftbatch.jobs.run.job_table import LONGEST, RUN, paths, table_schema
+from swiftbatch.jobs.run.job_table import LONGEST, RUN, paths
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.jobs.storage.temporary_files import at_hand
 
@@ -21,15 +20,6 @@ if TYPE_CHECKING:
 
 PROMPT = ("prompt_token_ids", "last_marker")
 RECORD = ("job_id", "job", "line_number", "num_prompt_tokens", "supersedes", "prompt_keys", *PROMPT)
-FILL: dict[str, Callable[[dict[str, Any]], Any]] = {  # columns that older tables lack, from the job as JSON
-    "max_tokens": lambda job: job["sampling"]["max_tokens"],
-    "choice_index": lambda job: job.get("choice_index", 0),
-    "num_choices": lambda job: job.get("num_choices", 1),
-}
-DEFAULTS: dict[str, Any] = {  # the same, for what is in no job
-    **{"supersedes": None, "prompt_keys": b""},
-    **{"prompt_token_ids": b"", "last_marker": None},
-}
 
 Value = TypeVar("Value")
 
@@ -66,13 +56,10 @@ def parts_of(file: BinaryIO, names: Sequence[str], run_id: str | None = None) ->
 
     try:
         table = _opened(file, run_id)
-        absent = set(names) - set(table.schema_arrow.names)
-        if unknown := absent - FILL.keys() - DEFAULTS.keys():
-            raise ValueError(f"found no column {min(unknown)!r}, expected a table of jobs")
-        needed = (set(names) - absent) | ({"job"} if absent & FILL.keys() else set())
+        if absent := set(names) - set(table.schema_arrow.names):
+            raise ValueError(f"found no column {min(absent)!r}, expected a table of jobs")
         for number in range(table.num_row_groups):
-            part = table.read_row_group(number, columns=sorted(needed), use_threads=False)
-            yield _completed(part, names)
+            yield table.read_row_group(number, columns=list(names), use_threads=False).select(list(names))
     except (pa.ArrowException, OSError, KeyError) as error:
         raise ValueError(str(error)) from None
 
@@ -119,8 +106,8 @@ def _opened(file: BinaryIO, run_id: str | None) -> parquet.ParquetFile:
     file.seek(0)
     # without threads: pyarrow's may still be starting when `status` ends, and abort the process
     table = parquet.ParquetFile(file, pre_buffer=False, page_checksum_verification=True)
-    found = _metadata(table).get(RUN)
-    if found is not None and run_id is not None and found != run_id.encode():
+    found = _metadata(table).get(RUN, b"none")
+    if run_id is not None and found != run_id.encode():
         raise ValueError(f"found the jobs of run {shown(found.decode(errors='replace'))}, expected those of {run_id}")
     return table
 
@@ -129,21 +116,5 @@ def _metadata(table: parquet.ParquetFile) -> dict[bytes, bytes]:
     return table.metadata.metadata or {}
 
 
-def _completed(part: pa.Table, names: Sequence[str]) -> pa.Table:
-    """A part with all columns asked for, those that its version did not write with what they stand for."""
-    import pyarrow as pa
-
-    absent = [name for name in names if name not in part.column_names]
-    jobs = [json.loads(text) for text in part.column("job").to_pylist()] if FILL.keys() & set(absent) else []
-    for name in absent:
-        values = [FILL[name](job) for job in jobs] if name in FILL else [DEFAULTS[name]] * len(part)
-        part = part.append_column(name, pa.array(values, table_schema().field(name).type))
-    return part.select(list(names))
-
-
 def _longest(file: BinaryIO, run_id: str | None) -> int:
-    known = _metadata(_opened(file, run_id)).get(LONGEST)
-    if known is not None:
-        return int(known)
-    parts = parts_of(file, ("num_prompt_tokens", "max_tokens"), run_id)
-    return max((sum(row.values()) for part in parts for row in part.to_pylist()), default=0)
+    return int(_metadata(_opened(file, run_id)).get(LONGEST, b""))

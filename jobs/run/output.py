@@ -100,7 +100,7 @@ TEXT_COLUMNS = (
 )
 COUNT_COLUMNS = ("choice_index", "prompt_tokens", "completion_tokens")
 FIXED_COLUMNS = {*TEXT_COLUMNS, *COUNT_COLUMNS}
-METRIC_COLUMNS: dict[str, type] = {  # those of every table, also of one without a result; older results have fewer
+METRIC_COLUMNS: dict[str, type] = {  # those of every table, also of one without a result
     **dict.fromkeys(["num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_attempts", "num_resumes"], int),
     **dict.fromkeys(["num_recovered_tokens", "num_recomputed_tokens", "num_rewinds", "num_rewound_tokens"], int),
     **dict.fromkeys(["mean_acceptance_length", "ms_per_token"], float),

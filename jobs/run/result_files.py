@@ -1,4 +1,4 @@
-"""The results of a run: in segments of many, and in a file for each as older versions wrote them.
+"""The results of a run, in segments of many.
 
 Of a job with several results one counts, and any will do: they are equal.
 """
@@ -6,7 +6,7 @@ Of a job with several results one counts, and any will do: they are equal.
 from __future__ import annotations
 
 import os
-from collections import ChainMap, defaultdict
+from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
@@ -17,7 +17,7 @@ from typing import IO, Any
 from weakref import finalize
 
 from swiftbatch.jobs.run.checked_reading import NUM_READERS
-from swiftbatch.jobs.run.error_files import DAMAGED, NO_FILE, LineFiles, LinePlace, parsed_line, read_lines
+from swiftbatch.jobs.run.error_files import DAMAGED, NO_FILE, LinePlace, parsed_line, read_lines
 from swiftbatch.jobs.run.segment_format import (
     SEGMENTS,
     SUFFIX,
@@ -44,7 +44,6 @@ class ResultFiles:
 
     def __init__(self, store: Store, damaged: dict[str, str], fingerprint: str | None) -> None:
         self._store, self._damaged, self._fingerprint = store, damaged, fingerprint
-        self._older = LineFiles(store, "results", damaged, fingerprint)
         self._copies = _Copies(store)
         self._segments: dict[str, SegmentIndex] = {}  # by path, what is known to be in them
         self._paths: list[str] = []  # of these, and of those that are gone
@@ -58,21 +57,20 @@ class ResultFiles:
         self._store.write_new(f"{SEGMENTS}/{name}{SUFFIX}", encode_segment(results, self._fingerprint))
 
     def sizes(self) -> dict[str, int]:
-        """The jobs that have a result with something in it, with its bytes."""
+        """The jobs that have a result, with its bytes."""
         self._look()
-        return self._older.sizes() | self._numbers("length")
+        return self._numbers("length")
 
     def job_ids(self) -> Container[str]:
-        """The jobs that have a result with something in it; those found later may be among them."""
+        """The jobs that have a result; those found later may be among them."""
         self._look()
-        return ChainMap[str, int](self._older.sizes(), self._places)
+        return self._places
 
     def read(self, job_id: str) -> dict[str, Any] | None:
         """A job's line; None where it is absent or damaged."""
         if job_id not in self._places:
             self._look()
-        place = self.place(job_id)
-        [line] = read_lines(self._read, [place], self._parsed, self.elsewhere)
+        [line] = read_lines(self._read, [self.place(job_id)], self._parsed, self.elsewhere)
         return line
 
     def read_all(self, job_ids: Iterable[str]) -> Iterator[dict[str, Any] | None]:
@@ -80,19 +78,11 @@ class ResultFiles:
         self._look()
         return read_lines(self.data, map(self.place, job_ids), self._parsed, self.elsewhere)
 
-    def place(self, job_id: str) -> LinePlace:
-        """The place of a job's line as far as it was found; else where an older version would have it."""
+    def place(self, job_id: str) -> LinePlace | None:
+        """The place of a job's line as far as it was found."""
         number, row = divmod(self._places.get(job_id, -1), ROWS)
         index = None if number < 0 else self._segments.get(self._paths[number])
-        if index is None:
-            return self._older.place(job_id)
-        return LinePlace(job_id, self._paths[number], *index.place(row))
-
-    def path(self, job_id: str) -> str:
-        """The file that `place` names."""
-        number = self._places.get(job_id, -1) // ROWS
-        is_found = number >= 0 and self._paths[number] in self._segments
-        return self._paths[number] if is_found else self._older.path(job_id)
+        return None if index is None else LinePlace(job_id, self._paths[number], *index.place(row))
 
     def elsewhere(self, place: LinePlace) -> Iterator[LinePlace]:
         """The other places that may have a job's result, for the few whose line in a segment is damaged."""
@@ -101,7 +91,6 @@ class ResultFiles:
         for path, index in list(self._segments.items()):
             if path != place.path and place.job_id in index.job_ids:
                 yield LinePlace(place.job_id, path, *index.place(index.job_ids.index(place.job_id)))
-        yield self._older.place(place.job_id)
 
     def data(self, place: LinePlace) -> bytes | None:
         """The bytes at a place of an output line, one of many that are asked for in any order."""
@@ -123,12 +112,12 @@ class ResultFiles:
                 self._place_all()
         return self._numbers("num_tokens")
 
-    def set_damaged_aside(self, job_ids: Iterable[str]) -> list[tuple[str, str, str]]:
+    def set_damaged_aside(self) -> list[tuple[str, str, str]]:
         """Make room where results are damaged: the old path, what is wrong, and where it is now.
 
         What is whole in a damaged segment goes on in another one.
         """
-        moved = self._older.set_damaged_aside(job_ids)
+        moved = []
         for path, problem in self._broken.items():
             name = path.rpartition("/")[2].removesuffix(SUFFIX)
             aside = f"{DAMAGED}/results/{name}.{token_hex(4)}{SUFFIX}"

@@ -59,7 +59,7 @@ class Run(RunJobs):
 
     @classmethod
     def create_or_open(cls, uri: str, manifest: RunManifest, retries: Retries | None = None) -> Run:
-        """The run at `uri`, made from `manifest` if there is none; an older run keeps its own manifest.
+        """The run at `uri`, made from `manifest` if there is none; one that is there keeps its own manifest.
 
         Raises `RunError` when the run there has another model or dtype: its results would not fit the new ones.
         """
@@ -88,7 +88,7 @@ class Run(RunJobs):
 
     @classmethod
     def open(cls, uri: str, retries: Retries | None = None) -> Run:
-        """The run at `uri`. Raises `RunError` when there is none."""
+        """The run at `uri`. Raises `RunError` where there is none, and for one that another version made."""
         store = Store(uri, retries)
         manifest = read_model(store, MANIFEST, RunManifest)
         if manifest is None:
@@ -236,7 +236,7 @@ class Run(RunJobs):
 
         return map(place, job_ids)
 
-    def _place(self, job_id: str, finished: Container[str]) -> LinePlace:
+    def _place(self, job_id: str, finished: Container[str]) -> LinePlace | None:
         return (self._results if job_id in finished else self._errors).place(job_id)
 
     def _read_places(self, places: Iterable[LinePlace | None]) -> Iterator[dict[str, Any] | None]:
@@ -245,11 +245,12 @@ class Run(RunJobs):
 
     def result_file(self, job_id: str) -> str:
         """The path of the file that has a job's result, as far as results were read."""
-        return self._results.path(job_id)
+        place = self._results.place(job_id)
+        return "" if place is None else place.path
 
     def set_damaged_aside(self, job_ids: Sequence[str]) -> list[tuple[str, str, str]]:
         """Make room where results or errors of these jobs are damaged: old path, what is wrong, where it is now."""
-        return [*self._results.set_damaged_aside(job_ids), *self._errors.set_damaged_aside(job_ids)]
+        return [*self._results.set_damaged_aside(), *self._errors.set_damaged_aside(job_ids)]
 
     def delete_leftovers(self) -> None:
         """Remove what killed writers have left half written; for who holds the run."""
@@ -313,22 +314,21 @@ class Run(RunJobs):
     def refuse_other_model(
         self,
         model_fingerprint: str,
-        text_fingerprint: str | None,
-        files: Mapping[str, str] | None = None,
-        commit: str | None = None,
+        text_fingerprint: str,
+        files: Mapping[str, str],
+        commit: str | None,
     ) -> None:
         """Raise `RunError` for a model that has changed since the run was made: its tokens would be others.
 
         `files` are the SHA-256s of those that were found, at a `commit` of the hub.
         """
         shown, known = f"model {self.manifest.stored_model}", self.manifest.model_files
-        differing = [] if files is None or known is None else [name for name in known if known[name] != files.get(name)]
+        differing = [name for name in known if known[name] != files.get(name)]
         of_commit = "" if commit is None else f" of commit {commit}"
         found = f" ({differing[0]}{of_commit} is another)" if differing else ""
         self._refuse_other("model_fingerprint", shown, model_fingerprint, found)
-        if self.manifest.text_fingerprint is not None and text_fingerprint is not None:
-            shown += ", with another chat template or another file of its tokenizer"
-            self._refuse_other("text_fingerprint", shown, text_fingerprint, found)
+        shown += ", with another chat template or another file of its tokenizer"
+        self._refuse_other("text_fingerprint", shown, text_fingerprint, found)
 
     def _fit_for(self, manifest: RunManifest) -> Run:
         self.refuse_other_model(

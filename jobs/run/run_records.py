@@ -23,10 +23,6 @@ from swiftbatch.jobs.run.option_values import (
 )
 from swiftbatch.jobs.sampling import ThinkingEnd
 
-RUN_VERSION = 1
-RUN_FORM = 2  # to be raised with every field that comes to `run.json`: a newer folder is then known as one
-FORM = "run folder"  # its name among a manifest's versions, where older versions pass it over
-
 Exactness = Literal["exact", "exact up to ties", "not probed"]
 RunState = Literal["running", "finished", "cancelled", "interrupted"]
 
@@ -40,33 +36,36 @@ class ProcessKey(Frozen):
 
 
 class RunManifest(Frozen):
-    """All settings of a run that decide its bytes. `created` is in seconds since the epoch."""
+    """All settings of a run that decide its bytes. `created` is in seconds since the epoch.
 
-    version: int = RUN_VERSION
+    `version` is that of the whole folder: raise it with every change of a file in it. Other versions are refused.
+    """
+
+    version: Literal[2] = 2
     run_id: str
     created: Moment
     model: str
     model_fingerprint: str
-    text_fingerprint: str | None = None  # of chat template and further files of the tokenizer; None in older runs
-    model_files: dict[str, str] | None = None  # the SHA-256 of each of its files, by its place; None in older runs
-    model_commit: str | None = None  # of a model of the hub; None for others, and in older runs
+    text_fingerprint: str  # of chat template and further files of the tokenizer
+    model_files: dict[str, str]  # the SHA-256 of each of its files, by its place
+    model_commit: str | None = None  # of a model of the hub; None for others
     engine: str
     draft_model: str | None = None  # folder of the engine's trained parts; None: the model's own
     kv_offload: str | None = None  # folder that key-value caches are kept in; None: on the device
     dtype: Dtype
-    kv_dtype: KVDtype | None = None  # of keys and values; None: as `dtype`, as in all older runs
+    kv_dtype: KVDtype | None = None  # of keys and values; None: as `dtype`
     device: Device
-    attention: AttentionName = "triton"  # the kernels of all runs before there was a choice
+    attention: AttentionName = "triton"
     linear: LinearName = "cublas"
-    num_rows: NumRows = 64  # of every forward on a GPU, as in all runs before there was a choice
+    num_rows: NumRows = 64  # of every forward on a GPU
     num_threads: int = Field(ge=1)
     seed: int
     max_tokens: int | None = Field(default=None, ge=1)  # of jobs that give none; None: all that their prompts leave
     loop_guard: LoopAction | None = None  # of jobs that say nothing of loops; None: loops are not looked for
     thinking_end: ThinkingEnd | None = None  # of jobs that say nothing of it; None: a text may end within a thought
     logprobs_mode: LogprobsMode = "raw_logprobs"  # the source of the log-probabilities that jobs ask for
-    thinking_markers: ThinkingMarkers = None  # None, in older runs: those that each worker finds in the model's files
-    clock: str | None = None  # the ISO time that chat templates hear; None in older runs, which keep no prompts' ids
+    thinking_markers: ThinkingMarkers = None  # () for a model that does not think
+    clock: str  # the ISO time that chat templates hear
     reads_clock: bool = False  # its chat template
     versions: dict[str, str]
     exactness: Exactness
@@ -79,13 +78,10 @@ class RunManifest(Frozen):
 
     @property
     def fingerprint(self) -> str:
-        """A hash of all that decides a job's tokens beside its id, but for the hardware.
-
-        It is kept in files: a field that comes later may count only where it is not what all runs had before.
-        """
+        """A hash of all that decides a job's tokens beside its id, but for the hardware."""
         model = [self.model_fingerprint, self.text_fingerprint, self.thinking_markers]
         later: list[str] = [] if self.kv_dtype is None else [self.kv_dtype]
-        later += [self.clock] if self.clock is not None and self.reads_clock else []
+        later += [self.clock] if self.reads_clock else []
         decisive = json.dumps([*model, self.dtype, self.logprobs_mode, *later])
         return f"fp_{hashlib.sha256(decisive.encode()).hexdigest()[:16]}"
 
@@ -151,7 +147,6 @@ class Progress(Frozen):
 class DriverClaim(Frozen):
     """A driver's claim on the run: the driver with the newest claim holds it. `started` in seconds since the epoch."""
 
-    version: Literal[1] = 1
     host: str
     pid: int
     process: ProcessKey | None = None

@@ -4,7 +4,7 @@ All of it is lines of JSON, for people and programs that read text:
 
 {"id": ..., "checksum": ...}    the results, each as `json_lines.sealed` writes it
 {"index": [[job_id, start, length, num_tokens], ...]}    where each of them lies, in bytes, and its generated tokens
-{"version": 1, "fingerprint": ..., "index_start": ..., "index_sha256": ..., "checksum": ...}
+{"fingerprint": ..., "index_start": ..., "index_sha256": ..., "checksum": ...}
 
 Where index or last line are damaged, the results are still found: each line names its job and has its checksum.
 """
@@ -16,7 +16,7 @@ import json
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 from pydantic import Field, ValidationError
 
@@ -81,7 +81,6 @@ class SegmentIndex:
 
 
 class _LastLine(Strict):
-    version: Literal[1] = 1
     fingerprint: str  # the run's
     index_start: Number
     index_sha256: str
@@ -142,7 +141,7 @@ def found_lines(data: bytes, fingerprint: str | None) -> Iterator[ResultEntry]:
         try:
             if (text := unsealed(line)) is not None:
                 job_id = _job_of(text)
-                num_tokens = num_completion_tokens(parse_line(text, job_id, fingerprint, is_sealed=True))
+                num_tokens = num_completion_tokens(parse_line(text, job_id, fingerprint))
                 yield ResultEntry(job_id, start, len(line), num_tokens)
         except (ValueError, RecursionError):
             pass

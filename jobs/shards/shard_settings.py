@@ -24,7 +24,6 @@ from pydantic import Field, ValidationError
 
 from swiftbatch.jobs.frozen_records import Frozen
 from swiftbatch.jobs.run.checked_reading import NUM_READERS, RunError, pretty, read_model
-from swiftbatch.jobs.run.run_records import RUN_VERSION
 from swiftbatch.jobs.storage.store import Store
 
 FILE = "shards.json"
@@ -36,7 +35,6 @@ ShardFormat = Literal["parquet", "jsonl"]
 class ShardSettings(Frozen):
     """The format stays over all of a run; the number of rows holds for the shards that are yet to be written."""
 
-    version: int = RUN_VERSION
     format: ShardFormat
     rows_per_shard: int = Field(default=1000, ge=1, le=MAX_ROWS)
 
@@ -105,7 +103,6 @@ class PlannedLine(Frozen):
 class Plan(Frozen):
     """The lines of one shard, in its order."""
 
-    version: int = RUN_VERSION
     lines: tuple[PlannedLine, ...]
 
 

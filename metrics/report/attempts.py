@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from sys import intern
 from typing import Any, Literal, NamedTuple, Self
-
-from pydantic import ValidationError
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import AttemptRecord, ResumeRecord
 from swiftbatch.jobs.checkpoints.timeline import Timeline
@@ -58,11 +56,6 @@ class Attempt(NamedTuple):
         """The moment when the attempt went on, as far as that is known."""
         return _first_token(self.start, self.resume, self.marks)
 
-    @property
-    def has_guessed_end(self) -> bool:
-        """True for a lost attempt that has left no timeline: of its end, only its successor's claim is known."""
-        return self.marks is None and self.outcome == "lost"
-
 
 def attempts_of(
     history: Sequence[AttemptRecord], last: Outcome, last_end: float, driver_starts: Sequence[float]
@@ -72,7 +65,6 @@ def attempts_of(
     `last` is the outcome of the newest, `last_end` its end where that is known, else 0; `driver_starts` is sorted.
     """
     known = [record for record in history if record.claimed > 0]
-    followers = [record.claimed for record in known[1:]]
     attempts = []
     for index, record in enumerate(known):
         is_newest = index == len(known) - 1
@@ -82,7 +74,7 @@ def attempts_of(
         marks = None if record.timeline is None else Marks.of(record.timeline)
         first_token = _first_token(record.claimed, record.resume, marks)
         is_over = marks is not None and outcome != "running"  # then its own files say when
-        end = marks.last if marks is not None and is_over else last_end if is_newest else followers[index]
+        end = marks.last if marks is not None and is_over else 0.0 if outcome == "lost" else last_end
         attempt = Attempt(
             number=record.attempt,
             worker_id=intern(record.worker_id),
@@ -97,23 +89,9 @@ def attempts_of(
     return tuple(attempts)
 
 
-def without_guesses(attempts: Iterable[Attempt]) -> tuple[Attempt, ...]:
-    """The attempts of a run that keeps timelines, where a lost attempt without one drew no token that is known.
-
-    Such an attempt ends at its `first_token`. In older runs it may have drawn many tokens, and only its successor's
-    claim is known of its end.
-    """
-    return tuple(
-        attempt._replace(end=attempt.first_token) if attempt.has_guessed_end else attempt for attempt in attempts
-    )
-
-
 def parsed_history(attempts: Any) -> list[AttemptRecord]:
-    """The attempts of a result line; [] where another version wrote something else there."""
-    try:
-        return [AttemptRecord.model_validate(attempt, strict=False) for attempt in attempts or []]
-    except (ValidationError, TypeError):
-        return []
+    """The attempts of a result line."""
+    return [AttemptRecord.model_validate(attempt, strict=False) for attempt in attempts or []]
 
 
 def _first_token(start: float, resume: ResumeRecord | None, marks: Marks | None) -> float:

@@ -17,7 +17,7 @@ Row = tuple[float, float, float, float, float, float]
 @dataclass(frozen=True)
 class Stretches:
     """Columns [num_stretches]: `start` and `end` in seconds since the epoch, `length` is that of prompt and text in
-    tokens, half-way through. `is_measured` tells whether timelines say so; older runs have whole attempts alone.
+    tokens, half-way through.
     """
 
     start: NDArray[np.float64]
@@ -26,7 +26,6 @@ class Stretches:
     length: NDArray[np.float64]
     num_drafts: NDArray[np.float64]
     num_accepted_tokens: NDArray[np.float64]
-    is_measured: bool
 
 
 def job_pace(job: JobFacts) -> tuple[float | None, float | None]:
@@ -41,10 +40,8 @@ def job_pace(job: JobFacts) -> tuple[float | None, float | None]:
 
 def rows_of(job: JobFacts, most: int | None = None) -> list[Row]:
     """The stretches of a job, at most so many of each attempt."""
-    rows: list[Row] = []
-    for index, attempt in enumerate(job.attempts):
-        rows += _whole_attempt(job, index) if attempt.marks is None else _between_marks(job, attempt.marks, most)
-    return rows
+    marks = (attempt.marks for attempt in job.attempts)
+    return [row for each in marks if each is not None for row in _between_marks(job, each, most)]
 
 
 def _between_marks(job: JobFacts, marks: Marks, most: int | None) -> list[Row]:
@@ -62,20 +59,3 @@ def _some(marks: Sequence[tuple[float, ...]], most: int | None) -> Sequence[tupl
     if most is None or num_stretches <= most:
         return marks
     return [marks[number * num_stretches // most] for number in range(most + 1)]
-
-
-def _whole_attempt(job: JobFacts, index: int) -> list[Row]:
-    """An attempt without a timeline: its tokens are those that the next one recovered or drew again."""
-    attempt = job.attempts[index]
-    start = attempt.first_token
-    before = attempt.resume.num_recovered_tokens if attempt.resume else 0
-    after, drafts, accepted = job.num_tokens, 0, 0
-    if index + 1 < len(job.attempts):
-        follower = job.attempts[index + 1].resume
-        after = follower.num_recovered_tokens + follower.num_recomputed_tokens if follower else before
-    else:
-        drafts, accepted = job.num_drafts, job.num_accepted_tokens
-    if attempt.end <= start or after <= before:
-        return []
-    length = job.num_prompt_tokens + (before + after) / 2
-    return [(start, attempt.end, after - before, length, drafts, accepted)]

@@ -146,7 +146,6 @@ def render(facts: RunFacts, store: Store, folder: str | None) -> str:
         problems=[row for row in rows if row["job"].state == "failed"],
         rejects=facts.rejects[:MAX_REJECTS],
         num_jobs=facts.tally.num_jobs,
-        is_measured=found.is_measured or len(found.start) == 0,
         **_charts(facts, found, begin, end),
     )
 

@@ -25,7 +25,6 @@ from swiftbatch.metrics.report.attempts import (
     State,
     attempts_of,
     parsed_history,
-    without_guesses,
 )
 from swiftbatch.metrics.report.totals import Tally
 
@@ -80,13 +79,12 @@ def gather(run: Run, progress: Progress, drivers: Sequence[DriverClaim]) -> RunF
             listed[job.state].append(job)
 
     for job in reader.jobs():
-        if any(attempt.has_guessed_end for attempt in job.attempts) or _may_close_loops(job):
+        if _may_close_loops(job):
             doubtful.append(job)
         else:
             take_in(job)
-    has_timelines = tally.has_timelines or any(attempt.marks for job in doubtful for attempt in job.attempts)
     for job in reader.with_known_cuts(doubtful):
-        take_in(replace(job, attempts=without_guesses(job.attempts)) if has_timelines else job, is_late=True)
+        take_in(job, is_late=True)
     return RunFacts(
         place=run.store.shown_uri,
         manifest=run.manifest,

@@ -41,7 +41,6 @@ class Tally:
         self.workers: set[tuple[int, str]] = set()  # drivers' numbers, and names
         self.starts, self.ends, self.losses = array("d"), array("d"), array("d")  # of attempts; ends of the lost ones
         self.longest: list[LongAttempt] = []
-        self.has_timelines = False
         self._most_stretches = max(MIN_STRETCHES, MAX_STRETCHES // max(1, num_jobs))
         self._numbers = array("d")
 
@@ -67,7 +66,7 @@ class Tally:
     def stretches(self) -> Stretches:
         """The stretches of all attempts that drew tokens."""
         start, end, tokens, length, drafts, accepted = np.frombuffer(self._numbers, np.float64).reshape(-1, 6).T
-        return Stretches(start, end, tokens, length, drafts, accepted, self.has_timelines)
+        return Stretches(start, end, tokens, length, drafts, accepted)
 
     def covered_seconds(self) -> float:
         """Seconds in which at least one attempt was under way."""
@@ -84,7 +83,6 @@ class Tally:
         self.ends.append(attempt.end)
         if attempt.outcome == "lost":
             self.losses.append(attempt.end)
-        self.has_timelines |= attempt.marks is not None
         self.workers.add((attempt.driver, attempt.worker_id))
         if attempt.resume is not None:
             self.num_recovered_tokens += attempt.resume.num_recovered_tokens

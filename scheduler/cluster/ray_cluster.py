@@ -11,17 +11,15 @@ import resource
 import secrets
 import socket
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.scheduler.cluster.cluster_watch import ANSWER_SECONDS, ClusterLostError, ClusterWatch
 from swiftbatch.scheduler.cluster.embedded_ray import LOOPBACK, EmbeddedRay
-from swiftbatch.scheduler.cluster.worker_code import linked_code
+from swiftbatch.scheduler.cluster.worker_code import own_code
 from swiftbatch.scheduler.process.signals import INTERRUPTED, call_interruptibly
 
 if TYPE_CHECKING:
@@ -163,15 +161,13 @@ def _start(num_workers: int, embedded: EmbeddedRay, job: JobConfig) -> None:
 def _join(address: str | None) -> None:
     import ray
 
-    with tempfile.TemporaryDirectory() as folder:  # the driver's own version travels to the workers, as one package
-        code = str(linked_code(Path(folder)))
-        ray.init(
-            address=address,
-            job_config=_job_on_its_own_path(),
-            runtime_env={"py_modules": [code]},
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
+    ray.init(
+        address=address,
+        job_config=_job_on_its_own_path(),
+        runtime_env={"py_modules": [own_code(is_sent=True).folder]},  # the driver's version travels to the workers
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+    )
 
 
 def _open_watch() -> ClusterWatch | None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 PACKAGE = "swiftbatch"
-ROOMS = ("jobs", "metrics", "scheduler", "worker")  # in its folder, or in a checkout beside it
+ROOMS = ("jobs", "metrics", "scheduler", "worker")  # in its folder; links in a checkout
 CODE = ("*.py", "*.c", "*.h", "*.so")  # the kernels' source and what was compiled of it among them
 COMPILING = "tmp"  # the first letters of folders that a compiler at work has beside the kernels
 STARTING = "worker process {} starts"  # in front of what it writes
@@ -100,24 +100,10 @@ def use_code_of_driver(code: Code) -> None:
         )
 
 
-def linked_code(folder: Path) -> Path:
-    """Make the package in a folder, of links to this process's own: Ray sends one folder, and follows them."""
-    own, linked = Path(own_code(is_sent=True).folder), folder / PACKAGE
-    linked.mkdir()
-    for place in (own / "__init__.py", *places_of_rooms(own)):
-        (linked / place.name).symlink_to(place)
-    return linked
-
-
-def places_of_rooms(package: Path) -> list[Path]:
-    """The folders of the rooms: within the package as it is installed, beside it in a checkout."""
-    return [package / room if (package / room).is_dir() else package.parent / room for room in ROOMS]
-
-
 def digest_of(package: Path) -> str:
     """A SHA-256 over the code of the package."""
     whole = hashlib.sha256((package / "__init__.py").read_bytes())
-    for place in places_of_rooms(package):
+    for place in (package / room for room in ROOMS):
         for file in sorted(file for pattern in CODE for file in place.rglob(pattern)):
             if file.parent.name.startswith(COMPILING):
                 continue

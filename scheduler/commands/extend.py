@@ -50,7 +50,7 @@ def extend(
     from swiftbatch.scheduler.driver.takeover import refuse_if_taken
     from swiftbatch.scheduler.runs.cancellation import find_jobs
     from swiftbatch.scheduler.runs.extension import extend_jobs
-    from swiftbatch.scheduler.runs.fixed_settings import refuse_changed_model, refuse_older
+    from swiftbatch.scheduler.runs.fixed_settings import refuse_changed_model
     from swiftbatch.scheduler.runs.submission import kv_room
     from swiftbatch.worker.model.model_files import locate_model
 
@@ -59,7 +59,6 @@ def extend(
     refuse_if_taken(run, may_take_over)  # before a look at the model; the hold looks again
     for custom_id in custom_ids:
         find_jobs(run, custom_id)
-    refuse_older(run)
     refuse_changed_model(run)
     files = locate_model(run.manifest.stored_model)
     room = kv_room(run.manifest, files, settings)

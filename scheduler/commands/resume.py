@@ -33,15 +33,13 @@ def resume(run_uri: str, retry_failed: bool, may_take_over: bool, **options: Any
     from swiftbatch.scheduler.driver.attempt_numbers import forget_strikes
     from swiftbatch.scheduler.driver.run_lock import Hold
     from swiftbatch.scheduler.driver.takeover import refuse_if_taken
-    from swiftbatch.scheduler.runs.fixed_settings import refuse_changed_model, refuse_older
+    from swiftbatch.scheduler.runs.fixed_settings import refuse_changed_model
 
     showing, settings = shown(options), make_settings(**options)
     run = Run.open(run_uri, settings.start_retries)
     refuse_if_taken(run, may_take_over)  # before a look at the model; the hold looks again
     if run.lacks_its_jobs():
         raise RunError(f"the run at {run.store.shown_uri} has no jobs, its submit was cut short; {SUBMIT_AGAIN}")
-    if retry_failed:
-        refuse_older(run)  # while it still has its errors
     refuse_changed_model(run)
     with showing as display, Hold(run, may_take_over, forgets_cancel=retry_failed) as hold:
         if retry_failed:

@@ -58,8 +58,7 @@ def _show_run(run: Run) -> None:
     manifest = run.manifest
     place = printable(run.store.shown_uri)
     click.echo(f"{place} ({manifest.run_id}): model {printable(manifest.model)}, engine {manifest.engine}")
-    if manifest.clock is not None:
-        click.echo(f"clock of chat templates: {printable(manifest.clock)}")
+    click.echo(f"clock of chat templates: {printable(manifest.clock)}")
 
 
 def _show_status(run: Run, progress: Progress) -> None:
@@ -93,8 +92,6 @@ def _show_what_next(run: Run, progress: Progress) -> None:
         click.echo(f"{silence}; if it is surely dead: swiftbatch resume {place} --takeover")
     elif progress.state == "interrupted" and run.lacks_its_jobs():
         click.echo(f"no driver runs it, and its submit was cut short; {SUBMIT_AGAIN}")
-    elif progress.state == "interrupted" and run.manifest.clock is None:
-        click.echo("an older version made it; submit the same file to a new run folder for what is missing")
     elif progress.state == "interrupted":
         click.echo(f"no driver runs it; go on with: swiftbatch resume {place}")
     elif progress.state != "running" and progress.driver_host:

@@ -67,7 +67,6 @@ def numerics_lines(progress: Progress) -> list[str]:
     kinds: dict[str, list[str]] = {}
     for worker in progress.workers:
         kinds.setdefault(worker.numerics, []).append(worker.id)
-    kinds.pop("", None)  # a driver of an older version does not say
     if len(kinds) == 1:
         return [f"numerics: {printable(numerics)}" for numerics in kinds]
     return [f"numerics of {', '.join(ids)}: {printable(numerics)}" for numerics, ids in kinds.items()]

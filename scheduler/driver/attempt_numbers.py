@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Literal, Self
+from typing import Self
 
 from pydantic import Field, ValidationError
 
@@ -31,7 +31,6 @@ logger = logging.getLogger(__name__)
 class AttemptCounts(Strict):
     """The content of a file."""
 
-    version: Literal[1] = 1
     attempts: dict[str, int]  # by job
     strikes: dict[str, Strikes] = Field(default_factory=dict)  # of jobs that have some
 
@@ -68,8 +67,7 @@ class Attempts:
         """Note the attempts at a job that have left files: these may be more than were counted."""
         newest = max(numbers, default=0)
         self._newest[job_id] = self._base(newest)
-        older = newest if newest < NUMBERS_PER_EPOCH else 0  # an older version counts 1, 2, ...
-        self._counts[job_id] = max(len(numbers), older, self.count(job_id))
+        self._counts[job_id] = max(len(numbers), self.count(job_id))
 
     def begin(self, job_id: str) -> tuple[int, int]:
         """Begin the next attempt at a job: returns its number, and how many the job has had with it."""
@@ -162,8 +160,7 @@ def forget_strikes(store: Store, epoch: int, job_ids: Collection[str]) -> None:
 def _write_counts(store: Store, epoch: int, content: AttemptCounts) -> None:
     """Write a driver's file, then delete those of earlier ones, which it holds as well. Without counts none is left."""
     if content.attempts:
-        text = content.model_dump_json(exclude=None if content.strikes else {"strikes"})
-        store.write(f"{FOLDER}/{epoch:04d}.json", sealed(text.encode()))
+        store.write(f"{FOLDER}/{epoch:04d}.json", sealed(content.model_dump_json().encode()))
     for name in store.list(FOLDER):
         if _epoch_of(name) < epoch or (_epoch_of(name) == epoch and not content.attempts):
             store.delete(f"{FOLDER}/{name}")

@@ -214,4 +214,4 @@ def _longer(record: JobRecord, max_tokens: int, files: ModelFiles, bound: int | 
 
 def _history(line: Line) -> Sequence[AttemptRecord]:
     """The attempts that made the result, at least one: they go on as those of the longer job."""
-    return parsed_history(line["response"]["body"]["metrics"].get("attempts")) or [AttemptRecord(attempt=1)]
+    return parsed_history(line["response"]["body"]["metrics"].get("attempts")) or [AttemptRecord(attempt=1, number=1)]

@@ -15,7 +15,6 @@ from pathlib import Path
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.run.job_index import JobIndex
 from swiftbatch.jobs.run.run import Run, RunError, RunManifest
-from swiftbatch.jobs.run.run_records import FORM, RUN_FORM
 from swiftbatch.jobs.storage.object_stores import shown_uri
 from swiftbatch.scheduler.runs.default_settings import Settings
 from swiftbatch.worker.caches.cache_room import NUM_UNWRITTEN
@@ -142,20 +141,6 @@ def refuse_changed_model(run: Run) -> None:
         run.refuse_other_model(files.fingerprint, files.text_fingerprint, known, files.commit)
 
 
-def refuse_older(run: Run) -> None:
-    """Raise RunError for a run of an older version, with no token ids of its prompts: what goes on would be other text.
-
-    To be asked before jobs of the run go on or come to it.
-    """
-    if run.manifest.clock is None:
-        version = run.manifest.versions.get("swiftbatch", "of an older form")
-        raise RunError(
-            f"the run at {run.store.shown_uri} was made by swiftbatch {version}, which drew other texts and kept no "
-            "tokens of prompts, so its unfinished jobs cannot go on here; its results stay: submit the same file to a "
-            "new run folder"
-        )
-
-
 def refuse_kernels(kernels: CudaKernels, device: str, dtype: str, address: str | None) -> None:
     """Raise ModelError where the workers would refuse this choice of a GPU's kernels, as far as that is known here."""
     if device == "cpu":
@@ -183,6 +168,8 @@ def _new_manifest(settings: Settings) -> RunManifest:
         run_id=f"run-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)}",
         created=time.time(),
         model_fingerprint="",
+        text_fingerprint="",
+        model_files={},
         versions=_versions(),
         exactness="not probed",
         cpu_capability=cpu_capability(),
@@ -196,7 +183,7 @@ def _place(model: str) -> str:
 
 
 def _versions() -> dict[str, str]:
-    versions = {FORM: str(RUN_FORM), "python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for name in ("swiftbatch", "torch", "transformers", "ray", "llguidance"):
         try:
             versions[name] = importlib.metadata.version(name)

@@ -32,7 +32,7 @@ from swiftbatch.scheduler.driver.worker_fleet import Fleet
 from swiftbatch.scheduler.limits import Spending
 from swiftbatch.scheduler.process.signals import held
 from swiftbatch.scheduler.runs.default_settings import Settings
-from swiftbatch.scheduler.runs.fixed_settings import computation_of, refuse_older, with_absolute_folders
+from swiftbatch.scheduler.runs.fixed_settings import computation_of, with_absolute_folders
 from swiftbatch.worker.caches.cache_room import GB, KVRoomError, bytes_per_position, check_folder
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.drafters.catalogue import check_parts
@@ -74,7 +74,6 @@ def launch(hold: Hold, settings: Settings, display: Display) -> Outcome:
         spent = Spending.so_far(hold.before, queue.num_generated_tokens)
         reached = settings.limits.reached(spent) if queue.num_unfinished else None
         if queue.num_unfinished and reached is None:
-            refuse_older(run)
             config = _engine_config(run.manifest, settings)
             with connect(settings.address, settings.num_workers) as cluster:
                 state, reached = _drive(run, hold, queue, attempts, spent, config, settings, cluster, display, counters)

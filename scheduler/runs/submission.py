@@ -33,7 +33,6 @@ from swiftbatch.scheduler.runs.default_settings import Settings
 from swiftbatch.scheduler.runs.fixed_settings import (
     computation_of,
     kept_or_new_manifest,
-    refuse_older,
     with_markers,
     with_model,
     with_rows,
@@ -195,7 +194,6 @@ def add_new(run: Run, table: BinaryIO) -> tuple[JobIndex, list[Reject]]:
 
 def _add(run: Run, table: BinaryIO, num_jobs: int) -> None:
     if num_jobs:
-        refuse_older(run)
         run.add_table(table)
 
 

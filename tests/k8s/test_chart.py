@@ -1,42 +1,17 @@
-"""The Helm chart and the overlays made of it: one is the other, and every value does what it says."""
+"""The Helm chart: helm finds no fault in it, and every value does what it says."""
 
 from __future__ import annotations
 
-import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 import yaml
 
-from tests.k8s import chart
-from tests.k8s.chart import CHART, OVERLAYS, rendered
-from tests.k8s.kubernetes_parts import Object, commands, one, pods, ray_containers, validate
+from tests.k8s.chart import CHART, OVERLAYS, rendered, require
+from tests.k8s.kubernetes_parts import Object, commands, one, pods, ray_containers, render, validate
 from tests.readme.command_lines import options
 
 QUEUE = "kueue.x-k8s.io/queue-name"
-needs_helm = pytest.mark.skipif(shutil.which("helm") is None, reason="needs helm, to render the chart")
-
-
-@pytest.mark.parametrize("overlay", OVERLAYS)
-def test_the_objects_of_an_overlay_were_made_of_the_chart_as_it_is(overlay: str) -> None:
-    text = chart.objects_file(overlay).read_text(encoding="utf-8")
-    assert text.startswith(chart.head_line(overlay)), "run `python -m tests.k8s.chart`"
-
-
-def test_a_template_or_a_value_that_changes_is_noticed_without_helm(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shutil.copytree(CHART / "templates", tmp_path / "templates")
-    shutil.copy(CHART / "values.yaml", tmp_path)
-    before = chart.digest("s3")
-    monkeypatch.setattr(chart, "CHART", tmp_path)
-    assert chart.digest("s3") == before
-    for name in ("templates/rayjob.yaml", "values.yaml"):
-        path = tmp_path / name
-        path.write_text(path.read_text() + "# more\n")
-        assert chart.digest("s3") != before
-        before = chart.digest("s3")
 
 
 def test_every_value_has_its_place_in_the_schema() -> None:
@@ -47,23 +22,10 @@ def test_every_value_has_its_place_in_the_schema() -> None:
         assert set(schema["properties"][name]["properties"]) == set(values[name])
 
 
-@needs_helm
-def test_helm_finds_no_fault_in_the_chart_and_makes_the_overlays_objects() -> None:
+def test_helm_finds_no_fault_in_the_chart() -> None:
+    require("helm")
     process = subprocess.run(["helm", "lint", "--strict", str(CHART)], capture_output=True, text=True, timeout=60)
     assert process.returncode == 0, process.stdout
-    for overlay in OVERLAYS:
-        written = list(yaml.safe_load_all(chart.objects_file(overlay).read_text(encoding="utf-8")))
-        assert written == rendered(overlay)
-
-
-@needs_helm
-def test_the_chart_alone_has_the_dashboards_and_alerts_of_the_repository() -> None:
-    objects = rendered()
-    folder = CHART.parent.parent / "metrics"
-    boards = {path.name: path.read_text(encoding="utf-8") for path in (folder / "grafana").glob("*.json")}
-    assert one(objects, "ConfigMap", "swiftbatch-dashboards")["data"] == boards
-    alerts = (folder / "alerts.yml").read_text(encoding="utf-8")
-    assert one(objects, "ConfigMap", "swiftbatch-alerts")["data"] == {"alerts.yml": alerts}
 
 
 EVERY_VALUE = (
@@ -85,7 +47,6 @@ EVERY_VALUE = (
 )
 
 
-@needs_helm
 def test_with_every_value_set_the_objects_are_sound_and_have_them() -> None:
     objects = rendered(None, *EVERY_VALUE)
     assert all(each["metadata"]["labels"]["team"] == "answers" for each in objects)
@@ -104,7 +65,6 @@ def test_with_every_value_set_the_objects_are_sound_and_have_them() -> None:
         validate(one(objects, kind))
 
 
-@needs_helm
 def test_kueue_gets_clusters_that_it_can_admit_as_a_whole_and_wake_itself() -> None:
     objects = rendered(None, "queueName=nights", "workers.max=3")
     for kind in ("RayCluster", "RayJob"):
@@ -120,14 +80,12 @@ def test_kueue_gets_clusters_that_it_can_admit_as_a_whole_and_wake_itself() -> N
     assert QUEUE not in str(rendered())
 
 
-@needs_helm
 def test_nights_on_clusters_of_their_own_leave_no_cluster_standing() -> None:
     objects = rendered(None, "nights=own")
     assert one(objects, "RayCronJob")["spec"]["suspend"] is False
     assert {"RayCluster", "CronJob"} & {each["kind"] for each in objects} == set()
 
 
-@needs_helm
 def test_no_name_is_longer_than_kuberay_takes() -> None:
     objects = rendered(None, release="a-release-with-a-name-as-long-as-helm-takes-it-to-be")
     for each in objects:
@@ -135,7 +93,6 @@ def test_no_name_is_longer_than_kuberay_takes() -> None:
         assert len(each["metadata"]["name"]) <= longest, each["kind"]
 
 
-@needs_helm
 @pytest.mark.parametrize("value", ["quueName=x", "workers.maks=3", "deadline=morning", "workers.spot=sometimes"])
 def test_a_misspelt_value_is_refused(value: str) -> None:
     with pytest.raises(ValueError, match="schema"):
@@ -143,7 +100,7 @@ def test_a_misspelt_value_is_refused(value: str) -> None:
 
 
 def head_and_workers(overlay: str) -> tuple[list[Object], list[Object]]:
-    objects = list(yaml.safe_load_all(chart.objects_file(overlay).read_text(encoding="utf-8")))
+    objects = render(overlay)
     found = pods(objects)
     heads = [pod["metadata"] for where, pod in found.items() if "headGroupSpec" in where]
     return heads, [pod["metadata"] for where, pod in found.items() if "workerGroupSpecs" in where]
@@ -156,7 +113,7 @@ def test_a_head_is_left_where_it_is_and_a_worker_may_be_moved(overlay: str) -> N
     assert len(heads) == len(workers) == 3
     assert all(keep.items() <= head["annotations"].items() for head in heads)
     assert not any(keep.keys() & worker["annotations"].keys() for worker in workers)
-    objects = list(yaml.safe_load_all(chart.objects_file(overlay).read_text(encoding="utf-8")))
+    objects = render(overlay)
     budget = one(objects, "PodDisruptionBudget")["spec"]
     selector = budget["selector"]["matchLabels"].items()
     assert all(selector <= head["labels"].items() for head in heads)
@@ -166,7 +123,7 @@ def test_a_head_is_left_where_it_is_and_a_worker_may_be_moved(overlay: str) -> N
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_a_night_s_pod_that_is_disrupted_costs_no_try(overlay: str) -> None:
-    objects = list(yaml.safe_load_all(chart.objects_file(overlay).read_text(encoding="utf-8")))
+    objects = render(overlay)
     job = one(objects, "CronJob")["spec"]["jobTemplate"]["spec"]
     (rule,) = job["podFailurePolicy"]["rules"]
     assert rule == {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}

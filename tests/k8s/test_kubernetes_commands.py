@@ -132,7 +132,7 @@ def test_the_metrics_are_where_prometheus_looks_for_them(overlay: str) -> None:
         return
     (found,) = one(objects, "ScrapeConfig")["spec"]["httpSDConfigs"]
     service = one(objects, "Service")["metadata"]
-    where = f"{service['name']}.{service['namespace']}.svc:{service_port['port']}"
+    where = f"{service['name']}.swiftbatch.svc:{service_port['port']}"
     assert found["url"] == f"http://{where}{endpoint.PATH}"
     assert {point["port"] for point in one(objects, "PodMonitor")["spec"]["podMetricsEndpoints"]} <= ports.keys()
 
@@ -149,6 +149,6 @@ def test_the_commands_and_folders_of_its_readme_are_there() -> None:
     assert found
     for command in found:
         options(command.split())
-    folders = set(re.findall(r"`((?:overlays|components|chart)/[\w./-]+)`", readme))
+    folders = set(re.findall(r"`((?:overlays|chart)/[\w./-]+)`", readme))
     assert {f"overlays/{name}" for name in OVERLAYS} <= folders
     assert all((ROOT / "k8s" / folder).exists() for folder in folders)

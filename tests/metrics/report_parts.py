@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -66,7 +65,9 @@ def resume(resumed: float, num_recovered: int, num_recomputed: int = 0) -> Resum
 def attempt(
     number: int, worker_id: str, claimed: float, kept: Timeline | None = None, began: ResumeRecord | None = None
 ) -> AttemptRecord:
-    return AttemptRecord(attempt=number, worker_id=worker_id, claimed=claimed, resume=began, timeline=kept)
+    return AttemptRecord(
+        attempt=number, number=number, worker_id=worker_id, claimed=claimed, resume=began, timeline=kept
+    )
 
 
 def finish(run: Run, job: JobRecord, attempts: Sequence[AttemptRecord], ended: float, text: str = "The end.") -> None:
@@ -101,21 +102,18 @@ def page_of(run: Run, progress: Progress = ENDED, folder: str = "/") -> str:
     return render(facts_of(run, progress), run.store, folder)
 
 
-def preempted_run(uri: str, has_timelines: bool = True) -> Run:
+def preempted_run(uri: str) -> Run:
     """Two jobs of 1,000 tokens over 100 s: `lost` was killed on w1 at 400 tokens, `moved` handed back by w2 at 500."""
     run, lost, moved = new_run(uri), record("lost"), record("moved")
     run.add_jobs([lost, moved])
 
-    def kept(*args: Any) -> Timeline | None:
-        return timeline(*args) if has_timelines else None
-
     lost_attempts = [
-        attempt(1, "w1", BEGIN, kept(BEGIN + 2, 40.0, 0, 400)),
-        attempt(2, "w3", BEGIN + 50, kept(BEGIN + 60, 40.0, 360, 1000), resume(BEGIN + 60, 360, 40)),
+        attempt(1, "w1", BEGIN, timeline(BEGIN + 2, 40.0, 0, 400)),
+        attempt(2, "w3", BEGIN + 50, timeline(BEGIN + 60, 40.0, 360, 1000), resume(BEGIN + 60, 360, 40)),
     ]
     moved_attempts = [
-        attempt(1, "w2", BEGIN, kept(BEGIN + 1, 49.0, 0, 500, True)),
-        attempt(2, "w3", BEGIN + 51, kept(BEGIN + 52, 48.0, 500, 1000), resume(BEGIN + 52, 500)),
+        attempt(1, "w2", BEGIN, timeline(BEGIN + 1, 49.0, 0, 500, True)),
+        attempt(2, "w3", BEGIN + 51, timeline(BEGIN + 52, 48.0, 500, 1000), resume(BEGIN + 52, 500)),
     ]
     finish(run, lost, lost_attempts, BEGIN + 100)
     finish(run, moved, moved_attempts, BEGIN + 100)

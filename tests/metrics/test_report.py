@@ -77,20 +77,6 @@ def test_a_long_jobs_pace_is_told_length_by_length(tmp_path: Path) -> None:
     assert mean == pytest.approx(30.0)
 
 
-def test_a_run_without_timelines_shows_what_its_attempts_say(tmp_path: Path) -> None:
-    run = preempted_run(str(tmp_path), has_timelines=False)
-    found = facts_of(run).tally.stretches()
-    assert not found.is_measured
-    assert found.num_tokens.sum() == pytest.approx(400 + 640 + 500 + 500)
-    curve = acceptance_by_length(found)
-    assert curve is not None
-    assert curve.mean == pytest.approx(3.0)
-    page = page_of(run)
-    assert page.count("<svg ") == 3
-    assert "keeps no timelines" in page
-    assert "keeps no timelines" not in page_of(preempted_run(str(tmp_path / "new")))
-
-
 def test_the_plan_shows_who_had_what_when_and_how_it_ended(tmp_path: Path) -> None:
     plan = gantt(facts_of(preempted_run(str(tmp_path))), BEGIN, BEGIN + 100)
     assert [row.name for row in plan.rows] == ["w1", "w2", "w3"]
@@ -260,18 +246,6 @@ def test_plain_decoding_has_no_acceptance_curve(tmp_path: Path) -> None:
     page = page_of(run)
     assert page.count("<svg ") == 2
     assert "Nothing was drafted." in page
-
-
-def test_results_of_another_version_are_shown_without_their_attempts(tmp_path: Path) -> None:
-    run, job = preempted_run(str(tmp_path)), record("strange")
-    run.add_jobs([job])
-    strange = attempt(1, "w1", BEGIN).model_copy(update={"claimed": "yesterday"})
-    with pytest.warns(UserWarning, match="serialized value may not be as expected"):
-        finish(run, job, [strange], BEGIN + 10)
-    facts = facts_of(run)
-    assert facts.jobs[2].attempts == ()
-    assert facts.jobs[2].state == "finished"
-    assert "strange" in page_of(run)
 
 
 def run_of_many(folder: Path, num_jobs: int, num_marks: int = 64) -> Run:

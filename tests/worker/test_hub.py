@@ -67,7 +67,7 @@ def test_a_run_goes_on_with_its_own_commit_though_the_hub_has_another(tiny_model
     commits = [json.loads((tmp_path / name / "run.json").read_text())["model_commit"] for name in ("newer", "older")]
     assert commits == ["f" * 40, COMMIT]
     assert run(hub, tmp_path, "resume", "run", *stop).returncode == 3  # though there is no hub at all
-    path = tmp_path / "run" / "run.json"  # as of an older version, which kept no commit
+    path = tmp_path / "run" / "run.json"  # as if its commit were not known
     path.write_text(json.dumps(manifest | {"model_commit": None}))
     ran = run(hub, tmp_path, "resume", "run", *stop)
     assert ran.returncode == 2

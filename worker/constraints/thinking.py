@@ -5,7 +5,7 @@ A finished output's thought is taken out of its text here as well.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
@@ -17,7 +17,6 @@ from swiftbatch.worker.drawing.token_rules import Constraint, ConstraintError, R
 
 if TYPE_CHECKING:
     from swiftbatch.worker.drawing.sequence import Sequence
-    from swiftbatch.worker.texts.output_text import OutputText
 
 Opening = Literal["anywhere", "first", "never"]
 """The places where an output may open a thought that its prompt has not: any token, its first words alone, or none."""
@@ -157,11 +156,13 @@ def _matched_behind(marker: tuple[int, ...], table: list[int], matched: int, tok
     return matched + (marker[matched] == token_id)
 
 
-def reasoning_of(sequence: Sequence, text: str, thinking: Thinking | None, output_text: OutputText) -> Reasoning | None:
+def reasoning_of(
+    sequence: Sequence, text: str, thinking: Thinking | None, offsets: Callable[[list[int]], list[int]]
+) -> Reasoning | None:
     """Return what a sequence thought, and what else its text says; markers are in neither. None where nobody thinks.
 
     `text` is the output's text without what ended it (see `stopping.text_of`), which its last part lacks, too. The
-    parts are cut from `text`, each at the first character of its first token.
+    parts are cut from `text`, each at the first character of its first token: `offsets` gives those of all tokens.
     """
     if thinking is None:
         return None
@@ -173,7 +174,7 @@ def reasoning_of(sequence: Sequence, text: str, thinking: Thinking | None, outpu
     num_tokens = thought.num_tokens - (thought.num_matched if thought.is_open else 0)  # a marker may be cut off, too
     end = thought.opened_at + num_tokens
     closed = len(output_ids) if thought.closed_at is None else thought.closed_at
-    places = output_text.offsets(output_ids)
+    places = offsets(output_ids)
     before, behind = text[: places[thought.opened_at - num_start]], text[places[closed] :]
     return Reasoning(text[places[thought.opened_at] : places[end]], before + behind, num_tokens)
 

@@ -210,8 +210,7 @@ def _num_agreeing(sequence: Sequence, start: int, token_ids: np.ndarray) -> int:
     differs = known != token_ids[: len(known)]
     if differs[: max(0, sequence.num_prompt_tokens - start)].any():
         raise ValueError(
-            "found the tokens of another prompt; where an older version wrote it, the token log beside it may be "
-            "another job's as well: if somebody has moved checkpoints, give this job a new custom_id"
+            "found the tokens of another prompt; if somebody has moved checkpoints, give this job a new custom_id"
         )
     if differs.any():
         raise ValueError("found other tokens than the job's; it was written on other hardware, where candidates tied")

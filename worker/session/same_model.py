@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import socket
 from dataclasses import replace
 
-from swiftbatch.jobs.run.run import Run, RunError
+from swiftbatch.jobs.run.run import Run
 from swiftbatch.worker.model.digests import digests_of
 from swiftbatch.worker.model.hub import at_commit
-from swiftbatch.worker.model.model_files import ModelFiles, OtherModelError, locate_model
+from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 
 
 def located_model(model: str, run: Run) -> ModelFiles:
@@ -18,13 +17,7 @@ def located_model(model: str, run: Run) -> ModelFiles:
     """
     expected = run.manifest.model_files
     files = locate_model(at_commit(model, run.manifest.model_commit), expected)
-    if expected is not None:
-        files.refuse_other(expected)
-        return files
-    try:  # a run of an older version, which knows no single files
-        run.refuse_other_model(files.fingerprint, files.text_fingerprint)
-    except RunError as error:
-        raise OtherModelError(f"on node {socket.gethostname()}: {error}") from None
+    files.refuse_other(expected)
     return files
 
 

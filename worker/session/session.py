@@ -211,7 +211,7 @@ class WorkerSession:
         except PagesError:  # the others have grown since the driver heard of them
             found.outgrown.append(JobProgress(record.job_id, assignment.num_reported_tokens))
             self._reserve.keep_to(len(self._running))
-        except ConstraintError as error:  # an older version took what this one can't follow
+        except ConstraintError as error:  # a driver of another version took what this one can't follow
             found.refused.append((record.job_id, CONSTRAINT_REFUSED, str(error)))
         except (ValueError, MemoryError, RuntimeError) as error:
             logger.exception("job %s could not be started", record.job_id)
@@ -368,7 +368,7 @@ class WorkerSession:
             token_ids=output_ids,
             metrics=job.metrics(attempts, exactness),
             logprobs=None if logprobs is None else shown_logprobs(record.job, output_ids, logprobs, self._codec),
-            reasoning=reasoning_of(job.sequence, text, job.thinking, self._codec.output_text),
+            reasoning=reasoning_of(job.sequence, text, job.thinking, self._codec.output_text.offsets),
         )
 
     def _release(self, job_ids: Iterable[str], seconds: float) -> list[JobProgress]:

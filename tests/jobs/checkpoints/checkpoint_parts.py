@@ -30,7 +30,7 @@ KV_SHAPE = (6, 4)  # rows and head dimension
 
 
 def claim(checkpoints: CheckpointStore, job_id: str, worker_id: str, numerics: str = "") -> int:
-    """Begin the next attempt at a job, with the number that it has in older runs, and return that."""
+    """Begin the next attempt at a job, numbered 1, 2, ..., and return its number."""
     attempt = max(checkpoints.attempts(job_id), default=0) + 1
     start = AttemptStart(worker_id=worker_id, claimed=time.time(), numerics=numerics, attempt=attempt)
     checkpoints.begin(job_id, attempt, start)

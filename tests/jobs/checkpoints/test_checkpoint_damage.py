@@ -56,7 +56,7 @@ def test_the_sweep_covers_every_file(whole: Path) -> None:
 def damage(path: Path, data: st.DataObject) -> None:
     whole = path.read_bytes()
     position = data.draw(st.integers(0, len(whole) - 1))
-    match data.draw(st.sampled_from(["flip", "truncate", "delete", "append", "newer"])):
+    match data.draw(st.sampled_from(["flip", "truncate", "delete", "append", "unsealed"])):
         case "flip":
             flip = data.draw(st.integers(1, 255))
             path.write_bytes(whole[:position] + bytes([whole[position] ^ flip]) + whole[position + 1 :])
@@ -66,8 +66,8 @@ def damage(path: Path, data: st.DataObject) -> None:
             path.unlink()
         case "append":
             path.write_bytes(whole + b"\n")
-        case "newer" if path.suffix == ".json":
-            path.write_bytes(json.dumps(json.loads(whole) | {"version": 4}).encode() + b"\n")
+        case "unsealed" if path.suffix == ".json":
+            path.write_bytes(json.dumps(json.loads(whole)).encode() + b"\n")
         case _:
             path.write_bytes(whole.translate(bytes(range(1, 256)) + b"\0"))
 

@@ -137,6 +137,7 @@ def tensors(*arrays: NDArray[Any]) -> bytes:
     return bytes(sink.getvalue())
 
 
+OWNER = np.frombuffer(IDENTITY.pack(), np.uint8)
 TOKEN_IDS, KV = np.zeros(3, np.uint32), np.zeros((2, 3, 4), np.uint16)
 
 
@@ -147,12 +148,11 @@ TOKEN_IDS, KV = np.zeros(3, np.uint32), np.zeros((2, 3, 4), np.uint16)
         (b"SWTOKENS" + bytes(60), "found no usable KV segment"),
         (WHOLE[:-1], "found no usable KV segment"),
         (WHOLE + b"\0", f"found {len(WHOLE) + 1} bytes, expected {len(WHOLE)}"),
-        (tensors(np.array([3, 0]), TOKEN_IDS, KV), "found version 3, expected 1 or 2"),
-        (tensors(np.array([2, 0]), KV), "found no usable KV segment"),
-        (tensors(np.array([1, 0, 0]), TOKEN_IDS, KV), "expected its header first"),
-        (tensors(np.array([1, -1]), TOKEN_IDS, KV), "expected a start of 0 or more"),
-        (tensors(np.array([1, 0]), TOKEN_IDS), "found no usable KV segment"),
-        (tensors(np.array([1, 0]), TOKEN_IDS, KV[:, :2]), "found KV of uint16"),
+        (tensors(np.array([0]), OWNER), "found no usable KV segment"),
+        (tensors(np.array([0, 0]), OWNER, TOKEN_IDS, KV), "expected its header first"),
+        (tensors(np.array([-1]), OWNER, TOKEN_IDS, KV), "expected a start of 0 or more"),
+        (tensors(np.array([0]), OWNER, TOKEN_IDS), "found no usable KV segment"),
+        (tensors(np.array([0]), OWNER, TOKEN_IDS, KV[:, :2]), "found KV of uint16"),
     ],
 )
 def test_what_is_no_segment_is_told_in_one_line(data: bytes, problem: str) -> None:

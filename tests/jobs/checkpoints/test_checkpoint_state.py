@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import numpy as np
@@ -149,21 +148,8 @@ def test_a_whole_segment_of_other_positions_than_the_manifest_says_is_left_out(
     assert "found the positions 0 to 5 in it" in caplog.text
 
 
-def test_a_manifest_of_another_version_is_named_with_both_versions(
-    store: Store, checkpoints: CheckpointStore, caplog: pytest.LogCaptureFixture
-) -> None:
-    older = write_state(checkpoints, 1, [5])
-    for version, attempt in ((1, 2), (4, 3)):
-        fields = older.model_dump() | {"version": version, "news": True}
-        store.write(f"{ATTEMPTS}/{attempt:04d}/manifest.json", json.dumps(fields).encode())
-    assert checkpoints.read_manifests(JOB) == [older]
-    for record, version, attempt in zip(caplog.records, (1, 4), (2, 3), strict=True):
-        assert f"found version {version}, expected 2 or 3" in record.getMessage()
-        assert f"{ATTEMPTS}/{attempt:04d}/manifest.json" in record.getMessage()
-
-
 @pytest.mark.parametrize(
-    "text", [b"", b"[2]", b"{", b"null", b"\xff", b"[" * 100_000, b'{"version": ' + b"9" * 5000 + b"}"]
+    "text", [b"", b"[2]", b"{", b"null", b"\xff", b"[" * 100_000, b'{"num_rewinds": ' + b"9" * 5000 + b"}"]
 )
 def test_a_manifest_that_is_no_json_object_is_named_in_one_line(
     store: Store, checkpoints: CheckpointStore, caplog: pytest.LogCaptureFixture, text: bytes

@@ -1,4 +1,4 @@
-"""Files of another job or run are named and left out; older ones, which name no owner, are taken as they are."""
+"""Files of another job or run are named and left out."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ from tests.jobs.checkpoints.checkpoint_parts import (
     segment_of,
     write_state,
 )
-from tests.jobs.checkpoints.older_run import write_older_run
 
 OTHER_JOB = "job-fedcba9876543210"
 OTHER_RUN = "fp_fedcba9876543210"
@@ -153,36 +152,3 @@ def test_a_kept_log_of_another_job_is_refused_by_name(
     found = OTHER_JOB if stranger.job_id == OTHER_JOB else OTHER_RUN
     with pytest.raises(DamagedFileError, match=f"found a file of .*{re.escape(found)}"):
         kept.read_logprobs(JOB, log) if read is None else read(kept, JOB)
-
-
-def test_files_of_older_versions_are_read_as_they_are_and_nothing_is_said(
-    store: Store, caplog: pytest.LogCaptureFixture
-) -> None:
-    write_older_run(store)
-    checkpoints = CheckpointStore(store, FINGERPRINT)
-    assert check_checkpoints(checkpoints) == (9, 12)
-    assert checkpoints.read_log(JOB).rewinds == (Rewind(12, 3),)
-    newest, older = checkpoints.read_manifests(JOB)
-    assert [entry.file for entry in newest.segments] == ["0001/kv-0-5.arrow", "0002/kv-5-12.arrow"]
-    for manifest in (newest, older):
-        assert manifest.drafter is not None
-        assert checkpoints.read_drafter(JOB, manifest.drafter) is not None
-    first, second = checkpoints.history(JOB)
-    assert (first.worker_id, second.worker_id, second.resume) == ("w1", "w2", RESUME)
-    assert second.timeline is not None
-    kept = KeptLogs(store, FINGERPRINT)
-    log = kept.read(JOB)
-    assert log.token_ids.tolist() == output_ids(5).tolist()
-    for found in (kept.read_logprobs(JOB, log), checkpoints.read_log_with_logprobs(JOB, 1)[1]):
-        assert found.logprobs.tolist() == logprobs_of(5).logprobs.tolist()
-    assert caplog.records == []
-
-
-def test_an_attempt_goes_on_from_segments_of_an_older_version(store: Store) -> None:
-    write_older_run(store)
-    checkpoints = CheckpointStore(store, FINGERPRINT)
-    (older, _) = checkpoints.read_manifests(JOB)
-    assert claim(checkpoints, JOB, "w3") == 3
-    checkpoints.write_tokens(JOB, 3, output_ids(14), checkpoints.read_log(JOB).rewinds)
-    write_state(checkpoints, 3, [18], older.segments)
-    assert check_checkpoints(CheckpointStore(store, FINGERPRINT)) == (14, 18)

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from swiftbatch.jobs.job import Job, JobRecord
-from swiftbatch.jobs.run.error_files import LineFiles
 from swiftbatch.jobs.run.output_line import success_line
 from swiftbatch.jobs.run.output_line_fields import line_id
 from swiftbatch.jobs.run.run import Progress, Run, RunManifest, WorkerStatus
@@ -19,6 +18,8 @@ MANIFEST = RunManifest(
     created=1.5,
     model="embedded",
     model_fingerprint="f1",
+    text_fingerprint="t1",
+    model_files={},
     engine="suffix",
     dtype="bfloat16",
     device="cpu",
@@ -85,8 +86,3 @@ def write_result(run: Run, job_id: str, line: dict[str, Any]) -> bool:
     if is_new:
         run.write_segment(job_id, [SealedResult.of(job_id, {"id": line_id(job_id)} | line)])
     return is_new
-
-
-def write_older_result(run: Run, job_id: str, line: dict[str, Any]) -> bool:
-    """Keep a result as older versions did, in a file of its own; False where there is one."""
-    return LineFiles(run.store, "results", {}, None).write_new(job_id, line)

@@ -22,7 +22,7 @@ from swiftbatch.jobs.run.segment_format import SEGMENTS, SealedResult, encode_se
 from swiftbatch.jobs.storage.local_folder import LocalFolder
 from swiftbatch.scheduler.display.progress_line import damage_lines
 from swiftbatch.scheduler.driver.queue_loading import count_jobs, load_queue
-from tests.jobs.run.run_parts import FINISHED, MANIFEST, failed_line, make_record, write_older_result
+from tests.jobs.run.run_parts import FINISHED, MANIFEST, failed_line, make_record, write_result
 
 NAMES = "abcde"
 
@@ -33,13 +33,13 @@ def sealed(record: JobRecord) -> SealedResult:
 
 
 def make_run(uri: str) -> tuple[Run, list[JobRecord]]:
-    """Five jobs: two in one segment, one in another, one with a file as of older versions, one with an error."""
+    """Five jobs: two in one segment, one in another, one with a segment of its own, one with an error."""
     run = Run.create_or_open(uri, MANIFEST)
     records = [make_record(name) for name in NAMES]
     run.add_jobs(records)
     run.write_segment("w1-x-0001", [sealed(record) for record in records[:2]])
     run.write_segment("w2-y-0001", [sealed(records[2])])
-    write_older_result(run, records[3].job_id, FINISHED | {"custom_id": "d"})
+    write_result(run, records[3].job_id, FINISHED | {"custom_id": "d"})
     run.write_error(records[4].job_id, failed_line("cancelled") | {"custom_id": "e"})
     return run, records
 
@@ -54,7 +54,7 @@ def run_uri(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return str(tmp_path / "run") if request.param == "local" else str(request.getfixturevalue("s3_uri"))
 
 
-def test_results_of_both_forms_are_read_counted_and_put_out_together(run: tuple[Run, list[JobRecord]]) -> None:
+def test_results_and_errors_are_read_counted_and_put_out_together(run: tuple[Run, list[JobRecord]]) -> None:
     made, records = run
     opened = Run.open(made.store.uri)
     assert opened.ended()[0] == {record.job_id for record in records[:4]}
@@ -126,7 +126,7 @@ def with_index(data: bytes, index: object, **last: object) -> bytes:
     *lines, _, _ = data.splitlines(keepends=True)
     row = dump_line({"index": index})
     start = sum(map(len, lines))
-    values = {"version": 1, "fingerprint": MANIFEST.fingerprint, "index_start": start}
+    values = {"fingerprint": MANIFEST.fingerprint, "index_start": start}
     values |= {"index_sha256": hashlib.sha256(row).hexdigest()} | last
     return b"".join([*lines, row, seal(json.dumps(values).encode())])
 
@@ -146,7 +146,6 @@ DAMAGES: dict[Callable[[bytes], bytes], list[str]] = {  # and the jobs that run 
     flipped: ["a"],
     without_index: [],
     of_another_run: ["a", "b"],
-    lambda data: with_index(data, [], version=2): [],
     lambda data: with_index(data, [], index_start=-1): [],
     lambda data: with_index(data, {"x": 1}): [],
     lambda data: with_index(data, [["x", 0]]): [],
@@ -195,14 +194,6 @@ def test_a_second_whole_result_of_a_job_makes_up_for_a_damaged_one(tmp_path: Pat
     opened = Run.open(made.store.uri)
     assert load_queue(opened, 5).unfinished() == []
     assert len(list(opened.joined_lines())) == 5
-
-
-def test_a_result_in_the_file_of_an_older_version_makes_up_for_a_damaged_one_in_a_segment(tmp_path: Path) -> None:
-    made, records = make_run(str(tmp_path / "run"))
-    write_older_result(made, records[0].job_id, FINISHED)
-    path = f"{SEGMENTS}/w1-x-0001.seg"
-    made.store.write(path, flipped(made.store.read(path) or b""))
-    assert len(list(Run.open(made.store.uri).joined_lines())) == 5
 
 
 def test_a_strange_name_of_a_segment_is_told_in_one_line_without_commands_to_a_terminal(tmp_path: Path) -> None:

@@ -19,9 +19,9 @@ from swiftbatch.jobs.run import error_files, output_line_fields
 from swiftbatch.jobs.run.output_line import Reasoning, error_line, success_line
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.segment_format import SealedResult
-from tests.jobs.run.run_parts import FINISHED, MANIFEST, make_record, write_older_result
+from tests.jobs.run.run_parts import FINISHED, MANIFEST, make_record, write_result
 
-NAMES = ("text", "log", 'na\u00efve "name"', "older", "failed", "open")
+NAMES = ("text", "log", 'na\u00efve "name"', "short", "failed", "open")
 TEXT = 'plain, "quoted", \\ and \n, a \u2028 line, na\u00efve \U0001f600'
 
 
@@ -50,14 +50,14 @@ def make_run(uri: str) -> tuple[Run, list[JobRecord]]:
     records = [make_record(name) for name in NAMES]
     records += [make_chat("chat"), make_chat("thought")]
     run.add_jobs(records)
-    text, log, named, older, failed, _, chat, thought = records
+    text, log, named, short, failed, _, chat, thought = records
     reasoning = Reasoning("thought, then said", "said", 2)
     logprobs = {"tokens": ["a"], "token_logprobs": [-0.5], "top_logprobs": [{"a": -0.5}], "text_offset": [0]}
     lines = [line_of(text, run), line_of(named, run), line_of(chat, run, "")]
     lines += [line_of(log, run, logprobs=logprobs), line_of(thought, run, reasoning=reasoning)]
     owners = (text, named, chat, log, thought)
     run.write_segment("s", [SealedResult.of(each.job_id, line) for each, line in zip(owners, lines, strict=True)])
-    write_older_result(run, older.job_id, FINISHED | {"custom_id": "older"})
+    write_result(run, short.job_id, FINISHED | {"custom_id": "short"})
     run.write_error(failed.job_id, error_line(failed, "attempts_exhausted", "why \x7f"))
     run.add_jobs([replace(text, job_id=f"{text.job_id}-longer", supersedes=text.job_id)])
     return run, records
@@ -68,9 +68,9 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The ids of the jobs whose lines were parsed."""
     seen: list[str] = []
 
-    def parse(data: bytes, job_id: str, fingerprint: str | None, *, is_sealed: bool = False) -> dict[str, Any]:
+    def parse(data: bytes, job_id: str, fingerprint: str | None) -> dict[str, Any]:
         seen.append(job_id)
-        return output_line_fields.parse_line(data, job_id, fingerprint, is_sealed=is_sealed)
+        return output_line_fields.parse_line(data, job_id, fingerprint)
 
     monkeypatch.setattr(error_files, "parse_line", parse)
     return seen
@@ -87,7 +87,7 @@ def test_results_in_segments_are_copied_and_not_parsed(tmp_path: Path, parsed: l
     made, records = make_run(str(tmp_path / "run"))
     assert len(list(Run.open(made.store.uri).written_lines())) == 7
     ids = {record.custom_id: record.job_id for record in records}
-    assert sorted(parsed) == sorted([ids["older"], ids["failed"]])
+    assert sorted(parsed) == sorted([ids["short"], ids["failed"]])
 
 
 def test_a_line_of_a_run_with_several_choices_is_one_line(tmp_path: Path) -> None:

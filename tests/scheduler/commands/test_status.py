@@ -1,4 +1,4 @@
-"""The command `status` and what it shows of a run."""
+"""The command `status` and what it shows of a run; no command takes one of another version."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import socket
 import time
 from pathlib import Path
 
+import pytest
+
 from swiftbatch.jobs.run.run import Run, WorkerStatus
 from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
 from swiftbatch.scheduler.driver.queue_loading import count_jobs
-from tests.scheduler.commands.command_parts import finish, invoke
+from tests.scheduler.commands.command_parts import finish, invoke, refusal
 from tests.scheduler.commands.submit_parts import submit_file
 
 
@@ -102,3 +104,32 @@ def test_the_clock_of_a_run_is_shown(run: Run) -> None:
     clock = run.manifest.clock
     assert f"clock of chat templates: {clock}\n" in invoke("status", run.store.uri).stdout
     assert json.loads(invoke("status", run.store.uri, "--json").stdout)["clock"] == clock
+
+
+RUN_COMMANDS = {
+    "submit": (),
+    "resume": ("--retry-failed",),
+    "extend": ("--max-tokens", "99"),
+    "prune": (),
+    "cancel": (),
+    "status": (),
+    "tail": ("good",),
+    "results": (),
+    "report": (),
+}
+
+
+@pytest.mark.parametrize("version", [1, 3, None])
+@pytest.mark.parametrize("command", RUN_COMMANDS)
+def test_every_command_refuses_the_folder_of_another_version_and_leaves_it_alone(
+    run: Run, jobs_file: str, command: str, version: int | None
+) -> None:
+    folder = Path(run.store.uri)
+    manifest = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps({**manifest, "version": version} if version else {"run_id": "r"}))
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    where = (jobs_file, "--run", run.store.uri) if command == "submit" else (run.store.uri,)
+    told = refusal(command, *where, *RUN_COMMANDS[command])
+    found = f"found version {version or 'none'}, expected version 2"
+    assert f"cannot use run.json in {folder}: {found}; use the version of swiftbatch that made it" in told
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before

@@ -27,7 +27,7 @@ from swiftbatch.scheduler.cluster.worker_actor import WorkerInfo, WorkerSpec
 from swiftbatch.scheduler.driver.driver import Driver
 from swiftbatch.scheduler.runs import launch
 from swiftbatch.worker.session.work_messages import JobProgress, Orders, WorkReport
-from tests.jobs.run.run_parts import write_older_result
+from tests.jobs.run.run_parts import write_result
 from tests.scheduler.driver.driver_parts import RecordingDisplay, make_driver, make_run
 from tests.work_counts import Work, counted_calls
 
@@ -119,7 +119,7 @@ class NoOpWorker:
             token_ids=ids,
             metrics={"seconds": 1.5},
         )
-        write_older_result(self._dispatched.run, record.job_id, line)
+        write_result(self._dispatched.run, record.job_id, line)
         return JobProgress(record.job_id, len(ids))
 
 

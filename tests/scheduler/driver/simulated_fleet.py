@@ -27,7 +27,7 @@ from swiftbatch.scheduler.driver.worker_reports import Intake, Settlement
 from swiftbatch.worker.caches.memory.page_counts import PAGE
 from swiftbatch.worker.session.reserve import CacheRoom, JobSizes, Reserve, without_room
 from swiftbatch.worker.session.work_messages import Assignment, JobProgress, Orders, WorkReport, WorkSlice
-from tests.jobs.run.run_parts import write_older_result
+from tests.jobs.run.run_parts import write_result
 from tests.scheduler.driver.driver_parts import make_context, make_run
 
 SLICE = 0.5  # seconds of a worker between two reports
@@ -142,7 +142,7 @@ class SimulatedWorker:
             record = job.assignment.record
             fingerprint, ids = self.run.manifest.fingerprint, np.zeros(job.num_tokens, np.uint32)
             shown: dict[str, Any] = {"model": "none", "system_fingerprint": fingerprint, "token_ids": ids}
-            write_older_result(self.run, record.job_id, success_line(record, "run", "", "length", metrics={}, **shown))
+            write_result(self.run, record.job_id, success_line(record, "run", "", "length", metrics={}, **shown))
             del self.jobs[record.job_id]
         return [job.progress for job in ended]
 

@@ -65,7 +65,6 @@ def test_strikes_are_kept_over_drivers_until_a_job_finishes(store: Store) -> Non
     for job_id in ("kills", "other"):
         first.begin(job_id)
     kept(first)
-    assert b"strikes" not in (store.read(f"{FOLDER}/0001.json") or b"")  # an older version reads on
     first.note_strikes("kills", Strikes(2, 30))
     first.note_strikes("other", Strikes(1, 0))
     kept(first)

@@ -18,7 +18,7 @@ from swiftbatch.scheduler.driver.attempt_numbers import Attempts
 from swiftbatch.scheduler.driver.queue_loading import load_queue, put_logs_in_place
 from swiftbatch.scheduler.driver.worker_fleet import Lost, Worker
 from swiftbatch.scheduler.driver.worker_reports import Intake, Settlement
-from tests.jobs.run.run_parts import write_older_result
+from tests.jobs.run.run_parts import write_result
 from tests.scheduler.driver.driver_parts import job_id, make_context, make_run
 
 SECONDS = 60  # until a test gives up
@@ -61,7 +61,7 @@ def test_a_takeover_finds_the_logs_of_all_workers_that_the_last_driver_left(tmp_
     write_logs(run, ["b"], "w2")
     done = next(record for record in run.jobs() if record.job.name == "done")
     shown: dict[str, Any] = {"model": "none", "system_fingerprint": run.manifest.fingerprint, "token_ids": TOKENS}
-    write_older_result(run, done.job_id, success_line(done, "run", "", "length", metrics={}, **shown))
+    write_result(run, done.job_id, success_line(done, "run", "", "length", metrics={}, **shown))
     put_logs_in_place(run)
     attempts = Attempts(run.store, 2, {})
     queue = load_queue(run, 5, attempts)

@@ -140,7 +140,7 @@ def test_a_run_with_one_table_of_jobs_takes_more_and_keeps_their_order(uri: str)
     assert [record.job.custom_id for record in Run.open(uri).jobs()] == ["a", "b", "c", "d"]
     assert run.store.list("jobs")[0].startswith("000002-")
     run.store.delete_folder("jobs")
-    assert [record.job.custom_id for record in Run.open(uri).jobs()] == ["a", "b"]  # as an older version left it
+    assert [record.job.custom_id for record in Run.open(uri).jobs()] == ["a", "b"]
 
 
 def test_a_held_run_is_seen_at_work_from_the_claim_on(tmp_path: Path) -> None:

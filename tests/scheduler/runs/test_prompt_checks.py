@@ -118,16 +118,6 @@ def test_a_line_that_says_nothing_of_a_thought_s_end_has_the_run_s(tmp_path: Pat
     assert reject.reason.startswith("field 'thinking_end': found 'close' with logprobs, expected no such field")
 
 
-def test_a_run_of_an_earlier_version_goes_on_and_has_no_limit_of_its_own(tmp_path: Path, tiny_model: Path) -> None:
-    path, place = write_jobs(tmp_path / "jobs.jsonl", LIMITED), str(tmp_path / "run")
-    run = submit_file(path, place, model=str(tiny_model)).run
-    newer = ("max_tokens", "loop_guard", "thinking_end", "thinking_markers")
-    older = {name: value for name, value in run.manifest.model_dump().items() if name not in newer}
-    run.store.write("run.json", json.dumps(older).encode())
-    again = submit_file(path, place)
-    assert (again.rejects, again.run.jobs()) == ([], run.jobs())
-
-
 def test_a_prompt_that_leaves_no_position_is_a_reject(tmp_path: Path, tiny_model: Path) -> None:
     full = {"custom_id": "full", "prompt": [1] * NUM_POSITIONS}
     path = write_jobs(tmp_path / "jobs.jsonl", full, full | {"custom_id": "last", "prompt": [1] * (NUM_POSITIONS - 1)})
@@ -404,14 +394,3 @@ def test_a_thought_that_a_template_leaves_open_is_stored_with_the_prompt(tmp_pat
     lines = [each | {"custom_id": str(number)} for number, each in enumerate(asked)]
     run = submit_file(write_jobs(tmp_path / "jobs.jsonl", *lines), str(tmp_path / "run"), model=str(model)).run
     assert [record.last_marker for record in run.jobs()] == ["start", None, None, "end"]
-
-
-def test_no_job_is_added_to_a_run_of_an_older_version(tmp_path: Path, tiny_model: Path) -> None:
-    path, place = write_jobs(tmp_path / "jobs.jsonl", OPEN), str(tmp_path / "run")
-    run = submit_file(path, place, model=str(tiny_model)).run
-    run.store.write("run.json", run.manifest.model_dump_json(exclude={"clock"}).encode())
-    assert submit_file(path, place).run.job_ids() == run.job_ids()
-    more = write_jobs(tmp_path / "more.jsonl", OPEN, LIMITED)
-    with pytest.raises(RunError, match=r"was made by swiftbatch .*submit the same file to a new run folder"):
-        submit_file(more, place)
-    assert Run.open(place).job_ids() == run.job_ids()

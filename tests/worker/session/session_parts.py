@@ -85,7 +85,7 @@ PLAINLY: dict[str, Any] = {"engine": "autoregressive", "checkpoint_seconds": 600
 
 
 def claimed(run: Run, job: JobRecord, num_reported_tokens: int = 0) -> Assignment:
-    """The next attempt at a job, numbered 1, 2, ... as in older runs; those before count as lost."""
+    """The next attempt at a job, numbered 1, 2, ...; those before count as lost."""
     put_logs_in_place(run)
     place = (run.store.uri, job.job_id)
     found = CheckpointStore.of(run).attempts(job.job_id)

@@ -292,7 +292,7 @@ def test_a_segment_of_another_prompt_is_not_said_to_be_of_other_hardware(
     first = checkpoints.read_segment(job.job_id, manifest.segments[0])
     assert first is not None
     token_ids = first.token_ids.copy()
-    token_ids[0] += 1  # as in a file of another job that an older version wrote
+    token_ids[0] += 1  # as in a file of another job that names this one
     entry = checkpoints.write_segment(job.job_id, 1, replace(first, token_ids=token_ids))
     checkpoints.write_manifest(job.job_id, 1, StateManifest(segments=(entry,)))
     to_the_end(session(run, tiny_model), claimed(run, job))
