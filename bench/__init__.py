@@ -1,1 +1,1 @@
-"""Benchmarks and papers' tables: `python -m bench` from a checkout lists them. No install has them."""
+"""Benchmarks and checks of the whole, which are run from the repository's root and are not installed."""
