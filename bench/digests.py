@@ -60,6 +60,7 @@ Cells = dict[str, str]
 EMBEDDED, INTERPRETER, CLI = "embedded", "interpreter", "cli"
 NUM_TOKENS, FEW_TOKENS = 160, 24  # of a job on the embedded model, and on others
 REAL_ENGINES = ("auto", "autoregressive", "prompt-lookup", "suffix", "token-recycling")
+ALONE = ("auto", "autoregressive")  # engines that run one job at a time, too, on any model
 KILLED_AT = (0.2, 0.45, 0.7)  # parts of a job's tokens
 MARKERS = ("<think>", "</think>")
 PROMPT = (
@@ -99,6 +100,7 @@ KINDS: dict[str, dict[str, Any]] = {  # fields of lines; None for none
 }
 REAL_KINDS = {name: fields for name, fields in KINDS.items() if name != "chat"}  # not all have a template
 REAL_KINDS["long"] = KINDS["long"] | {"prompt": day_book(30)}  # longer than Gemma's window
+REAL_KINDS["thinking"] = KINDS["thinking"] | {"thinking_token_budget": 10}
 COSTS = StepCosts((64, 8192), 1e-3 * np.array([[2.0, 2.2, 2.5, 3.0, 4.0, 7.0], [3.5, 3.8, 4.2, 5.0, 7.0, 12.0]]))
 
 
@@ -271,7 +273,7 @@ def cells_of(model: str, engine: str, is_quick: bool) -> Cells:
         if engine == "mtp":
             save_predictor(model, Path(folder))
         cells = bench.undisturbed(engine, 8) | bench.killed(engine, 8)
-        if not is_quick:
+        if engine in ALONE or (model == EMBEDDED and not is_quick):
             cells |= bench.undisturbed(engine, 1)
         if model == EMBEDDED and not is_quick:
             cells |= bench.killed(engine, 1)
@@ -288,12 +290,13 @@ def interpreted(engine: str, folder: Path, is_quick: bool) -> Cells:
     from tests.worker.target.cuda.cuda_parts import cuda_target, offloaded_target
 
     patched()
+    torch.set_num_threads(1)
     files = locate_model(str(write_tiny_model(folder / "model", 1)))
     places = {
         "bfloat16": lambda: cuda_target(files, torch.bfloat16, 3),
         "float32": lambda: cuda_target(files, torch.float32, 3, linear="cublas"),
         "offloaded": lambda: offloaded_target(files, torch.bfloat16, 3),
-        "fp8": lambda: cuda_target(files, torch.bfloat16, 3, kv_dtype="float8_e4m3fn"),
+        "fp8": lambda: cuda_target(files, torch.bfloat16, 3, kv_dtype="fp8"),
     }
     cells = {}
     for place in places if engine in ("auto", "token-recycling") and not is_quick else ("bfloat16",):
@@ -370,7 +373,10 @@ def main() -> None:
         print(text)
     problems = [f"differs from other engines: {cell}" for cell in disagreements(cells)]
     if options.check:
-        problems += changes(json.loads(options.check.read_text(encoding="utf-8")), cells, options.quick)
+        models = {Path(model).stem for model in options.model}
+        known = json.loads(options.check.read_text(encoding="utf-8")).items()
+        before = {cell: value for cell, value in known if cell.split("/")[0] in models}
+        problems += changes(before, cells, options.quick)
     print("\n".join([*problems, f"{len(cells)} cells, {len(problems)} problems"]), file=sys.stderr)
     sys.exit(1 if problems else 0)
 
