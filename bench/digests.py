@@ -35,13 +35,13 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import numpy as np
 
 from bench.surface import surface
+from bench.variants import BY_NAME
 from swiftbatch.jobs.job import SentJob, unpacked
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.sampling import SamplingParams
 from swiftbatch.scheduler.driver.queue_loading import put_logs_in_place
 from swiftbatch.scheduler.runs.default_settings import Settings
 from swiftbatch.scheduler.runs.submission import submission
-from swiftbatch.worker.bench.bench_variants import BY_NAME
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.drafters.catalogue import CHECKPOINT_ENGINES, ENGINES, EngineEntry, create_drafter
 from swiftbatch.worker.drawing.sequence import Sequence
@@ -329,7 +329,7 @@ def engines_of(model: str, is_quick: bool) -> list[str]:
 
 def digests(models: list[str], is_quick: bool) -> Cells:
     """The cells of all models; a process for each engine, so that none knows of others."""
-    cells = {}
+    cells: Cells = {}
     for model in models:
         started, name = time.monotonic(), Path(model).stem
         if model == CLI:
